@@ -1,0 +1,44 @@
+"""Launch choices every kernel shares: accumulator dtype and block sizes. Imports without Triton."""
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton on this platform: the other backends answer
+    triton = None
+    tl = None
+
+HAS_TRITON = triton is not None
+MAX_ROW_BLOCK = 8192
+
+if HAS_TRITON:
+    jit = triton.jit
+else:
+
+    def jit(fn: Any) -> Any:
+        """Stands in for ``triton.jit``, so that a module with kernels imports without Triton."""
+        return fn
+
+
+def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype sums are kept in: float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def acc_dtype(x: torch.Tensor) -> tuple[torch.dtype, Any]:
+    """`acc_torch_dtype` and its Triton twin (so that gradcheck reaches the kernels)."""
+    if x.dtype == torch.float64:
+        return torch.float64, tl.float64
+    return torch.float32, tl.float32
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def row_block(n_cols: int) -> int:
+    """Elements of one row that one program holds: a power of two, at most MAX_ROW_BLOCK."""
+    return min(MAX_ROW_BLOCK, next_power_of_2(n_cols))
