@@ -1,0 +1,67 @@
+# Everything a fresh clone needs: `make demo` and `make test` do the set-up themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_DIR ?= runs/demo
+ARGS ?=
+
+# stamps: each set-up step runs again only when what it reads has changed
+CREATED := $(VENV)/.created
+PACKAGES := $(VENV)/.packages
+INSTALLED := $(VENV)/.installed
+COMPILED_FROM := $(shell find csrc -type f 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint demo demo-quick bench clean
+
+help:
+	@echo 'make setup       virtual environment in $(VENV), pinned packages, compiled parts'
+	@echo 'make test        set-up, then all tests'
+	@echo 'make lint        set-up, then ruff and mypy'
+	@echo 'make demo        set-up, then grow and train small models here (ARGS="--seed 1")'
+	@echo 'make demo-quick  the same path in a few minutes'
+	@echo 'make bench       set-up, then the microbenchmarks (ARGS="expand")'
+	@echo 'make clean       remove build outputs and caches, keep $(VENV) and runs'
+
+setup: $(INSTALLED)
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo 'growkern needs Python 3.10 to 3.13: make setup PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'Python has no venv module here: sudo apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(PACKAGES): requirements-dev.txt $(CREATED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# no build isolation and no dependencies: nothing is fetched here, so it also works offline
+$(INSTALLED): pyproject.toml CMakeLists.txt $(COMPILED_FROM) $(PACKAGES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: setup
+	$(BIN)/growkern demo --dir $(DEMO_DIR) $(ARGS)
+
+demo-quick: setup
+	$(BIN)/growkern demo --dir $(DEMO_DIR)-quick --quick $(ARGS)
+
+bench: setup
+	$(BIN)/growkern bench $(ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find growkern tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(INSTALLED)
