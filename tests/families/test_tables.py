@@ -1,0 +1,116 @@
+"""Each table predicts every key and shape of the real model, with all sizes different."""
+
+import pytest
+import torch
+import transformers
+
+from growkern.errors import GrowthError
+from growkern.families.spec import load_family, parse_family, supported_families, tomllib
+
+# every size differs, so that two axes cannot be confused
+BERT = {
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 18,
+    "type_vocab_size": 5,
+    "num_labels": 7,
+}
+GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
+LLAMA = {
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "num_labels": 7,
+}
+CASES = [
+    ("bert", BERT, {}),
+    ("bert", BERT, {"tie_word_embeddings": False}),
+    ("gpt2", {**GPT2, "num_labels": 7}, {}),
+    ("gpt2", {**GPT2, "num_labels": 7}, {"n_inner": 33, "tie_word_embeddings": False}),
+    ("llama", LLAMA, {}),
+    ("llama", LLAMA, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("model_type, sizes, options", CASES)
+def test_table_predicts_every_tensor_and_shape(model_type, sizes, options):
+    family = load_family(model_type)
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    for class_name in family.classes:
+        with torch.device("meta"):
+            model = getattr(transformers, class_name)(config)
+        actual = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        assert family.shapes(config, class_name) == actual, class_name
+
+
+@pytest.mark.parametrize("model_type, sizes, options", CASES)
+def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
+    family = load_family(model_type)
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    for class_name in family.classes:
+        with torch.device("meta"):
+            model = getattr(transformers, class_name)(config)
+        tied = {
+            t.name: t.row.tied
+            for t in family.tensors(config, class_name)
+            if t.row.tied and family.is_tied(config, class_name)
+        }
+        assert tied == dict(model.all_tied_weights_keys), class_name
+
+
+def test_every_table_is_covered():
+    assert {case[0] for case in CASES} == set(supported_families())
+
+
+def bert_table():
+    from importlib import resources
+
+    return tomllib.loads((resources.files("growkern.families") / "bert.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        (("tensorz",), "unknown key 'tensorz'; did you mean 'tensors'"),
+        (("norm", "epsilon"), "epsilon"),
+        (("spaces", "stream", "kinds"), "kinds"),
+        (("tensors", "trunk", "pooler", "axis"), "axis"),
+        (("classes", "BertModel", "bodies"), "bodies"),
+    ],
+)
+def test_unknown_keys_are_refused(path, message):
+    table = bert_table()
+    inner = table
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = 1
+    with pytest.raises(GrowthError, match=message):
+        parse_family("bert.toml", table)
+
+
+def test_undefined_space_is_refused():
+    table = bert_table()
+    table["tensors"]["trunk"]["embeddings.word_embeddings.weight"]["axes"] = ["vocab", "write:strem"]
+    with pytest.raises(GrowthError, match="did you mean 'stream'"):
+        parse_family("bert.toml", table)
+
+
+def test_unknown_family_lists_the_supported_ones():
+    with pytest.raises(GrowthError, match="bert, gpt2, llama"):
+        load_family("mamba")
+
+
+def test_unknown_class_and_refused_config():
+    config = transformers.BertConfig(**BERT)
+    with pytest.raises(GrowthError, match="BertForMaskedLM"):
+        load_family("bert").check_config(config, "BertForMultipleChoice")
+    config.add_cross_attention = True
+    with pytest.raises(GrowthError, match="cross-attention"):
+        load_family("bert").check_config(config, "BertForMaskedLM")
