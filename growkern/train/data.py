@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError
 from growkern.train.head import IGNORE_INDEX
@@ -23,16 +23,27 @@ _TEXTS_PER_CALL = 256
 # ------------------------------------------------------------------ packing
 
 
-def pack_text(
-    texts: Iterable[str | Path], tokenizer: Any, sequence_length: int
-) -> datasets.Dataset:
+class TokenBlocks(Dataset[dict[str, np.ndarray]]):
+    """Blocks of tokens of one length: `blocks[i]` is {"input_ids": (S,) int32}."""
+
+    def __init__(self, tokens_NS: np.ndarray) -> None:
+        self.tokens_NS = tokens_NS
+
+    def __len__(self) -> int:
+        return len(self.tokens_NS)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"input_ids": self.tokens_NS[index]}
+
+
+def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int) -> TokenBlocks:
     """Tokenise, join and cut text into blocks of one length.
 
     texts: a `Path` is read as a UTF-8 file, a `str` is the text itself. The texts are joined in
         order with the tokenizer's separator (eos, else sep) after each; every block starts with
         the cls token where the tokenizer has one. The tail shorter than a block is dropped.
-    returns: a dataset with one column, `input_ids`, of `sequence_length` int32 tokens per row
-        (numpy format). No attention mask: nothing is padded.
+    returns: the blocks; `.tokens_NS` is their (N, sequence_length) int32 array. There is no
+        attention mask: nothing is padded.
     raises: GrowthError when a file cannot be read or the text fills no block.
     """
     head = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
@@ -40,17 +51,17 @@ def pack_text(
     if body < 1:
         raise GrowthError(f"sequence_length is {sequence_length}: it must be at least 2")
 
-    stream_N = np.concatenate([np.empty(0, np.int32), *_token_runs(texts, tokenizer)])
-    blocks = len(stream_N) // body
+    stream_T = np.concatenate([np.empty(0, np.int32), *_token_runs(texts, tokenizer)])
+    blocks = len(stream_T) // body
     if blocks == 0:
         raise GrowthError(
-            f"the text holds {len(stream_N)} tokens, fewer than one block of {body}: "
+            f"the text holds {len(stream_T)} tokens, fewer than one block of {body}: "
             "give more text or a smaller sequence_length"
         )
-    block_BS = np.empty((blocks, sequence_length), np.int32)
-    block_BS[:, : len(head)] = head
-    block_BS[:, len(head) :] = stream_N[: blocks * body].reshape(blocks, body)
-    return datasets.Dataset.from_dict({"input_ids": block_BS}).with_format("numpy")
+    tokens_NS = np.empty((blocks, sequence_length), np.int32)
+    tokens_NS[:, : len(head)] = head
+    tokens_NS[:, len(head) :] = stream_T[: blocks * body].reshape(blocks, body)
+    return TokenBlocks(tokens_NS)
 
 
 def _token_runs(texts: Iterable[str | Path], tokenizer: Any) -> Iterator[np.ndarray]:
