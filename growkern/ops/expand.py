@@ -1,0 +1,300 @@
+"""Widen a matrix: gather rows and columns by index, scale them, and break their symmetry.
+
+    out[i, j] = S[rows[i], cols[j]] * row_scale[i] * col_scale[j] * (1 + noise)              (1)
+    S[r, c]   = W[r, c]                   if r < R and c < C
+              = upper[r mod R, c mod C]   otherwise (r < 2 R, c < 2 C)                       (2)
+    noise     = col_noise[j] * xi(seed; row_offset + i, cols[j])                             (3)
+             or row_noise[i] * xi(seed; col_offset + j, rows[i])
+
+(1) is function-preserving initialisation, FPI, Eq. 5-15 of bert2BERT (Chen et al., ACL 2022,
+arXiv:2110.07143); (2) with `upper` the same tensor one layer up is its advanced knowledge
+initialisation, AKI, Eq. 16. xi is the hash of `_hash_noise`. In (3) all replicas of one source
+index on one line share xi, so that noise that sums to zero over the replicas (weighted with their
+scales) leaves the function as it is; and xi knows nothing of shards, so that the shards of a
+matrix are bit for bit the slices of the whole.
+
+Products are rounded to float32 (float64 for a float64 weight) in the order of (1), and the result
+once more to the output dtype.
+
+Shape letters used in this file: R, C rows and columns of the weight; M, N those of the output.
+Read on in this order: reference, kernels, op, autograd, public function.
+"""
+
+import torch
+from torch import Tensor
+
+from growkern.ops._backend import choose_backend
+from growkern.ops._expand_checks import check_expand, check_no_overlap, check_range
+from growkern.ops._hash_noise import hash_noise, line_keys
+from growkern.ops._launch import acc_torch_dtype
+
+# ---------------------------------------------------------------- reference
+
+
+def _scaled(
+    x_MN: Tensor,
+    rows_M: Tensor,
+    cols_N: Tensor,
+    row_scale_M: Tensor | None,
+    col_scale_N: Tensor | None,
+    row_noise_M: Tensor | None,
+    col_noise_N: Tensor | None,
+    seed: int,
+    row_offset: int,
+    col_offset: int,
+) -> Tensor:
+    """The factors of (1), in its order and in the dtype of x_MN."""
+    M, N = x_MN.shape
+    if row_scale_M is not None:
+        x_MN = x_MN * row_scale_M.to(x_MN.dtype)[:, None]
+    if col_scale_N is not None:
+        x_MN = x_MN * col_scale_N.to(x_MN.dtype)
+    if col_noise_N is not None:
+        key_M, mult_M = line_keys(M, row_offset, seed, x_MN.device)
+        xi_MN = hash_noise(key_M[:, None], mult_M[:, None], cols_N.to(torch.int32))
+        x_MN = x_MN * (1 + col_noise_N.to(x_MN.dtype) * xi_MN)
+    if row_noise_M is not None:
+        key_N, mult_N = line_keys(N, col_offset, seed, x_MN.device)
+        xi_MN = hash_noise(key_N, mult_N, rows_M.to(torch.int32)[:, None])
+        x_MN = x_MN * (1 + row_noise_M.to(x_MN.dtype)[:, None] * xi_MN)
+    return x_MN
+
+
+def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Tensor:
+    if rows_M is not None:
+        x_RC = x_RC.index_select(0, rows_M % x_RC.shape[0])
+    if cols_N is not None:
+        x_RC = x_RC.index_select(1, cols_N % x_RC.shape[1])
+    return x_RC
+
+
+def _explicit(index: Tensor | None, n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device) if index is None else index
+
+
+def expand_reference(
+    weight_RC: Tensor,
+    upper_RC: Tensor | None,
+    rows_M: Tensor | None,
+    cols_N: Tensor | None,
+    row_scale_M: Tensor | None = None,
+    col_scale_N: Tensor | None = None,
+    row_noise_M: Tensor | None = None,
+    col_noise_N: Tensor | None = None,
+    seed: int = 0,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Plain PyTorch definition of the op: (M, N) in `out_dtype` (default: the weight's)."""
+    R, C = weight_RC.shape
+    x_MN = _gathered(weight_RC, rows_M, cols_N)
+    rows_all_M = _explicit(rows_M, R, weight_RC.device)
+    cols_all_N = _explicit(cols_N, C, weight_RC.device)
+    if upper_RC is not None:
+        in_upper_MN = (rows_all_M >= R)[:, None] | (cols_all_N >= C)
+        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, rows_M, cols_N), x_MN)
+    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
+    x_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), rows_all_M, cols_all_N, *factors)
+    # contiguous: with both axes identity nothing above has copied
+    return x_MN.to(out_dtype or weight_RC.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+# ----------------------------------------------------------------------- op
+
+
+def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> tuple[int, int]:
+    R, C = weight_RC.shape
+    return (R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0])
+
+
+def _run(
+    out_MN: Tensor,
+    weight_RC: Tensor,
+    upper_RC: Tensor | None,
+    maps: tuple[Tensor | None, Tensor | None],
+    factors: tuple,
+    backend: str,
+) -> None:
+    """Fills out_MN, whatever its strides."""
+    for name, index, n in zip(("rows", "cols"), maps, weight_RC.shape, strict=True):
+        check_range(name, index, n, upper_RC is not None)
+    check_no_overlap(out_MN, weight_RC, upper_RC)
+    choose_backend(backend, weight_RC.device)
+    out_MN.copy_(expand_reference(weight_RC, upper_RC, *maps, *factors, out_MN.dtype))
+
+
+@torch.library.custom_op("growkern::expand", mutates_args=())
+def expand_op(
+    weight_RC: Tensor,
+    upper_RC: Tensor | None,
+    rows_M: Tensor | None,
+    cols_N: Tensor | None,
+    row_scale_M: Tensor | None,
+    col_scale_N: Tensor | None,
+    row_noise_M: Tensor | None,
+    col_noise_N: Tensor | None,
+    seed: int,
+    row_offset: int,
+    col_offset: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    out_MN = weight_RC.new_empty(_out_shape(weight_RC, rows_M, cols_N), dtype=out_dtype)
+    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
+    _run(out_MN, weight_RC, upper_RC, (rows_M, cols_N), factors, backend)
+    return out_MN
+
+
+@expand_op.register_fake
+def _(weight_RC, upper_RC, rows_M, cols_N, *factors_dtype_backend):
+    out_dtype = factors_dtype_backend[-2]
+    return weight_RC.new_empty(_out_shape(weight_RC, rows_M, cols_N), dtype=out_dtype)
+
+
+@torch.library.custom_op("growkern::expand_out", mutates_args=("out_MN",))
+def expand_out_op(
+    out_MN: Tensor,
+    weight_RC: Tensor,
+    upper_RC: Tensor | None,
+    rows_M: Tensor | None,
+    cols_N: Tensor | None,
+    row_scale_M: Tensor | None,
+    col_scale_N: Tensor | None,
+    row_noise_M: Tensor | None,
+    col_noise_N: Tensor | None,
+    seed: int,
+    row_offset: int,
+    col_offset: int,
+    backend: str,
+) -> None:
+    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
+    _run(out_MN, weight_RC, upper_RC, (rows_M, cols_N), factors, backend)
+
+
+@expand_out_op.register_fake
+def _(*args):
+    return None
+
+
+# ----------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx, inputs, output):
+    weight_RC, upper_RC, *tensors = inputs[:8]
+    ctx.save_for_backward(*tensors)
+    ctx.shape, ctx.dtype, ctx.has_upper = weight_RC.shape, weight_RC.dtype, upper_RC is not None
+    ctx.noise_key = inputs[8:11]
+
+
+def _folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
+    """Sums the slices of x that share an index: the adjoint of index_select, in a fixed order."""
+    if x.device.type == "cpu":
+        shape = (n, x.shape[1]) if dim == 0 else (x.shape[0], n)
+        return x.new_zeros(shape).index_add(dim, index, x)
+    # index_add is atomic on a GPU, index_put sorts: the same sum every time
+    x = x.movedim(dim, 0)
+    return x.new_zeros(n, x.shape[1]).index_put((index,), x, accumulate=True).movedim(0, dim)
+
+
+def _backward(ctx, dout_MN):
+    rows_M, cols_N, *factors = ctx.saved_tensors
+    R, C = ctx.shape
+    x_MN = dout_MN.to(torch.float64 if ctx.dtype == torch.float64 else torch.float32)
+    rows_all_M = _explicit(rows_M, R, x_MN.device)
+    cols_all_N = _explicit(cols_N, C, x_MN.device)
+    x = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
+    # with `upper` both axes are twice as long: the first quarter is the weight's, the rest upper's
+    times = 2 if ctx.has_upper else 1
+    if ctx.has_upper or cols_N is not None:
+        x = _folded(x, 1, cols_all_N, times * C)
+    if ctx.has_upper or rows_M is not None:
+        x = _folded(x, 0, rows_all_M, times * R)
+    dweight_RC = x[:R, :C].to(ctx.dtype)
+    dupper_RC = None
+    if ctx.has_upper:
+        dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype)
+    return dweight_RC, dupper_RC, *[None] * 11
+
+
+expand_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ------------------------------------------------------------------- public
+
+
+def expand(
+    weight: Tensor,
+    *,
+    rows: Tensor | None = None,
+    cols: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    upper: Tensor | None = None,
+    row_noise: Tensor | None = None,
+    col_noise: Tensor | None = None,
+    seed: int = 0,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Widen a weight: ``out[i, j] = row_scale[i] * col_scale[j] * weight[rows[i], cols[j]]``.
+
+    The formulas are (1) to (3) at the top of this file; Eq. 5-16 of bert2BERT
+    (arXiv:2110.07143). Differentiable with respect to `weight` and `upper`.
+
+    Args:
+        weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides.
+        rows: (M,) int64, the source row of every row of the result. None: each row once.
+        cols: (N,) int64, the same for columns. Not for a 1-D weight.
+        row_scale: (M,) float. None: 1.
+        col_scale: (N,) float. None: 1. Not for a 1-D weight.
+        upper: like `weight`, the same tensor of the next layer. An element whose row index is
+            R or more, or whose column index is C or more, reads it at the remainders.
+        row_noise: (M,) float, relative size of the noise on each row, for a matrix whose rows
+            are the axis that is read. At most one of `row_noise` and `col_noise`.
+        col_noise: (N,) float, the same for columns.
+        seed: of the noise, in [0, 2**63).
+        row_offset: position of the result's first row in the whole matrix, if it is a shard.
+        col_offset: the same for columns. With noise on an axis that is sharded, pass that axis'
+            slice of the map, not None: the noise is keyed by the source index.
+        out: (M, N) or (M,), where to write; any strides; must not share memory with the inputs.
+        out_dtype: dtype of the result. None: that of `out`, else of `weight`.
+        backend: "reference", "cpu" or "triton". None: the fastest one for the device.
+
+    Returns:
+        (M, N), or (M,) for a 1-D weight; `out` if it was given.
+
+    Raises:
+        GrowthError: shapes, dtypes or devices that do not fit together; an index out of range
+            (checked on the CPU; on a GPU an index out of range is undefined); a backend that
+            cannot run here.
+    """
+    check_expand(
+        weight,
+        upper,
+        {"rows": rows, "cols": cols},
+        {"row_scale": row_scale, "row_noise": row_noise},
+        {"col_scale": col_scale, "col_noise": col_noise},
+        seed,
+        out,
+        out_dtype,
+    )
+    is_vector = weight.ndim == 1
+    target = out
+    if is_vector:
+        # a vector is a matrix of one row: its elements lie along the contiguous axis
+        weight, upper = weight[None], None if upper is None else upper[None]
+        rows, cols, row_scale, col_scale = None, rows, None, row_scale
+        target = None if out is None else out[None]
+    maps_and_factors = (
+        *(weight, upper, rows, cols, row_scale, col_scale, row_noise, col_noise),
+        *(seed, row_offset, col_offset),
+    )
+    if target is not None:
+        expand_out_op(target, *maps_and_factors, backend or "")
+        return out
+    result = expand_op(*maps_and_factors, out_dtype or weight.dtype, backend or "")
+    return result[0] if is_vector else result

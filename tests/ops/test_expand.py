@@ -1,0 +1,413 @@
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops._backend import describe_backends
+from growkern.ops._expand_checks import DTYPES
+from growkern.ops._hash_noise import hash_noise, line_keys
+from growkern.ops.expand import expand, expand_op, expand_out_op, expand_reference
+from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
+
+LIVE = [b.name for b in describe_backends() if b.live]
+COMPILED = [name for name in LIVE if name != "reference"]
+
+
+def backend_or_skip(name, device):
+    if name == "cpu" and device != "cpu":
+        pytest.skip("the compiled library works on the CPU")
+    return name
+
+
+def uneven(n, m, seed, device="cpu"):
+    """m source indices of n: every one at least once where m allows it, some far more often."""
+    rng = torch.Generator().manual_seed(seed)
+    first = torch.randperm(n, generator=rng)[:m]
+    rest = (torch.rand(max(0, m - n), generator=rng) ** 3 * n).long()
+    return torch.cat([first, rest])[torch.randperm(m, generator=rng)].to(device)
+
+
+def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=True, seed=0):
+    """Arguments of `expand`. `upper` names the axes whose indices pass the end."""
+    rng = torch.Generator().manual_seed(seed)
+    rand = lambda n: (torch.rand(n, generator=rng) + 0.25).to(device)  # noqa: E731
+    case = {
+        "weight": torch.randn(R, C, generator=rng).to(device, dtype),
+        "rows": uneven(2 * R if upper in ("rows", "both") else R, M, seed + 1, device),
+        "cols": uneven(2 * C if upper in ("cols", "both") else C, N, seed + 2, device),
+        "seed": 0x1234567_89ABCDEF,
+    }
+    if upper != "none":
+        case["upper"] = torch.randn(R, C, generator=rng).to(device, dtype)
+    if scales:
+        case |= {"row_scale": rand(M), "col_scale": rand(N)}
+    if noise != "none":
+        case[f"{noise}_noise"] = rand(M if noise == "row" else N) - 0.75
+    return case
+
+
+def mix64(x):
+    """The integer mix of the noise in Python's own integers, reduced by hand."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def xi(seed, line, src):
+    key = mix64((mix64((line & 0xFFFFFFFF) ^ (seed >> 32)) + seed) & 0xFFFFFFFF)
+    mult = mix64((key + 0x9E3779B9) & 0xFFFFFFFF) | 1
+    bits = mix64((key + src * mult) & 0xFFFFFFFF)
+    return ((bits >> 8) - 2**23) / 2**23
+
+
+def by_elements(case):
+    """The definition, one element at a time in Python floats (float64)."""
+    W = case["weight"].double().cpu()
+    R, C = W.shape
+    U = case["upper"].double().cpu() if "upper" in case else W
+    rows = case["rows"].tolist() if case.get("rows") is not None else range(R)
+    cols = case["cols"].tolist() if case.get("cols") is not None else range(C)
+    out = torch.empty(len(rows), len(cols), dtype=torch.float64)
+    for i, r in enumerate(rows):
+        for j, c in enumerate(cols):
+            x = (W if r < R and c < C else U)[r % R, c % C].item()
+            for name, at in (("row_scale", i), ("col_scale", j)):
+                x *= case[name][at].item() if name in case else 1.0
+            if "col_noise" in case:
+                line = case.get("row_offset", 0) + i
+                x *= 1 + case["col_noise"][j].item() * xi(case["seed"], line, c)
+            if "row_noise" in case:
+                line = case.get("col_offset", 0) + j
+                x *= 1 + case["row_noise"][i].item() * xi(case["seed"], line, r)
+            out[i, j] = x
+    return out
+
+
+CASES = [("none", "none"), ("rows", "none"), ("cols", "none"), ("both", "none")]
+CASES += [("none", "row"), ("none", "col"), ("both", "row"), ("both", "col")]
+
+
+@pytest.mark.parametrize("upper, noise", CASES)
+def test_reference_is_the_definition(upper, noise, device):
+    case = make_case(5, 7, 13, 17, torch.float64, device, upper=upper, noise=noise)
+    case |= {"row_offset": 3, "col_offset": 2**31 + 5}
+    actual = expand(**case, backend="reference")
+    torch.testing.assert_close(actual.cpu(), by_elements(case), rtol=1e-14, atol=0)
+
+
+def test_noise_looks_uniform_and_lines_differ(device):
+    key, mult = line_keys(512, 0, 7, torch.device(device))
+    noise = hash_noise(key[:, None], mult[:, None], torch.arange(512, device=device).int())
+    noise = noise.double()
+    assert noise.min() < -0.999 and noise.max() < 1 and noise.max() > 0.999
+    # the mean of 2**18 uniform numbers in [-1, 1) has standard deviation 0.58 / 512
+    assert abs(noise.mean()) < 5 * 0.58 / 512
+    assert abs(noise.var() - 1 / 3) < 0.005
+    correlation = torch.corrcoef(noise) - torch.eye(512, device=device)
+    assert correlation.abs().max() < 6 / 512**0.5
+    assert torch.corrcoef(noise.T).fill_diagonal_(0).abs().max() < 6 / 512**0.5
+
+
+# sizes: below, at and past the blocks of the kernels (16 rows, 64 bytes, 256 columns)
+SIZES = [(1, 1, 1, 1), (1, 9, 3, 40), (19, 33, 41, 70), (40, 300, 50, 530), (16, 64, 32, 128)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COMPILED)
+def test_backend_is_the_reference(name, dtype, size, device):
+    name = backend_or_skip(name, device)
+    for upper, noise in CASES:
+        case = make_case(*size, dtype, device, upper=upper, noise=noise)
+        if name == "cpu" and dtype == torch.float64 and noise == "none":
+            case |= {"row_scale": case["row_scale"].double()}
+        expected = expand(**case, backend="reference")
+        assert_within_one_rounding(f"{upper} {noise}", expand(**case, backend=name), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIVE)
+def test_no_worse_than_eager_against_float64(name, dtype, device):
+    name = backend_or_skip(name, device)
+    case = make_case(19, 33, 41, 70, dtype, device, upper="both")
+    W, U = case["weight"], case["upper"]
+    stacked = torch.cat([torch.cat([W, U], 1), torch.cat([U, U], 1)])
+    scale = case["row_scale"][:, None].to(dtype), case["col_scale"].to(dtype)
+    eager = stacked[case["rows"]][:, case["cols"]] * scale[0] * scale[1]
+    truth = by_elements(case).to(device)
+    actual = expand(**case, backend=name)
+    largest = truth.abs().max().item()
+    assert_no_worse_than_eager("out", actual, eager, truth, scale=largest)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIVE)
+def test_dtypes_in_and_out(name, dtype, out_dtype, device):
+    name = backend_or_skip(name, device)
+    case = make_case(9, 21, 20, 50, dtype, device)
+    actual = expand(**case, out_dtype=out_dtype, backend=None if name == "cpu" else name)
+    expected = expand(**case, out_dtype=out_dtype, backend="reference")
+    assert actual.dtype == out_dtype
+    assert_within_one_rounding("out", actual, expected)
+
+
+def layouts(x):
+    """The same values in four memory layouts."""
+    wide = x.new_zeros(x.shape[0], 2 * x.shape[1])
+    wide[:, ::2] = x
+    tall = x.new_zeros(2 * x.shape[0], x.shape[1] + 3)
+    tall[::2, 3:] = x
+    transposed = x.T.contiguous().T
+    return {"strided": wide[:, ::2], "offset": tall[::2, 3:], "transposed": transposed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["strided", "offset", "transposed"])
+@pytest.mark.parametrize("name", LIVE)
+def test_any_strides_in_and_out(name, layout, dtype, device):
+    name = backend_or_skip(name, device)
+    for upper, noise in (("both", "col"), ("none", "row"), ("none", "none")):
+        case = make_case(19, 33, 41, 70, dtype, device, upper=upper, noise=noise)
+        expected = expand(**case, backend="reference")
+        moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
+        assert_within_one_rounding("in", expand(**case | moved, backend=name), expected)
+        out = layouts(torch.zeros_like(expected))[layout]
+        around = out._base.clone() if out._base is not None else None
+        assert expand(**case, out=out, backend=name) is out
+        assert_within_one_rounding("out", out, expected)
+        if layout != "transposed":
+            out.zero_()
+            assert torch.equal(out._base, around), "wrote outside of out"
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_identity_axes(name, device):
+    name = backend_or_skip(name, device)
+    case = make_case(19, 33, 41, 70, torch.float32, device)
+    W, rows, cols = case["weight"], case["rows"], case["cols"]
+    assert torch.equal(expand(W, backend=name), W)
+    assert expand(W, backend=name).data_ptr() != W.data_ptr()
+    assert torch.equal(expand(W, rows=rows, backend=name), W[rows])
+    assert torch.equal(expand(W, cols=cols, backend=name), W[:, cols])
+    noise = {"col_noise": torch.rand(33, device=device), "seed": 5}
+    every = torch.arange(33, device=device)
+    explicit = expand(W, rows=rows, cols=every, **noise, backend=name)
+    assert torch.equal(expand(W, rows=rows, **noise, backend=name), explicit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIVE)
+def test_vectors(name, dtype, device):
+    name = backend_or_skip(name, device)
+    case = make_case(30, 30, 77, 77, dtype, device, upper="rows")
+    vector = {"weight": case["weight"][:, 3], "upper": case["upper"][:, 4]}
+    vector |= {"rows": case["rows"], "row_scale": case["row_scale"]}
+    joined = torch.cat([vector["weight"], vector["upper"]]).double()
+    truth = joined[case["rows"]] * case["row_scale"].double()
+    actual = expand(**vector, backend=None if dtype == torch.float64 else name)
+    assert_no_worse_than_eager("out", actual, truth.to(dtype), truth, scale=4.0)
+    out = torch.zeros(77, device=device, dtype=dtype)
+    expand(**vector, out=out, backend=name)
+    assert torch.equal(out, actual)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_empty(name, device):
+    name = backend_or_skip(name, device)
+    W, none = torch.randn(3, 4, device=device), torch.empty(0, dtype=torch.long, device=device)
+    assert expand(W, rows=none, backend=name).shape == (0, 4)
+    assert expand(W, cols=none, backend=name).shape == (3, 0)
+    assert expand(W[:0], backend=name).shape == (0, 4)
+    assert expand(W[0], rows=none, backend=name).shape == (0,)
+    with pytest.raises(GrowthError, match="rows holds 0 to 0"):
+        expand(W[:0].cpu(), rows=torch.zeros(1, dtype=torch.long), backend="reference")
+
+
+@pytest.mark.parametrize("noise", ["row", "col"])
+@pytest.mark.parametrize("name", LIVE)
+def test_shards_are_slices_of_the_whole(name, noise, device):
+    name = backend_or_skip(name, device)
+    case = make_case(19, 33, 41, 530, torch.bfloat16, device, upper="both", noise=noise)
+    whole = expand(**case, backend=name)
+    for i, j in ((slice(0, 7), slice(0, 530)), (slice(7, 41), slice(251, 400))):
+        shard = {k: case[k][i] for k in case if k.startswith("row")}
+        shard |= {k: case[k][j] for k in case if k.startswith("col")}
+        shard |= {k: case[k] for k in ("weight", "upper", "seed")}
+        out = torch.zeros_like(whole)[i, j]
+        expand(**shard, row_offset=i.start, col_offset=j.start, out=out, backend=name)
+        assert torch.equal(out, whole[i, j])
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_noise_that_sums_to_zero_over_replicas_keeps_the_function(name, device):
+    name = backend_or_skip(name, device)
+    case = make_case(6, 5, 11, 20, torch.float64, device, scales=False)
+    cols = torch.arange(20, device=device) % 5
+    noise = torch.rand(4, 5, device=device, dtype=torch.float64) - 0.5
+    noise = (noise - noise.mean(0)).flatten()
+    case |= {"cols": cols, "col_noise": noise}
+    case |= {"col_scale": torch.full((20,), 0.25, device=device, dtype=torch.float64)}
+    grown = expand(**case, backend=name)
+    x = torch.randn(5, device=device, dtype=torch.float64)
+    torch.testing.assert_close(grown @ x[cols], case["weight"][case["rows"]] @ x)
+    # and it does break the symmetry: replicas differ by far more than rounding
+    assert (grown[:, :5] - grown[:, 5:10]).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize("exponent", [0, 1, -3, -20, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LIVE)
+def test_powers_of_two_round_only_where_they_must(name, dtype, exponent, device):
+    """Zeros, subnormals, infinities and the edges of the range, bit for bit."""
+    name = backend_or_skip(name, device)
+    if name == "triton" and device == "cpu" and dtype == torch.bfloat16 and exponent < 0:
+        pytest.skip("the interpreter truncates where a subnormal bfloat16 must be rounded")
+    info = torch.finfo(dtype)
+    small, big = info.smallest_normal, info.max
+    least = small * info.eps
+    values = [0.0, least, 3 * least, small - least, small, 1.0, 1 + info.eps, 3.1, big, big / 2]
+    values = torch.tensor([*values, float("inf")], device=device, dtype=torch.float64)
+    W = torch.cat([values, -values]).to(dtype)[None].repeat(20, 1)
+    cols = uneven(22, 70, 3, device)
+    for scale in ({"row_scale": 20}, {"col_scale": 70}):
+        scale = {k: torch.full((n,), 2.0**exponent, device=device) for k, n in scale.items()}
+        actual = expand(W, cols=cols, **scale, backend=name)
+        truth = (W[:, cols].double() * 2.0**exponent).to(dtype)
+        integer = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(actual.view(integer), truth.view(integer))
+    W[:, 3] = float("nan")
+    assert torch.equal(expand(W, cols=cols, backend=name).isnan(), W[:, cols].isnan())
+    assert torch.equal(expand(W, cols=cols, **scale, backend=name).isnan(), W[:, cols].isnan())
+
+
+# ------------------------------------------------------------- registration
+
+
+def op_args(case, dtype, backend=""):
+    order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
+    return (*(case.get(name) for name in order), 7, 0, 0, dtype, backend)
+
+
+@pytest.mark.parametrize("upper, noise", [("none", "none"), ("both", "col"), ("rows", "row")])
+@pytest.mark.parametrize("name", ["reference", *COMPILED])
+def test_opcheck(name, upper, noise, device):
+    name = backend_or_skip(name, device)
+    case = make_case(5, 7, 9, 12, torch.float32, device, upper=upper, noise=noise)
+    out = torch.zeros(9, 12, device=device)
+    args = op_args(case, torch.float32, name)
+    torch.library.opcheck(expand_out_op, (out, *args[:11], name))
+    case["weight"].requires_grad_()
+    if "upper" in case:
+        case["upper"].requires_grad_()
+    torch.library.opcheck(expand_op, op_args(case, torch.float32, name))
+
+
+@pytest.mark.parametrize("upper, noise", [*CASES, ("identity", "none"), ("identity", "col")])
+def test_gradcheck(upper, noise, device):
+    case = make_case(4, 5, 7, 9, torch.float64, device, upper=upper, noise=noise)
+    if upper == "identity":
+        case.pop("rows"), case.pop("cols"), case.pop("row_scale"), case.pop("col_scale")
+        case.pop("upper")
+        if noise == "col":
+            case["col_noise"] = case["col_noise"][:5]
+    inputs = [case.pop(k).requires_grad_() for k in ("weight", "upper") if k in case]
+    names = ("weight", "upper")[: len(inputs)]
+
+    def run(*tensors):
+        return expand(**dict(zip(names, tensors, strict=True)), **case)
+
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_is_the_references(dtype, device):
+    case = make_case(9, 17, 30, 41, dtype, device, upper="both", noise="col")
+    case["weight"].requires_grad_(), case["upper"].requires_grad_()
+    dout = torch.randn(30, 41, device=device)
+    leaves = (case["weight"], case["upper"])
+    actual = torch.autograd.grad(expand(**case), leaves, dout.to(dtype))
+    factors = op_args(case | {"upper": case["upper"]}, dtype)[:8]
+    double = [x.double() if x is not None and x.is_floating_point() else x for x in factors]
+    truth = expand_reference(*double, case["seed"])
+    truth = torch.autograd.grad(truth, leaves, dout.to(dtype).double())
+    eager = torch.autograd.grad(expand_reference(*factors, case["seed"]), leaves, dout.to(dtype))
+    for grad in zip(("weight", "upper"), actual, eager, truth, strict=True):
+        assert_no_worse_than_eager(*grad[:3], grad[3].double(), scale=8.0)
+
+
+def test_backward_twice_is_the_same_twice(device):
+    case = make_case(9, 17, 30, 41, torch.float32, device, upper="both", noise="col")
+    case["weight"].requires_grad_()
+    loss = expand(**case).square().sum()
+    (first,) = torch.autograd.grad(loss, case["weight"], retain_graph=True)
+    (second,) = torch.autograd.grad(loss, case["weight"])
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("noise", ["none", "col"])
+def test_compiles_as_one_graph(noise, device):
+    case = make_case(9, 17, 30, 41, torch.float32, device, upper="both", noise=noise)
+    weight = case.pop("weight").requires_grad_()
+
+    def run(weight):
+        return expand(weight * 2, **case).sin()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(weight), run(weight))
+    grads = [torch.autograd.grad(f(weight).sum(), weight)[0] for f in (run, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+def test_shapes_without_data():
+    weight, rows = torch.empty(3, 4, device="meta"), torch.empty(7, dtype=torch.long, device="meta")
+    result = expand(weight, rows=rows, out_dtype=torch.bfloat16)
+    assert (result.shape, result.dtype, result.device.type) == ((7, 4), torch.bfloat16, "meta")
+
+
+# ------------------------------------------------------------------ refusals
+
+ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weight": torch.ones(2, 2, 2)}, r"1 or 2 dimensions, got shape \(2, 2, 2\)"),
+        ({"weight": torch.ones(3, 4).int()}, "weight must be one of .* got torch.int32"),
+        ({"rows": ROWS.int()}, r"rows must be an int64 tensor, got torch.int32: use rows.long"),
+        ({"rows": ROWS[None]}, r"rows must be a vector of indices, got shape \(1, 4\)"),
+        ({"rows": torch.tensor([0, 3])}, "rows holds 0 to 3, allowed are 0 to 2; only with"),
+        ({"cols": torch.tensor([-1, 3])}, "cols holds -1 to 3, allowed are 0 to 3"),
+        ({"rows": torch.tensor([6]), "upper": torch.ones(3, 4)}, "rows holds 6 to 6, .* 0 to 5"),
+        ({"upper": torch.ones(3, 5)}, r"upper has shape torch.Size\(\[3, 5\]\), the weight"),
+        ({"upper": torch.ones(3, 4).half()}, "upper has dtype torch.float16, the weight"),
+        ({"rows": ROWS, "row_scale": ONES[:3]}, r"row_scale must have shape \(4,\), got \(3,\)"),
+        ({"row_scale": torch.ones(3).long()}, "row_scale must be a float tensor"),
+        ({"row_scale": torch.ones(3).requires_grad_()}, "row_scale gets no gradient"),
+        ({"row_scale": torch.ones(3, device="meta")}, "row_scale is on meta, the weight on cpu"),
+        ({"row_noise": torch.ones(3), "col_noise": ONES}, "not both"),
+        ({"weight": ONES, "cols": ROWS}, "a 1-D weight takes rows and row_scale only"),
+        ({"weight": ONES, "row_noise": ONES}, "a 1-D weight takes rows and row_scale only"),
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
+        ({"out_dtype": torch.int8}, "out_dtype must be one of"),
+        ({"out": torch.ones(3, 5)}, r"out has shape \(3, 5\), the result \(3, 4\)"),
+        ({"out": torch.ones(3, 4), "out_dtype": torch.half}, "out has dtype torch.float32, but"),
+        ({"out": torch.ones(3, 1).expand(3, 4)}, "memory for every element"),
+        ({"out": torch.ones(3, 4).requires_grad_()}, "out= has no gradient"),
+        ({"backend": "cuda"}, "backend='cuda' is unknown: use one of reference, cpu, triton"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(GrowthError, match=message):
+        expand(**{"weight": torch.ones(3, 4), **changes})
+
+
+def test_refuses_to_overwrite_its_input():
+    buffer = torch.ones(6, 4)
+    with pytest.raises(GrowthError, match="out shares memory with weight"):
+        expand(buffer[:4], out=buffer[2:])
+    # side by side is fine
+    expand(buffer[:3], out=buffer[3:])
