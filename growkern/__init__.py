@@ -5,19 +5,17 @@ neither a GPU, a compiler, Triton nor transformers.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
-    from growkern.grow import GrowthPlan as GrowthPlan
-    from growkern.grow import GrowthReport as GrowthReport
-    from growkern.grow import VerifyReport as VerifyReport
-    from growkern.grow import grow as grow
-    from growkern.grow import grow_checkpoint as grow_checkpoint
-    from growkern.grow import plan as plan
-    from growkern.grow import verify as verify
+    from growkern.growth.grow import GrowthReport as GrowthReport
+    from growkern.growth.grow import grow as grow
+    from growkern.growth.grow import grow_checkpoint as grow_checkpoint
+    from growkern.growth.plan import GrowthPlan as GrowthPlan
+    from growkern.growth.plan import plan as plan
+    from growkern.growth.verify import VerifyReport as VerifyReport
+    from growkern.growth.verify import verify as verify
     from growkern.ops.expand import expand as expand
     from growkern.ops.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
@@ -29,13 +27,13 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "GrowthError": "growkern.errors",
-    "GrowthPlan": "growkern.grow",
-    "GrowthReport": "growkern.grow",
-    "VerifyReport": "growkern.grow",
-    "grow": "growkern.grow",
-    "grow_checkpoint": "growkern.grow",
-    "plan": "growkern.grow",
-    "verify": "growkern.grow",
+    "GrowthPlan": "growkern.growth.plan",
+    "GrowthReport": "growkern.growth.grow",
+    "VerifyReport": "growkern.growth.verify",
+    "grow": "growkern.growth.grow",
+    "grow_checkpoint": "growkern.growth.grow",
+    "plan": "growkern.growth.plan",
+    "verify": "growkern.growth.verify",
     "expand": "growkern.ops.expand",
     "kl_mlm_loss": "growkern.ops.kl_mlm_loss",
     "linear_kl_mlm_loss": "growkern.ops.linear_kl_mlm_loss",
@@ -45,17 +43,6 @@ _MODULE_OF = {
 }
 
 __all__ = ["__version__", *_MODULE_OF]
-
-
-class _Package(ModuleType):
-    """Keeps `growkern.grow` the function: importing the subpackage of that name would rebind it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,8 @@ import typer
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.spec import load_family, supported_families
-from growkern.grow.options import CHOICES, GrowthOptions
-from growkern.grow.target import growable_fields
+from growkern.growth.options import CHOICES, GrowthOptions
+from growkern.growth.target import growable_fields
 
 app = typer.Typer(
     name="growkern",
@@ -28,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -66,7 +68,7 @@ def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[kind | None, option],  # type: ignore[valid-type]
+            annotation=Annotated[kind | None, option],
         )
         for name, kind, option in growth_options()
     ]
@@ -96,7 +98,7 @@ def show(result: Any, as_json: bool = False) -> None:
 @takes_growth
 def plan(source: Source, growth: dict[str, Any], as_json: AsJson = False) -> None:
     """Show what growing would do, from the config and the file headers alone."""
-    from growkern.grow import plan as make_plan
+    from growkern.growth.plan import plan as make_plan
 
     show(make_plan(source, **growth), as_json)
 
@@ -110,27 +112,34 @@ def grow(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST if it exists.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{' | '.join(DTYPES)}; else the source's.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of the result.")] = "5GB",
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
-    from growkern.grow import grow_checkpoint
+    import torch
 
+    from growkern.growth.grow import grow_checkpoint
+
+    if dtype is not None and dtype not in DTYPES:
+        raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
     report = grow_checkpoint(
         source,
         target,
         overwrite=overwrite,
-        dtype=dtype,
+        dtype=None if dtype is None else getattr(torch, dtype),
         max_shard_size=max_shard_size,
         allow_nonfinite=allow_nonfinite,
-        progress=not as_json,
         **growth,
     )
-    show(report, as_json)
+    show(report.plan)
+    speed = report.bytes_written / max(report.seconds, 1e-9) / 1e9
+    print(f"{report.directory}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s")
+    print(f"{speed:.2f} GB/s; check it with: growkern verify {source} {report.directory}")
 
 
 @app.command()
@@ -141,7 +150,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
-    from growkern.grow import verify as check
+    from growkern.growth.verify import verify as check
 
     tokens = None
     if text is not None:
@@ -158,11 +167,18 @@ def verify(
 @app.command()
 def train(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Settings of the run.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Drop another run in the output directory.")
+    ] = False,
 ) -> None:
     """Train in two stages as RUN.toml says; started again, it goes on where it was."""
     from growkern.train.run import train as start
 
-    start(run)
+    result = start(run, overwrite=overwrite)
+    if result is None:
+        print("this run is finished; nothing was done")
+    else:
+        print(f"{result.global_step} steps, mean training loss {result.training_loss:.4f}")
 
 
 @app.command()

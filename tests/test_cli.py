@@ -1,0 +1,172 @@
+"""The command line: exit codes, one-line errors, and the main job from end to end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from growkern import cli
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `growkern ARGUMENTS` here; returns exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["growkern", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A tiny BERT with its tokenizer, every parameter random."""
+    directory = tmp_path_factory.mktemp("cli") / "small"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=12,
+        num_attention_heads=3,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        vocab_size=len(WORDS),
+        max_position_embeddings=16,
+    )
+    model = transformers.BertForMaskedLM(config)
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(directory)
+    return directory
+
+
+def assert_bad_input(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert err.startswith("growkern: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+# ------------------------------------------------------------------ help and usage
+
+
+def test_help_is_quick_and_names_every_command():
+    code = (
+        "import sys; sys.argv = ['growkern', '--help']\n"
+        "from growkern.cli import main\n"
+        "try: main()\n"
+        "finally: print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("[]")
+    for command in ("plan", "grow", "verify", "train", "plot", "demo", "bench", "info"):
+        assert f" {command} " in done.stdout
+
+
+def test_module_and_script_are_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "growkern", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: growkern" in done.stdout
+
+
+def test_target_sizes_come_from_the_family_tables(run):
+    code, out, _ = run("plan", "--help")
+    assert code == 0
+    for option in ("--hidden-size", "--n-embd", "--num-key-value-heads", "--n-layer"):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], ["SRC"]),
+        (["gorw"], ["gorw"]),
+        (["plan", "x", "--hiden-size", "8"], ["--hiden-size", "--hidden-size"]),
+        (["plan", "x", "--hidden-size", "wide"], ["--hidden-size"]),
+        (["plan", "not-there", "--hidden-size", "8"], ["not-there"]),
+        (["train", "not-there.toml"], ["not-there.toml"]),
+        (["bench", "expnd"], ["did you mean 'expand'"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_usage_is_one_line(run, arguments, words):
+    assert_bad_input(run(*arguments), *words)
+
+
+def test_debug_shows_where_an_error_came_from(run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
+    with pytest.raises((ValueError, OSError), match="not-there"):
+        cli.main()
+
+
+# ------------------------------------------------------------------ plan, grow, verify
+
+
+SIZES = ["--hidden-size", 24, "--num-hidden-layers", 3, "--depth", "identity"]
+
+
+def test_plan_as_table_and_as_json(run, checkpoint):
+    code, out, err = run("plan", checkpoint, *SIZES)
+    assert code == 0, err
+    assert "24" in out
+    code, out, err = run("plan", checkpoint, *SIZES, "--json")
+    assert code == 0, err
+    assert json.loads(out)["exact"] is True
+
+
+def test_grow_then_verify(run, checkpoint, tmp_path):
+    target, text = tmp_path / "large", tmp_path / "text"
+    text.write_text("a small model grows\n" * 20)
+    code, _, err = run("grow", checkpoint, target, *SIZES)
+    assert code == 0, err
+    assert transformers.AutoConfig.from_pretrained(target).hidden_size == 24
+    code, out, err = run("verify", checkpoint, target, "--text", text)
+    assert code == 0, out + err
+
+
+def test_verify_fails_on_another_model(run, checkpoint, tmp_path):
+    target = tmp_path / "large"
+    assert run("grow", checkpoint, target, *SIZES)[0] == 0
+    model = transformers.BertForMaskedLM.from_pretrained(target)
+    model.bert.encoder.layer[0].output.dense.weight.data.mul_(1.01)
+    model.save_pretrained(target)
+    assert run("verify", checkpoint, target)[0] == 1
+
+
+def test_grow_refuses_what_it_cannot_do(run, checkpoint, tmp_path):
+    target = tmp_path / "large"
+    assert_bad_input(run("grow", checkpoint, target, "--hidden-size", 8), "hidden_size", "8")
+    assert_bad_input(run("grow", checkpoint, target, "--n-embd", 24), "n_embd", "bert")
+    assert_bad_input(run("grow", checkpoint, target, "--method", "fpy"), "did you mean 'fpi'")
+    assert not target.exists()
+    target.mkdir()
+    (target / "precious").touch()
+    assert_bad_input(run("grow", checkpoint, target, *SIZES), "--overwrite")
+    assert [p.name for p in target.iterdir()] == ["precious"]
+
+
+# ------------------------------------------------------------------ info
+
+
+def test_info_says_what_is_live_and_why(run):
+    code, out, _ = run("info", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["versions"]["torch"] == torch.__version__
+    reference = facts["backends"][0]
+    assert reference["name"] == "reference" and reference["live"]
+    assert all(backend["reason"] for backend in facts["backends"])
+    assert "backend triton" in run("info")[1]

@@ -1,0 +1,133 @@
+"""What a newcomer meets first: the import, the public names, the README, the make targets."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import growkern
+from growkern.families.spec import tomllib
+
+ROOT = Path(growkern.__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ------------------------------------------------------------------ import
+
+
+def test_import_is_light():
+    heavy = ("torch", "triton", "transformers", "rich", "typer", "numpy")
+    loaded = python(f"import growkern, sys; print([m for m in {heavy} if m in sys.modules])")
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("name", growkern.__all__)
+def test_public_name_resolves_and_is_documented(name):
+    value = getattr(growkern, name)
+    assert name in dir(growkern)
+    assert name == "__version__" or value.__doc__
+
+
+def test_type_checkers_see_the_public_names():
+    tree = ast.parse(Path(growkern.__file__).read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    seen = {a.name for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert seen | {"__version__"} == set(growkern.__all__)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'gorw'"):
+        _ = growkern.gorw
+
+
+def test_ops_work_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, growkern
+rows = torch.tensor([0, 1, 0])
+print(growkern.expand(torch.eye(2), rows=rows).tolist())
+logits = torch.zeros(2, 4)
+print(round(float(growkern.kl_mlm_loss(logits, logits, torch.tensor([1, 2]), alpha=0.0)), 4))
+"""
+    assert python(code).splitlines() == ["[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]", "1.3863"]
+
+
+# ------------------------------------------------------------------ facts stated once
+
+
+def test_version_is_the_same_everywhere():
+    version = PROJECT["version"]
+    assert growkern.__version__ == importlib.metadata.version("growkern") == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_pins_cover_and_satisfy_the_requirements():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    here = {pin.name: pin for pin in pins if pin.marker is None or pin.marker.evaluate()}
+    extras = PROJECT["optional-dependencies"].values()
+    for line in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]:
+        needed = Requirement(line)
+        if needed.marker is None or needed.marker.evaluate():
+            pinned = str(here[needed.name].specifier).removeprefix("==")
+            assert needed.specifier.contains(pinned), f"{needed} but pinned {pinned}"
+
+
+# ------------------------------------------------------------------ README
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+@pytest.mark.parametrize("block", code_blocks("python"), ids=lambda b: b.splitlines()[0])
+def test_readme_python_runs(block, tmp_path):
+    path = tmp_path / "block.py"
+    path.write_text(block)
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documents_name_real_files(document):
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    paths = re.findall(r"`((?:growkern|tests|bench|csrc)/[^`*< ]*)`", text)
+    assert links + paths
+    missing = [path for path in links + paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_readme_and_ci_name_real_make_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code_blocks("bash"))))
+    run = (ROOT / ".ci" / "run").read_text()
+    in_ci = set(re.findall(r"^make ([a-z-]+)", run, re.M))
+    assert {"demo", "test", "lint"} <= named <= targets
+    assert in_ci == {"lint", "test"}
