@@ -292,7 +292,9 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         outer_norm=depth.get("outer_norm"),
         refuse_depth=_refusals(f"{where}.depth.refuse", depth.get("refuse", {})),
         parts={
-            part: tuple(_row(f"{where}.tensors.{part}", name, entry) for name, entry in rows.items())
+            part: tuple(
+                _row(f"{where}.tensors.{part}", name, entry) for name, entry in rows.items()
+            )
             for part, rows in table["tensors"].items()
         },
     )

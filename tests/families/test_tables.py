@@ -97,7 +97,10 @@ def test_unknown_keys_are_refused(path, message):
 
 def test_undefined_space_is_refused():
     table = bert_table()
-    table["tensors"]["trunk"]["embeddings.word_embeddings.weight"]["axes"] = ["vocab", "write:strem"]
+    table["tensors"]["trunk"]["embeddings.word_embeddings.weight"]["axes"] = [
+        "vocab",
+        "write:strem",
+    ]
     with pytest.raises(GrowthError, match="did you mean 'stream'"):
         parse_family("bert.toml", table)
 

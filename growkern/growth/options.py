@@ -1,0 +1,68 @@
+"""What the user asked for: one frozen value, checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from growkern.errors import GrowthError, nearest
+
+CHOICES = {
+    "method": ("fpi", "aki", "direct_copy", "random"),
+    "depth": ("stack", "interleave", "identity"),
+    "scheme": ("exact", "paper"),
+    "symmetry": ("noise", "split", "none"),
+    "aki": ("unit", "eq16"),
+    "maps": ("cyclic", "balanced"),
+}
+
+
+@dataclass(frozen=True)
+class GrowthOptions:
+    """How to grow.
+
+    Attributes:
+        method: width. `fpi` function-preserving, `aki` new heads and FFN units from the next
+            layer, `direct_copy` old block in a random matrix, `random` (bert2BERT, Table 1).
+        depth: `stack` (bert2BERT, Algorithm 1), `interleave` copies next to their layer,
+            `identity` new blocks that add nothing (exact).
+        scheme: `exact` computes the source's function to rounding where that is possible;
+            `paper` is bert2BERT's Eq. 5-13 as printed.
+        symmetry: how copies are told apart, else they stay equal for ever. `noise` cancelling
+            noise on the weights, `split` unequal signed shares, `none`.
+        noise: size of the noise relative to each weight, at most.
+        aki: `unit` whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
+        maps: `cyclic` contiguous copies, `balanced` random copies with equal counts.
+        carry: size delta of the mean that extra coordinates carry through a post-norm; the error
+            is O(delta^2), the norm's weight there 1/delta. 0 turns it off.
+        seed: of maps, noise, shares and random weights.
+    """
+
+    method: str = "fpi"
+    depth: str = "stack"
+    scheme: str = "exact"
+    symmetry: str = "noise"
+    noise: float = 0.5
+    aki: str = "unit"
+    maps: str = "cyclic"
+    carry: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise GrowthError(f"{name}={value!r}{nearest(str(value), allowed)}")
+        for name, most in (("noise", 1.0), ("carry", 1.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
+
+    @classmethod
+    def split_off(cls, given: dict[str, Any]) -> tuple[GrowthOptions, dict[str, Any]]:
+        """The options among keyword arguments, and what is left: the target dimensions."""
+        names = {f.name for f in fields(cls)}
+        options = {k: v for k, v in given.items() if k in names}
+        return cls(**options), {k: v for k, v in given.items() if k not in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,240 @@
+"""The plan of a growth: what every target tensor is made of, and what that keeps exact.
+
+Pure: reads configs and headers, touches no weights. `growkern.growth.apply` carries it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+import growkern
+from growkern.errors import GrowthError
+from growkern.families.spec import TensorSpec
+from growkern.growth import maps
+from growkern.growth.layout import Layout
+from growkern.growth.options import GrowthOptions
+from growkern.growth.source import Source, open_source
+from growkern.growth.target import growable_fields, resolve_target
+
+
+@dataclass(frozen=True)
+class Task:
+    """One target tensor.
+
+    Attributes:
+        tensor: its name, axes and layer in the target.
+        shape: its shape.
+        source: the source tensor it comes from.
+        upper: the same tensor of the next source layer, where AKI mixes it in.
+        source_layer: layer of `source`, or None.
+        into: the source norm that the written vector enters, where the table names it.
+        identity: its part in an identity block: "zero", or "unit" / "affine" for the norms that
+            are taken apart so that an inserted post-norm block repeats its input.
+    """
+
+    tensor: TensorSpec
+    shape: tuple[int, ...]
+    source: str
+    upper: str | None
+    source_layer: int | None
+    into: str | None
+    identity: str | None
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement on what the growth keeps.
+
+    Attributes:
+        level: "exact", "approximate" (the error is bounded and small) or "changed".
+        what: the part of the model it speaks of.
+        why: the reason, with the size of the error where it is known.
+    """
+
+    level: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GrowthPlan:
+    """How a source becomes a target; made by `growkern.plan`, printed with `print(plan.table())`.
+
+    Attributes:
+        source: the opened source.
+        target_config: the target's Hugging Face config.
+        options: method, depth, scheme, symmetry, seed.
+        layer_map: source layer of every target layer.
+        inserted: target layers that are identity blocks.
+    """
+
+    source: Source
+    target_config: Any
+    options: GrowthOptions
+    layer_map: tuple[int, ...]
+    inserted: frozenset[int]
+
+    # ---- structure
+
+    @cached_property
+    def layout(self) -> Layout:
+        tied = self.source.family.is_tied(self.source.config, self.source.class_name)
+        return Layout(
+            self.source.family, self.source.config, self.target_config, self.options, tied=tied
+        )
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """One task per target tensor; tied duplicates have none."""
+        family, class_name = self.source.family, self.source.class_name
+        tied = self.layout.tied
+        targets = family.tensors(self.target_config, class_name)
+        sources = {
+            (t.row.name, t.layer, t.is_bias): t
+            for t in family.tensors(self.source.config, class_name)
+        }
+        return tuple(self._task(t, sources) for t in targets if not (tied and t.row.tied))
+
+    def _task(self, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:
+        family = self.source.family
+        shape = tuple(family.axis_size(self.target_config, axis) for axis in tensor.axes)
+        layer = None if tensor.layer is None else self.layer_map[tensor.layer]
+        source = sources[tensor.row.name, layer, tensor.is_bias]
+        upper = None
+        if self.options.method == "aki" and layer is not None and not tensor.row.norm:
+            # the last source layer has no next one: it is expanded as in FPI
+            above = sources.get((tensor.row.name, layer + 1, tensor.is_bias))
+            upper = above.name if above else None
+        role = self._identity_role(tensor)
+        return Task(tensor, shape, source.name, upper, layer, source.into, role)
+
+    def _identity_role(self, tensor: TensorSpec) -> str | None:
+        family, layer, row = self.source.family, tensor.layer, tensor.row
+        if layer is None:
+            return None
+        if row.name in family.zero_in_identity:
+            return "zero" if layer in self.inserted else None
+        if family.norm_placement != "post":
+            return None
+        if row.name == family.inner_norm and layer in self.inserted:
+            return "unit"
+        if row.name == family.outer_norm:
+            if layer + 1 in self.inserted:
+                return "unit"
+            return "affine" if layer in self.inserted else None
+        return None
+
+    # ---- what it keeps
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        from growkern.growth.exactness import findings
+
+        return findings(self)
+
+    @property
+    def exact(self) -> bool:
+        """True when the target computes the source's outputs to rounding."""
+        return all(finding.level == "exact" for finding in self.findings)
+
+    # ---- numbers
+
+    def parameters(self, which: str = "target") -> int:
+        """Parameters of the "source" or "target", shared tensors counted once."""
+        config = self.target_config if which == "target" else self.source.config
+        shapes = self.source.family.shapes(config, self.source.class_name)
+        own = {task.tensor.row.name for task in self.tasks}
+        tensors = self.source.family.tensors(config, self.source.class_name)
+        return sum(torch.Size(shapes[t.name]).numel() for t in tensors if t.row.name in own)
+
+    def flops_per_token(self, which: str = "target") -> int:
+        """Training FLOPs per token, 6 per weight that multiplies a vector (embeddings look up)."""
+        config = self.target_config if which == "target" else self.source.config
+        tensors = self.source.family.tensors(config, self.source.class_name)
+        shapes = self.source.family.shapes(config, self.source.class_name)
+        matrices = [t for t in tensors if any(axis.startswith("read:") for axis in t.axes)]
+        return 6 * sum(torch.Size(shapes[t.name]).numel() for t in matrices)
+
+    def size_changes(self) -> dict[str, tuple[int, int]]:
+        """Config field -> (source, target) for every size that may grow."""
+        family = self.source.family
+        return {
+            field: (family.size(self.source.config, key), family.size(self.target_config, key))
+            for field, key in growable_fields(family).items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable summary; with the source it is enough to repeat the growth."""
+        return {
+            "growkern": growkern.__version__,
+            "family": self.source.family.model_type,
+            "model_class": self.source.class_name,
+            "options": self.options.to_dict(),
+            "sizes": {name: list(pair) for name, pair in self.size_changes().items()},
+            "layer_map": list(self.layer_map),
+            "identity_layers": sorted(self.inserted),
+            "parameters": [self.parameters("source"), self.parameters("target")],
+            "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
+            "bytes": self.parameters("target") * self.source.dtype.itemsize,
+            "exact": self.exact,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+    def table(self) -> Any:
+        """The plan as a rich renderable."""
+        from growkern.growth.show import plan_table
+
+        return plan_table(self)
+
+
+def plan(
+    source: Any, *, target_config: Any | None = None, allow_nonfinite: bool = False, **how: Any
+) -> GrowthPlan:
+    """Work out a growth without doing it: sizes, maps, cost, and what stays exact.
+
+    Args:
+        source: a `transformers.PreTrainedModel` or a checkpoint directory (only the config and the
+            safetensors headers are read).
+        target_config: the target's config; or give its sizes by the config's own names
+            (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
+        allow_nonfinite: grow NaN and Inf as they are.
+        **how: the fields of `GrowthOptions` and the target sizes.
+
+    Raises:
+        GrowthError: an unsupported source, a bad or missing file, sizes that do not fit.
+    """
+    options, dims = GrowthOptions.split_off(how)
+    opened = open_source(source, allow_nonfinite=allow_nonfinite)
+    return plan_growth(opened, options, dims, target_config)
+
+
+def plan_growth(
+    opened: Source, options: GrowthOptions, dims: dict[str, int], target_config: Any | None = None
+) -> GrowthPlan:
+    """`plan` for a source that is already open."""
+    family = opened.family
+    target = resolve_target(family, opened.config, dims, target_config)
+    layers, target_layers = (family.size(c, "layers") for c in (opened.config, target))
+    pick = maps.stack if options.depth == "stack" else maps.interleave
+    layer_map = tuple(pick(layers, target_layers))
+    inserted: frozenset[int] = frozenset()
+    if options.depth == "identity":
+        inserted = frozenset(i for i in range(1, target_layers) if layer_map[i] == layer_map[i - 1])
+    if target_layers != layers:
+        for refusal in family.refuse_depth:
+            if getattr(opened.config, refusal.field, None) == refusal.value:
+                raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
+    grown = GrowthPlan(opened, target, options, layer_map, inserted)
+    # maps that cannot be built (lost query heads) must fail here, before any work
+    for name in family.spaces:
+        grown.layout.space(name, 0)
+    return grown

@@ -1,0 +1,89 @@
+"""Plans and reports as rich tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from growkern.growth.plan import GrowthPlan
+    from growkern.growth.verify import VerifyReport
+
+LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
+
+
+def human(number: float) -> str:
+    """1234567 as 1.23 M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}".strip()
+        number /= 1000
+    return f"{number:.3g} P"
+
+
+def plan_table(plan: GrowthPlan) -> Group:
+    """Sizes, cost and findings of a plan."""
+    sizes = Table(title=f"{plan.source.class_name}: {plan.options.method}", title_justify="left")
+    for column in ("", "source", "target"):
+        sizes.add_column(column, justify="left" if not column else "right")
+    for name, (old, new) in plan.size_changes().items():
+        sizes.add_row(name, str(old), str(new) if old != new else "=")
+    for name, count in (("parameters", plan.parameters), ("FLOPs/token", plan.flops_per_token)):
+        sizes.add_row(name, human(count("source")), human(count("target")))
+    itemsize = plan.source.dtype.itemsize
+    sizes.add_row(
+        "weights", *(f"{human(plan.parameters(w) * itemsize)}B" for w in ("source", "target"))
+    )
+    roles = Table(title="maps", title_justify="left")
+    for column in ("space", "source", "target", "copies", "extra"):
+        roles.add_column(column, justify="left" if column == "space" else "right")
+    used = {n for t in plan.tasks for a in t.tensor.axes for n in a.partition(":")[2].split("|")}
+    for name in plan.source.family.spaces:
+        if name in used:
+            roles.add_row(name, *_map_row(plan, name))
+    kept = Table(title="what is kept", title_justify="left")
+    for column in ("part", "", "why"):
+        kept.add_column(column)
+    for finding in plan.findings:
+        level = Text(finding.level, style=LEVEL_STYLE[finding.level])
+        kept.add_row(finding.what, level, finding.why)
+    layers = Text(f"layers from: {' '.join(_layer_labels(plan))}")
+    return Group(sizes, roles, layers, kept)
+
+
+def _map_row(plan: GrowthPlan, name: str) -> tuple[str, str, str, str]:
+    space = plan.layout.space(name, 0)
+    copied = space.write_index[~space.is_extra]
+    count = copied.bincount(minlength=space.source)
+    low, high = int(count.min()), int(count.max())
+    repeats = str(low) if low == high else f"{low}-{high}"
+    return str(space.source), str(space.target), repeats, str(int(space.is_extra.sum()) or "")
+
+
+def _layer_labels(plan: GrowthPlan) -> list[str]:
+    return [
+        f"{source}*" if layer in plan.inserted else str(source)
+        for layer, source in enumerate(plan.layer_map)
+    ]
+
+
+def verify_table(report: VerifyReport) -> Group:
+    """Per kind of tensor: replayed and folded errors; then the outputs."""
+    table = Table(title="tensors", title_justify="left")
+    for column in ("kind", "tensors", "replay error", "fold error", ""):
+        table.add_column(column, justify="left" if column in ("kind", "") else "right")
+    for group in report.groups:
+        verdict = Text("ok", "green") if group.ok else Text(f"FAIL: {group.worst}", "red")
+        fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
+        table.add_row(group.kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
+    outputs = Table(title=f"outputs on {report.tokens} tokens", title_justify="left")
+    outputs.add_column("measure")
+    outputs.add_column("value", justify="right")
+    for name, value in report.outputs.items():
+        outputs.add_row(name, f"{value:.3g}")
+    verdict = "exact to rounding" if report.plan.exact else "not exact, as planned"
+    state = Text(f"passed ({verdict})", "green") if report.ok else Text(report.failure, "red")
+    return Group(table, outputs, state)

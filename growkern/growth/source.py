@@ -1,0 +1,306 @@
+"""Where the source's tensors come from: a model in memory or a checkpoint directory.
+
+Both give the same thing: a config, a model class and, by the model's own tensor names, shapes and
+dtypes at once and values on demand. A checkpoint is read through memory maps, one tensor at a
+time; its headers are checked against the family table before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.families.spec import Family, load_family
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model to grow.
+
+    Attributes:
+        dtypes: dtype of every tensor, by the model's names; tied duplicates left out.
+        read: name -> tensor.
+        directory: where it was read from, if anywhere (tokenizer files are copied from there).
+    """
+
+    family: Family
+    config: Any
+    class_name: str
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor] = field(repr=False)
+    directory: Path | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The most common floating dtype."""
+        floating = [d for d in self.dtypes.values() if d.is_floating_point]
+        return max(set(floating), key=floating.count)
+
+
+def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
+    """Open a `PreTrainedModel` or a checkpoint directory for growth.
+
+    Raises:
+        GrowthError: an unsupported or quantised model, a missing, truncated or corrupt file, a
+            tensor no rule covers, a shape that contradicts the config; on reading, NaN or Inf.
+    """
+    if isinstance(source, transformers.PreTrainedModel):
+        opened = _open_model(source)
+    elif isinstance(source, (str, Path)):
+        opened = _open_directory(Path(source))
+    else:
+        raise GrowthError(
+            f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
+        )
+    return opened if allow_nonfinite else _refusing_nonfinite(opened)
+
+
+def _refusing_nonfinite(source: Source) -> Source:
+    checked: set[str] = set()
+
+    def read(name: str) -> Tensor:
+        tensor = source.read(name)
+        if name not in checked and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise GrowthError(
+                f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; mend the checkpoint, or "
+                "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
+            )
+        checked.add(name)
+        return tensor
+
+    return Source(
+        source.family, source.config, source.class_name, source.dtypes, read, source.directory
+    )
+
+
+# ------------------------------------------------------------------- models
+
+
+def _open_model(model: transformers.PreTrainedModel) -> Source:
+    family = _family_of(model.config)
+    class_name = type(model).__name__
+    family.check_config(model.config, class_name)
+    state = model.state_dict()
+    expected = family.shapes(model.config, class_name)
+    tied = _tied_names(family, model.config, class_name)
+    found = {name: tuple(t.shape) for name, t in state.items()}
+    _check_names_and_shapes(expected, tied, found, class_name)
+    own = {name: t for name, t in state.items() if name not in tied}
+    dtypes = {name: t.dtype for name, t in own.items()}
+    return Source(family, model.config, class_name, dtypes, lambda name: own[name].detach())
+
+
+def _family_of(config: Any) -> Family:
+    if getattr(config, "quantization_config", None) is not None:
+        raise GrowthError(
+            "the checkpoint is quantised; grow the full-precision one and quantise the result"
+        )
+    return load_family(config.model_type)
+
+
+def _tied_names(family: Family, config: Any, class_name: str) -> set[str]:
+    if not family.is_tied(config, class_name):
+        return set()
+    return {t.name for t in family.tensors(config, class_name) if t.row.tied}
+
+
+def _check_names_and_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    tied: set[str],
+    found: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> None:
+    missing = [name for name in expected if name not in found and name not in tied]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise GrowthError(f"{where}: tensor {missing[0]} is missing{more}")
+    for name, shape in found.items():
+        if name not in expected:
+            raise GrowthError(f"{where}: no rule for tensor {name} {list(shape)}")
+        if shape != expected[name]:
+            raise GrowthError(
+                f"{where}: {name} is {list(shape)}, config.json says {list(expected[name])}"
+            )
+
+
+# -------------------------------------------------------------- directories
+
+
+def _open_directory(directory: Path) -> Source:
+    config = _read_config(directory)
+    family = _family_of(config)
+    if not config.architectures:
+        raise GrowthError(
+            f'{directory / "config.json"}: no "architectures"; add the model class, for example '
+            f'"architectures": ["{next(iter(family.classes))}"]'
+        )
+    class_name = config.architectures[0]
+    family.check_config(config, class_name)
+    headers = _read_headers(directory)
+    expected = family.shapes(config, class_name)
+    names = _canonical_names(family, class_name, headers, expected)
+    _leave_out_other_heads(family, config, class_name, names)
+    tied = _tied_names(family, config, class_name)
+    found = {name: headers[raw].shape for name, raw in names.items()}
+    _check_names_and_shapes(expected, tied, found, str(directory))
+    own = {name: headers[raw] for name, raw in names.items() if name not in tied}
+
+    def read(name: str) -> Tensor:
+        entry = own[name]
+        with safetensors.safe_open(entry.file, framework="pt") as shard:
+            return shard.get_tensor(entry.raw_name)
+
+    dtypes = {name: entry.dtype for name, entry in own.items()}
+    return Source(family, config, class_name, dtypes, read, directory)
+
+
+def _read_config(directory: Path) -> Any:
+    file = directory / "config.json"
+    if not directory.is_dir():
+        raise GrowthError(f"{directory}: no such directory")
+    if not file.is_file():
+        raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GrowthError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise GrowthError(f'{file}: no "model_type"')
+    load_family(data["model_type"])
+    try:
+        return transformers.AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        # the library validates configs with several exception types; all mean a bad file
+        raise GrowthError(f"{file}: {str(error).strip().splitlines()[-1].strip()}") from error
+
+
+@dataclass(frozen=True)
+class _Header:
+    file: str
+    raw_name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _read_headers(directory: Path) -> dict[str, _Header]:
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return _read_shard(_weights_file(directory))
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
+    headers: dict[str, _Header] = {}
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
+        if not (directory / shard).is_file():
+            raise GrowthError(f"{directory}: shard {shard} is missing; download it again")
+        headers.update(_read_shard(directory / shard))
+    for name, shard in weight_map.items():
+        if name not in headers or Path(headers[name].file).name != shard:
+            raise GrowthError(f"{index}: {name} is not in {shard}")
+    return headers
+
+
+def _weights_file(directory: Path) -> Path:
+    file = directory / WEIGHTS_FILE
+    if file.is_file():
+        return file
+    if any(directory.glob("*.bin")):
+        raise GrowthError(
+            f"{directory}: only pickled weights (*.bin); save the model as safetensors first: "
+            "model.save_pretrained(directory)"
+        )
+    raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
+
+
+def _read_shard(file: Path) -> dict[str, _Header]:
+    headers = {}
+    try:
+        with safetensors.safe_open(str(file), framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                piece = shard.get_slice(name)
+                dtype = _DTYPES.get(piece.get_dtype())
+                if dtype is None:
+                    raise GrowthError(
+                        f"{file}: {name} has dtype {piece.get_dtype()}; growth handles F64, F32, "
+                        "F16 and BF16"
+                    )
+                headers[name] = _Header(str(file), name, tuple(piece.get_shape()), dtype)
+    except safetensors.SafetensorError as error:
+        raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
+    return headers
+
+
+def _canonical_names(
+    family: Family,
+    class_name: str,
+    headers: Mapping[str, _Header],
+    expected: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """The model's name -> the name in the file.
+
+    Files differ from the model in three known ways: a head class saved without its body's prefix
+    (or the reverse), `gamma`/`beta` for the norms, and buffers that are no longer stored.
+    """
+    prefix = family.classes[class_name].prefix
+    prefixes = {c.prefix for c in family.classes.values() if c.prefix}
+    ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in family.ignored]
+    names = {}
+    for raw in headers:
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
+        candidates = [name, prefix + name]
+        candidates += [name.removeprefix(p) for p in prefixes if not prefix]
+        bare = candidates[-1] if not prefix else name.removeprefix(prefix)
+        if any(re.fullmatch(pattern, bare) for pattern in ignored):
+            continue
+        names[next((c for c in candidates if c in expected), name)] = raw
+    return names
+
+
+def _leave_out_other_heads(
+    family: Family, config: Any, class_name: str, names: dict[str, str]
+) -> None:
+    """Drop, with a warning, tensors of another class of the family.
+
+    The published BERT files name BertForMaskedLM in their config and hold a pooler and a
+    next-sentence head besides; loading them drops those too.
+    """
+    own = family.shapes(config, class_name)
+    known = {name for other in family.classes for name in family.shapes(config, other)}
+    others = [name for name in names if name not in own and name in known]
+    for name in others:
+        del names[name]
+    if others:
+        warnings.warn(
+            f"{class_name} has no {', '.join(others)}: left out of the growth", stacklevel=2
+        )

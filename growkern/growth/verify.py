@@ -1,0 +1,269 @@
+"""Is the grown model what the plan says, and does it compute what the source computes?
+
+Three independent answers, from cheap to dear:
+
+    replay   every tensor equals the plan carried out again by the plain PyTorch backend
+    fold     P_out U E_in = W: read back through the copies, every weight is the source's; this is
+             function preservation tensor by tensor, without a forward pass or the growth code
+    outputs  source and grown model on the same tokens: logits, KL, top-1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.growth.apply import build_tensor
+from growkern.growth.grow import plan_from_lineage
+from growkern.growth.layout import Layout
+from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.source import Source, open_source
+
+# relative logit error in float32 that rounding explains; a wrong tensor shows as 1e-3 and more
+OUTPUT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """All tensors of one kind (the same row of the family table).
+
+    Attributes:
+        replay_error: largest relative difference to the plan carried out again.
+        fold_error: largest relative (Frobenius) difference of the folded weight to the source's,
+            None where folding does not apply (norms, AKI, random weights).
+        worst: the tensor with the largest error.
+    """
+
+    kind: str
+    count: int
+    replay_error: float
+    fold_error: float | None
+    worst: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Result of `growkern.verify`; print `report.table()`.
+
+    Attributes:
+        ok: every tensor passed and, where the plan is exact, so did the outputs.
+        outputs: relative logit error, KL in nats per token, top-1 agreement.
+        failure: one line on what failed, "" otherwise.
+    """
+
+    ok: bool
+    plan: GrowthPlan
+    groups: tuple[TensorGroup, ...]
+    outputs: Mapping[str, float]
+    tokens: int
+    failure: str
+
+    def table(self) -> Any:
+        """The report as a rich renderable."""
+        from growkern.growth.show import verify_table
+
+        return verify_table(self)
+
+
+def verify(source: Any, grown: Any, *, tokens: Tensor | None = None) -> VerifyReport:
+    """Check a grown model against its source.
+
+    Args:
+        source: the model or checkpoint directory that was grown.
+        grown: what `grow` returned, or a directory made by `grow_checkpoint`.
+        tokens: (batch, length) int64 ids to compare outputs on; default 4 x 32 random ones.
+
+    Raises:
+        GrowthError: `grown` has no growth record, or does not belong to `source`.
+    """
+    opened = open_source(source, allow_nonfinite=True)
+    opened_grown, plan = _grown_and_plan(opened, grown)
+    _check_belongs(plan, opened_grown)
+    groups = tuple(_check_groups(plan, opened_grown))
+    if tokens is None:
+        tokens = _random_tokens(opened)
+    outputs = compare_outputs(plan, _model(source), _model(grown), tokens)
+    failure = ""
+    if bad := [group for group in groups if not group.ok]:
+        failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
+    elif plan.exact and not outputs["relative error"] <= OUTPUT_TOLERANCE:
+        failure = f"planned exact, but outputs differ by {outputs['relative error']:.1e}"
+    return VerifyReport(not failure, plan, groups, outputs, tokens.numel(), failure)
+
+
+def _grown_and_plan(source: Source, grown: Any) -> tuple[Source, GrowthPlan]:
+    opened = open_source(grown, allow_nonfinite=True)
+    if opened.directory is not None:
+        return opened, plan_from_lineage(source, opened.directory)
+    plan = getattr(grown, "growth_plan", None)
+    if plan is None:
+        raise GrowthError(
+            "the grown model has no growth_plan; pass what grow() returned or a directory made by "
+            "grow_checkpoint()"
+        )
+    return opened, plan_growth_like(plan, source)
+
+
+def plan_growth_like(plan: GrowthPlan, source: Source) -> GrowthPlan:
+    """The same growth of another opening of the source."""
+    return GrowthPlan(source, plan.target_config, plan.options, plan.layer_map, plan.inserted)
+
+
+def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
+    for task in plan.tasks:
+        if task.name not in grown.dtypes:
+            raise GrowthError(f"the grown model has no tensor {task.name}")
+    for field, (_, size) in plan.size_changes().items():
+        found = getattr(grown.config, field, None)
+        if found not in (size, None):
+            raise GrowthError(f"the grown model has {field}={found}, its growth record {size}")
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _check_groups(plan: GrowthPlan, grown: Source) -> list[TensorGroup]:
+    by_kind: dict[str, list[Task]] = {}
+    for task in plan.tasks:
+        suffix = ".bias" if task.tensor.is_bias and task.tensor.row.norm else ""
+        by_kind.setdefault(task.tensor.row.name + suffix, []).append(task)
+    return [_check_group(plan, grown, kind, tasks) for kind, tasks in by_kind.items()]
+
+
+def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) -> TensorGroup:
+    replay, fold, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
+    for task in tasks:
+        actual = grown.read(task.name)
+        expected = build_tensor(plan, task, dtype=actual.dtype, backend="reference")
+        error, within = _replay_error(actual, expected)
+        replay = max(replay, error)
+        if _folds(plan, task):
+            folded = fold_tensor(plan.layout, task, actual)
+            fold_error = _relative(folded, plan.source.read(task.source).double())
+            fold = max(fold or 0.0, fold_error)
+            within &= fold_error <= _fold_tolerance(actual.dtype)
+            error = max(error, fold_error)
+        ok &= within
+        # a failure outranks any larger error that rounding explains
+        worst = max(worst, (error + (0 if within else 1e9), task.name))
+    return TensorGroup(kind, len(tasks), replay, fold, worst[1], ok)
+
+
+def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
+    """Largest relative difference, and whether one rounding of the storage explains it all."""
+    eps = torch.finfo(actual.dtype).eps
+    actual64, expected64 = actual.double(), expected.double()
+    difference = (actual64 - expected64).abs()
+    # 1 step for 16-bit types (1 % is 1.3 steps of bf16); 4 where products round twice
+    steps = 1 if actual.dtype.itemsize == 2 else 4
+    allowed = steps * eps * expected64.abs()
+    scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
+    wrong = (~(difference <= allowed) & ~both_nonfinite).any()
+    return (difference.nan_to_num(0.0).max() / scale).item(), not bool(wrong)
+
+
+def _relative(actual: Tensor, truth: Tensor) -> float:
+    norm = truth.norm()
+    return ((actual - truth).norm() / norm).item() if norm > 0 else actual.norm().item()
+
+
+def _fold_tolerance(dtype: torch.dtype) -> float:
+    return (2 if dtype.itemsize == 2 else 16) * torch.finfo(dtype).eps
+
+
+def _folds(plan: GrowthPlan, task: Task) -> bool:
+    is_copy = plan.options.method in ("fpi", "aki") and task.identity is None
+    return is_copy and task.upper is None and not task.tensor.row.norm
+
+
+def fold_tensor(layout: Layout, task: Task, grown: Tensor) -> Tensor:
+    """P_out U E_in: the grown tensor read back into the source's shape, float64.
+
+    Written axes are averaged over the copies with the shares their readers use; read axes are
+    summed over the copies with the coefficients their writers use. Left out: extra coordinates,
+    which hold nothing of their own.
+    """
+    folded = grown.double()
+    for dim, axis in enumerate(task.tensor.axes):
+        role, _, names = axis.partition(":")
+        if names:
+            pieces = folded.split(
+                [layout.space(n, task.source_layer).target for n in names.split("|")], dim
+            )
+            folded = torch.cat(
+                [
+                    _fold_axis(layout, task, role, name, piece, dim)
+                    for name, piece in zip(names.split("|"), pieces, strict=True)
+                ],
+                dim,
+            )
+    return folded
+
+
+def _fold_axis(layout: Layout, task: Task, role: str, name: str, piece: Tensor, dim: int) -> Tensor:
+    space = layout.space(name, task.source_layer)
+    keep = (~space.is_extra).nonzero().flatten()
+    coefficient = (space.read if role == "write" else space.write)[keep]
+    shape = [1] * piece.ndim
+    shape[dim] = -1
+    size = list(piece.shape)
+    size[dim] = space.source
+    scaled = piece.index_select(dim, keep) * coefficient.reshape(shape)
+    return piece.new_zeros(size).index_add_(dim, space.read_index[keep], scaled)
+
+
+# ------------------------------------------------------------------ outputs
+
+
+def _random_tokens(source: Source) -> Tensor:
+    rng = torch.Generator().manual_seed(0)
+    vocabulary = source.family.size(source.config, "vocab")
+    return torch.randint(vocabulary, (4, 32), generator=rng)
+
+
+def _model(model: Any) -> Any:
+    if isinstance(model, (str, Path)):
+        config = transformers.AutoConfig.from_pretrained(model)
+        model_class = getattr(transformers, config.architectures[0])
+        return model_class.from_pretrained(model, dtype=torch.float32).eval()
+    return model
+
+
+@torch.no_grad()
+def compare_outputs(plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
+    """Outputs of both models on (batch, length) ids, in evaluation mode.
+
+    Returns:
+        "relative error": largest absolute difference over the largest absolute output; for models
+        with a vocabulary head also "KL (nats)" and "top-1 agreement".
+    """
+    old, new = _outputs(source, tokens), _outputs(grown, tokens)
+    if old.shape != new.shape:
+        layout = plan.layout
+        space = layout.space("final" if "final" in layout.family.spaces else "stream")
+        new = new[..., : space.source] / space.write[: space.source]
+    result = {"relative error": ((new - old).abs().max() / old.abs().max()).item()}
+    if old.shape[-1] == plan.layout.family.size(plan.source.config, "vocab"):
+        log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
+        result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+        result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
+    return result
+
+
+def _outputs(model: Any, tokens: Tensor) -> Tensor:
+    was_training = model.training
+    output = model.eval()(input_ids=tokens.to(model.device))
+    model.train(was_training)
+    for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name).double().cpu()
+    raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")
