@@ -1,0 +1,195 @@
+"""What the two doors of the KL + MLM loss share: checks, row masks, row weights and the parts.
+
+Shape letters used in this file: N rows (tokens), K teachers.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+
+IGNORE_INDEX = -100
+MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row carries; 0 costs nothing
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossParts(NamedTuple):
+    """Detached 0-d measurements of the pass that computed the loss.
+
+    ``mlm`` and ``kl`` are means over their rows before ``alpha`` weighs them, ``top1_agreement``
+    is the share of KL rows whose likeliest token student and teacher agree on, ``entropy`` the
+    student's mean entropy in nats over all rows that count. ``kl`` and ``top1_agreement`` are
+    None when no teacher ran.
+    """
+
+    mlm: Tensor
+    kl: Tensor | None
+    top1_agreement: Tensor | None
+    entropy: Tensor
+
+
+class Options(NamedTuple):
+    """The checked options of one call; the tensors among them are 0-d or (N,)."""
+
+    alpha: float | Tensor
+    temperature: float
+    softcap: float
+    teacher_softcap: float
+    teacher_weights: tuple[float, ...]
+    reduction: str
+    num_items: Any
+    parts: bool
+
+
+def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
+    """One teacher, many or none, as a list; empty once ``alpha`` is the float 0."""
+    if isinstance(alpha, Tensor):
+        if alpha.ndim != 0 or alpha.requires_grad:
+            raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
+    elif not 0 <= alpha <= 1:
+        raise GrowthError(f"alpha must lie in [0, 1], got {alpha}")
+    if teacher is None:
+        teachers = []
+    else:
+        teachers = list(teacher) if isinstance(teacher, Sequence) else [teacher]
+    if not teachers and (isinstance(alpha, Tensor) or alpha > 0):
+        raise GrowthError(
+            "alpha > 0 needs a teacher: pass one, or alpha=0.0 for the plain MLM loss"
+        )
+    return [] if not isinstance(alpha, Tensor) and alpha == 0 else teachers
+
+
+def check_options(
+    n_teachers: int,
+    alpha: float | Tensor,
+    temperature: float,
+    teacher_weights: Sequence[float] | None,
+    softcap: float | None,
+    teacher_softcap: float | None,
+    reduction: str,
+    num_items: Any,
+    parts: bool,
+) -> Options:
+    if not temperature > 0 or math.isinf(temperature):
+        raise GrowthError(f"temperature must be positive and finite, got {temperature}")
+    for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
+        if cap is not None and not cap > 0:
+            raise GrowthError(f"{name} must be positive, got {cap}; None means no cap")
+    if reduction not in REDUCTIONS:
+        raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if num_items is not None and reduction != "mean":
+        raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+    if teacher_weights is None or n_teachers == 0:
+        weights = (1.0 / n_teachers,) * n_teachers if n_teachers else ()
+    else:
+        weights = tuple(float(w) for w in teacher_weights)
+        if len(weights) != n_teachers or abs(sum(weights) - 1) > 1e-6:
+            raise GrowthError(
+                f"teacher_weights must be {n_teachers} numbers (one per teacher) that sum to 1, "
+                f"got {weights}"
+            )
+    return Options(
+        alpha,
+        float(temperature),
+        float(softcap or 0.0),
+        float(teacher_softcap or 0.0),
+        weights,
+        reduction,
+        num_items,
+        parts,
+    )
+
+
+def check_vocabulary(vocab_size: int | None, student: int, teachers: Sequence[int]) -> int:
+    """The number of real columns; what lies beyond is padding on either side."""
+    if vocab_size is None:
+        if any(width != student for width in teachers):
+            raise GrowthError(
+                f"student has {student} columns, teachers {list(teachers)}: pass vocab_size="
+                f"{min(student, *teachers)} if the rest is padding"
+            )
+        vocab_size = student
+    if not 0 < vocab_size <= min(student, *teachers, student):
+        raise GrowthError(
+            f"vocab_size={vocab_size} must lie in 1..{min(student, *teachers, student)}: student "
+            f"has {student} columns, teachers {list(teachers)}"
+        )
+    return vocab_size
+
+
+def check_labels(labels: Tensor, rows: torch.Size, what: str) -> Tensor:
+    """Labels as int64 (N,)."""
+    if labels.shape != rows:
+        raise GrowthError(
+            f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
+            "does not shift: align causal labels before the call"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise GrowthError(f"labels must be integer token ids, got {labels.dtype}")
+    return labels.reshape(-1).long()
+
+
+def row_kinds(
+    labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
+) -> Tensor:
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32."""
+    labelled_N = labels_N != ignore_index
+    if isinstance(kl_rows, Tensor):
+        if kl_rows.dtype != torch.bool or kl_rows.numel() != labels_N.numel():
+            raise GrowthError(
+                f"kl_rows must be a bool mask of the labels' shape ({labels_N.numel()} rows), got "
+                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
+            )
+        kl_N = kl_rows.reshape(-1)
+    elif kl_rows in ("labels", "all"):
+        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
+    else:
+        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
+    kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
+    # at alpha = 1 the labels weigh nothing: no CE work unless it is to be reported
+    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
+        kind_N = kind_N + MLM_ROW * labelled_N
+    if options.teacher_weights:
+        kind_N = kind_N + KL_ROW * kl_N
+    return kind_N
+
+
+def row_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """What each row's MLM and each teacher's KL (before T^2) count for in the loss, (1 + K, N)."""
+    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
+    n_mlm: Any = 1
+    n_kl: Any = 1
+    if options.reduction == "mean":
+        if options.num_items is None:
+            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
+        elif isinstance(options.num_items, (tuple, list)):
+            n_mlm, n_kl = options.num_items
+        else:
+            n_mlm = n_kl = options.num_items
+    alpha = options.alpha
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(device=kind_N.device, dtype=dtype)
+    weights = [mlm_N.to(dtype) * (1 - alpha) / n_mlm]
+    kl_weight_N = kl_N.to(dtype) * alpha / n_kl
+    weights += [kl_weight_N * (w * options.temperature**2) for w in options.teacher_weights]
+    return torch.stack(weights).to(dtype)
+
+
+def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
+    """Means over the rows of `rows_SN`: mlm, kl per teacher, entropy, top-1 per teacher."""
+    rows_SN = rows_SN.detach()
+    K = len(options.teacher_weights)
+    n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
+    n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
+    n_any = (kind_N > 0).sum().clamp(min=1)
+    sums = [row.sum() for row in rows_SN[: 2 + 2 * K].unbind(0)]
+    kl = top1 = None
+    if K:
+        weighted = list(zip(options.teacher_weights, sums[1 : 1 + K], sums[2 + K :], strict=True))
+        kl = sum(w * kl_k for w, kl_k, _ in weighted) * options.temperature**2 / n_kl
+        top1 = sum(w * top1_k for w, _, top1_k in weighted) / n_kl
+    return LossParts(sums[0] / n_mlm, kl, top1, sums[1 + K] / n_any)

@@ -1,0 +1,85 @@
+"""The checks of the linear loss's heads: hidden states, weights and biases of everybody.
+
+Shape letters used in this file: N rows, H width, V vocabulary, K teachers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+
+
+Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
+
+
+def check_limits(chunk_bytes: int | None, max_rows: int | None) -> tuple[int, int]:
+    """The limits as numbers, 0 for none."""
+    for name, limit in (("chunk_bytes", chunk_bytes), ("max_rows", max_rows)):
+        if limit is not None and limit <= 0:
+            raise GrowthError(f"{name} must be positive, got {limit}")
+    return chunk_bytes or 0, max_rows or 0
+
+
+def checked_heads(
+    student: tuple[Tensor, Tensor, Tensor | None],
+    hiddens: Sequence[Tensor],
+    weights: Any,
+    biases: Any,
+) -> list[Head]:
+    """Checked (hidden (N, H), weight, bias) of the student and each teacher, as autocast casts."""
+    K = len(hiddens)
+    if K:
+        weights = list(weights) if isinstance(weights, (list, tuple)) else [weights]
+        biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * K
+        if len(weights) != K or len(biases) != K:
+            raise GrowthError(
+                f"{K} teacher_hidden need {K} teacher_weight and teacher_bias, got {len(weights)} "
+                f"and {len(biases)}"
+            )
+        named = [
+            (f"teacher[{k}]", *head)
+            for k, head in enumerate(zip(hiddens, weights, biases, strict=True))
+        ]
+    heads: list[Head] = []
+    for name, hidden, weight, bias in [("student", *student), *(named if K else [])]:
+        _check_head(name, hidden, weight, bias, student[0])
+        bias = weight.new_empty(0) if bias is None else bias
+        head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            head = (head[0].to(dtype), head[1].to(dtype), head[2].to(dtype))
+        if len({x.dtype for x in head}) > 1:
+            raise GrowthError(
+                f"{name}: hidden, weight and bias must share a dtype, got "
+                f"{[str(x.dtype) for x in head]}: cast them, or run under autocast"
+            )
+        heads.append(head)
+    return heads
+
+
+def _check_head(
+    name: str, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, student: Tensor
+) -> None:
+    if weight is None or weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        found = None if weight is None else tuple(weight.shape)
+        raise GrowthError(f"{name}: hidden {tuple(hidden.shape)} needs weight (V, H), got {found}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise GrowthError(
+            f"{name}: bias {tuple(bias.shape)} must be ({weight.shape[0]},), the rows of weight"
+        )
+    if hidden.shape[:-1] != student.shape[:-1]:
+        raise GrowthError(
+            f"{name}: hidden {tuple(hidden.shape)} and student_hidden {tuple(student.shape)} must "
+            "have the same rows"
+        )
+    tensors = [x for x in (hidden, weight, bias) if x is not None]
+    if any(x.device != student.device or not x.is_floating_point() for x in tensors):
+        raise GrowthError(
+            f"{name}: hidden, weight and bias must be float tensors on {student.device}"
+        )
+    if name != "student" and any(x.requires_grad for x in tensors):
+        raise GrowthError(f"the teacher is frozen: detach hidden, weight and bias of {name}")

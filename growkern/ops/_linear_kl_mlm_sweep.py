@@ -1,0 +1,202 @@
+"""One sweep of the linear loss over its live rows, chunk by chunk, on a GPU or a CPU.
+
+Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
+rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K terms.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from growkern.errors import GrowthError
+from growkern.ops._kl_mlm_cpu import rows_on_cpu
+from growkern.ops._kl_mlm_kernel import rows_on_triton
+from growkern.ops._launch import acc_torch_dtype
+
+# GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
+# 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 5 GB/s of read-modify-write on two cores
+BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8}
+CPU_BALANCE = 20
+# elements of the head upcast at a time on a CPU: 12 MiB in float32
+TILE_ELEMENTS = 3 << 20
+
+
+def chunk_rows(
+    rows: int, vocab: int, head_widths: Sequence[int], x: Tensor, chunk_bytes: int
+) -> int:
+    """Rows per chunk: what `chunk_bytes` holds, or enough to make dW's accumulation cheap.
+
+    A chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
+    second is under a tenth of the first from C = 80 H balance / (6 H + 2 sum H_k) on.
+    """
+    if rows == 0:
+        return 1
+    if chunk_bytes:
+        row_bytes = vocab * acc_torch_dtype(x).itemsize * len(head_widths)
+        size = max(1, chunk_bytes // row_bytes)
+    else:
+        H, *others = head_widths
+        balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
+        size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
+    n_chunks = -(-rows // size)
+    return -(-rows // n_chunks)
+
+
+def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
+    """Indices of the rows of some kind, (R,), and their number; N stands for an unused place.
+
+    A GPU is not asked how many there are: a prefix sum puts them into `max_rows` (or N) places.
+    """
+    N = kind_N.numel()
+    live_N = kind_N > 0
+    if kind_N.device.type == "cpu":
+        rows_R = live_N.nonzero().squeeze(1)
+        if max_rows and rows_R.numel() > max_rows:
+            raise GrowthError(
+                f"{rows_R.numel()} rows carry a term, max_rows={max_rows}: raise max_rows"
+            )
+        return rows_R, rows_R.numel()
+    R = min(max_rows, N) if max_rows else N
+    place_N = live_N.cumsum(0) - 1
+    if max_rows:
+        torch._assert_async(live_N.sum() <= R, "more rows carry a term than max_rows")
+    # places from R on are a dump for the rows that carry nothing
+    rows_R = torch.full((R + 1,), N, dtype=torch.int64, device=kind_N.device)
+    place_N = torch.where(live_N, place_N.clamp(max=R), R)
+    rows_R.scatter_(0, place_N, torch.arange(N, device=kind_N.device))
+    return rows_R[:R], R
+
+
+def sweep(
+    heads: Sequence[Sequence[Tensor]],
+    row_inputs: Sequence[Tensor],
+    vocab: int,
+    maths: Sequence[float],
+    parts: bool,
+    rows_SN: Tensor,
+    grads: Sequence[Tensor | None],
+    limits: tuple[int, int],
+    backend: str,
+) -> None:
+    """Fill `rows_SN`, (2 W, N), and the wanted ones of dX, dW, db, all of them zeros on entry."""
+    labels_N, kind_N, weight_WN = row_inputs
+    x_NH, (W, N) = heads[0][0], weight_WN.shape
+    acc, (chunk_bytes, max_rows) = acc_torch_dtype(x_NH), limits
+    rows_R, R = live_rows(kind_N, max_rows)
+    C = chunk_rows(R, vocab, [head[0].shape[1] for head in heads], x_NH, chunk_bytes)
+    logits = [x_NH.new_empty(C, vocab, dtype=acc) for _ in heads]
+    sums = _Sums(grads, vocab, acc, x_NH.device.type != "cpu")
+    # row N: what an unused place reads (a row of no kind) and where it writes
+    weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
+    labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))
+    rows_SP = F.pad(rows_SN, (0, 1))
+    for rows_C in rows_R.split(C) if R else ():
+        source_C = rows_C.clamp(max=N - 1)
+        hidden = [head[0].index_select(0, source_C) for head in heads]
+        buffers = [buffer[: rows_C.numel()] for buffer in logits]
+        for x_CH, (_, weight, bias), z_CV in zip(hidden, heads, buffers, strict=True):
+            _project(x_CH, weight[:vocab], bias[:vocab], z_CV)
+        dz_CV = _gradient_place(buffers[0], x_NH.dtype, backend) if sums.wanted else None
+        rows_SC = x_NH.new_empty(2 + 4 * W, rows_C.numel(), dtype=acc)
+        run = rows_on_triton if backend == "triton" else rows_on_cpu
+        labels_C, kind_C, drows_WC = (x[..., rows_C] for x in (labels_P, kind_P, weight_WP))
+        run(
+            buffers[0], buffers[1:], labels_C, kind_C, vocab, maths, parts, rows_SC, drows_WC, dz_CV
+        )
+        rows_SP[:, rows_C] = rows_SC[: 2 * W]
+        if dz_CV is not None:
+            sums.add(rows_C, dz_CV, hidden[0], heads[0][1][:vocab], unscale)
+    rows_SN.copy_(rows_SP[:, :N])
+    sums.store(unscale)
+
+
+def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Row weights times a power of two that keeps float16 gradients clear of its 6e-8 floor.
+
+    A row's gradient is at most its weight and, on a close teacher, 1e-6 of it: 2^12 leaves both
+    inside float16. The inverse goes onto the float32 sums.
+    """
+    if dtype != torch.float16:
+        return weight_WN, None
+    power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
+    return weight_WN * power.exp2(), (-power).exp2()
+
+
+def _gradient_place(z_CV: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """Where the gradient overwrites the logits: the head of each row if it is narrower."""
+    if backend != "triton" or dtype == z_CV.dtype:
+        return z_CV
+    return z_CV.view(dtype)[:, : z_CV.shape[1]]
+
+
+def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The head in `dtype`, a few rows at a time unless it already is."""
+    V, H = weight_VH.shape
+    size = V if weight_VH.dtype == dtype else max(1, TILE_ELEMENTS // H)
+    for start in range(0, V, size):
+        tile = slice(start, min(V, start + size))
+        yield tile, weight_VH[tile].to(dtype)
+
+
+def _project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
+    """(1) into `z_CV`, accumulated and left in its dtype."""
+    if x_CH.device.type == "cpu":
+        x_CH = x_CH.to(z_CV.dtype)
+        for tile, weight in _tiles(weight_VH, z_CV.dtype):
+            torch.mm(x_CH, weight.t(), out=z_CV[:, tile])
+    elif x_CH.dtype == z_CV.dtype:
+        torch.mm(x_CH, weight_VH.t(), out=z_CV)
+    else:
+        torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
+    if bias_V.numel():
+        z_CV.add_(bias_V)
+
+
+class _Sums:
+    """dX, dW and db of (2) while the chunks come by; dW and db are summed in `acc`."""
+
+    def __init__(
+        self, grads: Sequence[Tensor | None], vocab: int, acc: torch.dtype, padded: bool
+    ) -> None:
+        self.grads = grads
+        dx, *by_column = grads
+        self.wanted = any(grad is not None for grad in grads)
+        self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
+        self.dw, self.db = (
+            grad if grad is None or grad.dtype == acc else torch.zeros_like(grad, dtype=acc)
+            for grad in by_column
+        )
+        self.vocab = vocab
+
+    def add(
+        self, rows_C: Tensor, dz_CV: Tensor, x_CH: Tensor, weight: Tensor, unscale: Tensor | None
+    ) -> None:
+        acc, on_cpu = acc_torch_dtype(x_CH), x_CH.device.type == "cpu"
+        mixed: dict[str, Any] = {} if on_cpu or x_CH.dtype == acc else {"out_dtype": acc}
+        if on_cpu:
+            dz_CV, x_CH = dz_CV.to(acc), x_CH.to(acc)
+        if self.dx is not None:
+            if on_cpu:
+                dx_CH = x_CH.new_zeros(x_CH.shape)
+                for tile, rows in _tiles(weight, acc):
+                    dx_CH.addmm_(dz_CV[:, tile], rows)
+            else:
+                dx_CH = torch.mm(dz_CV, weight, **mixed)
+            dx_CH = dx_CH if unscale is None else dx_CH * unscale
+            self.dx.index_copy_(0, rows_C, dx_CH.to(self.dx.dtype))
+        if self.dw is not None:
+            dw = self.dw[: self.vocab]
+            torch.addmm(dw, dz_CV.t(), x_CH, **mixed, out=dw)
+        if self.db is not None:
+            self.db[: self.vocab] += dz_CV.sum(0, dtype=acc)
+
+    def store(self, unscale: Tensor | None) -> None:
+        dx, *by_column = self.grads
+        if dx is not None and self.dx is not None and self.dx is not dx:
+            dx.copy_(self.dx[:-1])
+        for total, grad in zip((self.dw, self.db), by_column, strict=True):
+            if total is not None and grad is not None and total is not grad:
+                grad.copy_(total if unscale is None else total * unscale)
