@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
+from growkern.ops._kl_mlm_options import IGNORE_INDEX
 
-IGNORE_INDEX = -100
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 

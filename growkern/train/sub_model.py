@@ -81,13 +81,7 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
 
     raises: GrowthError when there is none (blocks shared between depths, or of an unknown kind).
     """
-    stacks = [
-        module
-        for module in model.modules()
-        if type(module) is nn.ModuleList
-        and len(module) > 0
-        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
-    ]
+    stacks = find_stacks(model)
     if not stacks:
         raise GrowthError(
             f"{type(model).__name__} has no stack of transformer blocks that can be cut at a "
@@ -97,9 +91,20 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     return stacks
 
 
+def find_stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """As `layer_stacks`, but a model without one is no error."""
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.ModuleList
+        and len(module) > 0
+        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    ]
+
+
 def model_depth(stacks: Sequence[nn.ModuleList]) -> int:
-    """Number of layers of the deepest stack."""
-    return max(len(stack._modules) for stack in stacks)
+    """Number of layers of the deepest stack; 0 if there is none."""
+    return max((len(stack._modules) for stack in stacks), default=0)
 
 
 @contextlib.contextmanager

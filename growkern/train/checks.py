@@ -1,0 +1,77 @@
+"""What the trainer refuses before any work, and what it is told to do instead."""
+
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from growkern.errors import GrowthError
+from growkern.train.config import TwoStageConfig
+from growkern.train.inheritance import InheritanceSchedule, Teachers
+
+
+def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
+    """A block of stage 1 fits into the model."""
+    if two_stage is not None and two_stage.layers_per_block > layers:
+        raise GrowthError(
+            f"layers_per_block is {two_stage.layers_per_block}, the model has {layers} layers: "
+            "a block cannot be larger than the model"
+        )
+
+
+def as_list(one_or_many: Any) -> list[Any]:
+    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
+
+
+def choose_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> Teachers:
+    if (inheritance is None) != (teacher is None):
+        given, missing = (
+            ("inheritance", "teacher") if teacher is None else ("teacher", "inheritance")
+        )
+        raise GrowthError(f"{given} is given without {missing}: pass both or neither")
+    if inheritance is None:
+        return Teachers([], None)
+    return Teachers(as_list(teacher), inheritance.teacher_weights)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a position predicts the next token; refuses what is no language model."""
+    names = {cls.__name__ for cls in type(model).__mro__}
+    causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    masked = bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
+    if model.config.is_encoder_decoder or not (causal or masked):
+        raise GrowthError(
+            f"{type(model).__name__} is neither a masked nor a causal language model: "
+            "use a ...ForMaskedLM or ...ForCausalLM model"
+        )
+    return causal
+
+
+def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
+    """Refuse what would train another function or silently lose the sub-models."""
+    refusals = {
+        "torch_compile=True makes one graph per depth and breaks on the fused loss: compile the "
+        "blocks instead (`for block in stack: block.compile()`, stacks from layer_stacks)": (
+            args.torch_compile
+        ),
+        "more than one process or device is not supported by this version: run one process with "
+        "one visible device": args.world_size > 1 or args.n_gpu > 1,
+        "label_smoothing_factor is not part of the fused loss: leave it at 0": (
+            args.label_smoothing_factor != 0
+        ),
+        "gradient checkpointing with use_reentrant=True loses the gradients of the lowest trained "
+        "layer: set gradient_checkpointing_kwargs={'use_reentrant': False}": (
+            args.gradient_checkpointing
+            and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+        ),
+    }
+    for name in ("compute_loss_func", "compute_metrics", "model_init"):
+        refusals[
+            f"{name} cannot be used: the loss is fused with the head and logits are not made"
+        ] = options.get(name) is not None
+    for message, refused in refusals.items():
+        if refused:
+            raise GrowthError(message)

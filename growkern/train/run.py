@@ -1,0 +1,215 @@
+"""From a run file to a trained model: `train(path)`.
+
+The output directory belongs to one run. It holds `run.json` (what the run is), `checkpoint-<step>`,
+and at the end the trained model with its tokenizer and `trainer_state.json` (the log history).
+"""
+
+import dataclasses
+import glob
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from growkern.errors import GrowthError
+from growkern.train.checks import is_causal
+from growkern.train.config import DataSection, Run, load_run
+from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
+from growkern.train.trainer import TwoStageTrainer
+
+MARKER = "run.json"
+
+
+def train(
+    path: str | Path, *, overwrite: bool = False, progress: bool = True
+) -> TrainOutput | None:
+    """Train as a run file says, or go on where the same run stopped.
+
+    overwrite: drop what another run left in the output directory (only a run's directory).
+    returns: Trainer's output (global_step, training_loss, metrics); None when the run was already
+        finished, in which case nothing is touched.
+    raises: GrowthError before any work when the file, a path, a model or the directory is unfit.
+    """
+    run, base = load_run(path), Path(path).parent
+    texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
+    for checkpoint in _checkpoint_directories(run):
+        _check_directory(base / checkpoint)
+    output = base / run.output.directory
+    _claim(output, _identity(run, base, texts), overwrite)
+    checkpoint = last_checkpoint(output)
+    if checkpoint is not None and _step_of(checkpoint) >= run.training.steps:
+        return None
+
+    trainer = build_trainer(run, base, texts, progress=progress)
+    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.save_model()
+    trainer.save_state()
+    return result
+
+
+def build_trainer(
+    run: Run, base: Path, texts: dict[str, list[Path]], *, progress: bool = True
+) -> TwoStageTrainer:
+    """Model, teachers, tokenizer and data of a run, put together; nothing is trained yet."""
+    tokenizer = AutoTokenizer.from_pretrained(base / (run.model.tokenizer or run.model.path))
+    model = load_language_model(base / run.model.path)
+    teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
+    train_blocks, eval_blocks = (_blocks(texts[name], tokenizer, run.data) for name in texts)
+    collator: Any = CausalLMCollator(tokenizer)
+    if not is_causal(model):
+        seed = run.training.seed
+        collator = MaskedLMCollator(tokenizer, run.data.masking_probability, seed)
+    return TwoStageTrainer(
+        model,
+        _arguments(run, base, evaluate=eval_blocks is not None, progress=progress),
+        two_stage=run.two_stage,
+        inheritance=run.inheritance,
+        teacher=[load_language_model(one) for one in teacher_paths] or None,
+        teacher_tokenizer=[
+            AutoTokenizer.from_pretrained(one) for one in teacher_paths if _has_tokenizer(one)
+        ],
+        processing_class=tokenizer,
+        train_dataset=train_blocks,
+        eval_dataset=eval_blocks,
+        data_collator=collator,
+    )
+
+
+def load_language_model(directory: Path) -> Any:
+    """The model of a checkpoint directory, in the class that its config names.
+
+    raises: GrowthError when the directory, the class or the weights are unfit.
+    """
+    _check_directory(directory)
+    names = AutoConfig.from_pretrained(directory).architectures or ["(none)"]
+    cls = getattr(transformers, names[0], None)
+    if cls is None:
+        raise GrowthError(f"{directory}: config.json names the architecture {names[0]}: unknown")
+    try:
+        return cls.from_pretrained(directory)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise GrowthError(f"{directory}: the weights cannot be loaded: {error}") from error
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The latest whole checkpoint: one that was cut off in the middle lacks its state file."""
+    whole = [
+        path
+        for path in directory.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name) and _is_json(path / "trainer_state.json")
+    ]
+    return max(whole, key=_step_of, default=None)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _claim(output: Path, identity: dict[str, Any], overwrite: bool) -> None:
+    """Make the output directory this run's, or refuse."""
+    marker = output / MARKER
+    if output.is_dir() and any(output.iterdir()):
+        if not marker.is_file():
+            raise GrowthError(f"{output} is not empty and no run's directory: choose another")
+        if json.loads(marker.read_text()) == identity:
+            return
+        if not overwrite:
+            raise GrowthError(
+                f"{output} holds another run: choose another directory, or overwrite it"
+            )
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps(identity, indent=1))
+
+
+def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:
+    """What makes two runs the same: configuration, text, and the models they start from."""
+    values = dataclasses.asdict(run)
+    del values["output"]
+    for name in ("log_every", "keep_checkpoints", "data_workers"):
+        del values["training"][name]
+    digest = hashlib.sha256()
+    for files in texts.values():
+        digest.update(str(len(files)).encode())
+        for file in files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for name in _checkpoint_directories(run):
+        for file in sorted((base / name).glob("*.*")):
+            whole = file.suffix == ".json"
+            digest.update(file.read_bytes() if whole else str(file.stat().st_size).encode())
+    return {"run": json.loads(json.dumps(values)), "inputs": digest.hexdigest()}
+
+
+def _checkpoint_directories(run: Run) -> list[str]:
+    return [run.model.path, *(run.teacher.paths if run.teacher else ())]
+
+
+def _check_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise GrowthError(f"{directory} is no checkpoint directory: it has no config.json")
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer_config.json").is_file()
+
+
+def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """Files in the order given, each pattern's sorted. raises: GrowthError for one without any."""
+    files: list[Path] = []
+    for pattern in patterns:
+        found = sorted(glob.glob(str(base / pattern), recursive=True))
+        found = [name for name in found if Path(name).is_file()]
+        if not found:
+            raise GrowthError(f"no text file matches {base / pattern}")
+        files += map(Path, found)
+    return files
+
+
+def _blocks(files: list[Path], tokenizer: Any, data: DataSection) -> TokenBlocks | None:
+    return pack_text(files, tokenizer, data.sequence_length) if files else None
+
+
+def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> TrainingArguments:
+    training = run.training
+    return TrainingArguments(
+        output_dir=str(base / run.output.directory),
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch_size,
+        per_device_eval_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulation,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=training.schedule,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        bf16=training.precision == "bf16",
+        seed=training.seed,
+        data_seed=training.seed,
+        logging_steps=training.log_every,
+        logging_first_step=True,
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=training.eval_every or training.steps,
+        save_strategy="steps",
+        save_steps=training.save_every or training.steps,
+        save_total_limit=training.keep_checkpoints,
+        dataloader_num_workers=training.data_workers,
+        report_to="tensorboard" if run.output.tensorboard else "none",
+        disable_tqdm=not progress,
+        # pinning needs an accelerator, and warns at every epoch without one
+        dataloader_pin_memory=False,
+    )

@@ -1,0 +1,276 @@
+"""`transformers.Trainer` with sub-models, teachers and the fused loss; the rest is untouched.
+
+One optimizer, one schedule and one step count run through both stages. What a step does depends on
+nothing but (configuration, global step), so a run that is killed goes on bit for bit.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.train.checks import (
+    as_list,
+    check_arguments,
+    check_block_size,
+    choose_teachers,
+    is_causal,
+)
+from growkern.train.config import TwoStageConfig
+from growkern.train.flops import ModelCost
+from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, check_head, head_swap
+from growkern.train.inheritance import InheritanceSchedule, check_tokenizers, loss_arguments
+from growkern.train.meter import Meter
+from growkern.train.optimizer_state import create_optimizer_state
+from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
+
+
+class TwoStageTrainer(Trainer):
+    """Train a language model in two stages, with its old self as teacher if there is one.
+
+    model: a ...ForMaskedLM or ...ForCausalLM model. two_stage: None trains the whole model always.
+    inheritance and teacher (a model or several) go together. teacher_tokenizer: one per teacher;
+    refused when it differs from processing_class. Everything else is `transformers.Trainer`'s.
+
+    Batches are {input_ids, labels, ...}; labels of causal models are not shifted. The loss is
+    `linear_kl_mlm_loss`; evaluation is the plain loss of the whole model, a mean over all labels.
+    Log lines carry flops (cumulative, evaluation excluded), mlm, kl, top1_agreement, alpha, depth
+    and tokens_per_second.
+
+    raises: GrowthError for models, teachers and arguments that cannot be trained this way.
+    """
+
+    # compute_loss divides by the labels of the whole accumulated batch
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        *,
+        two_stage: TwoStageConfig | None = None,
+        inheritance: InheritanceSchedule | None = None,
+        teacher: Any | Sequence[Any] | None = None,
+        teacher_tokenizer: Any | Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        check_arguments(args, options)
+        self._causal = is_causal(model)
+        check_head(model)
+        self.two_stage, self.inheritance = two_stage, inheritance
+        self._stacks = layer_stacks(model) if two_stage else find_stacks(model)
+        self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
+        check_block_size(two_stage, self._layers)
+        tokenizer = options.get("processing_class")
+        self._teachers = choose_teachers(inheritance, teacher)
+        if teacher_tokenizer is not None:
+            check_tokenizers(tokenizer, as_list(teacher_tokenizer))
+        self._vocabulary = self._teachers.common_vocabulary(model, tokenizer)
+        self._teachers.freeze(model, args.device)
+
+        super().__init__(model=model, args=args, **options)
+        # the labels of an accumulated batch are counted if the model takes loss arguments, shifted
+        # if it shifts them; what the class says of itself is wrong for BERT and for GPT-2
+        self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = self._causal
+        self._cost = ModelCost(model, self._stacks)
+        self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
+        self._row_flops: Tensor | float = 0.0
+        self._kl_items: Tensor | None = None
+        self._eval_sum: Tensor | float = 0.0
+        self._eval_items: Tensor | float = 0
+        self.meter = Meter()
+        self.add_callback(_Cues(self))
+
+    # ------------------------------------------------------------------- loss
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of the step's sub-model and the step's inheritance rate; in eval mode, plain."""
+        inputs = dict(inputs)
+        labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
+        training = model.training
+        depth, alpha = self._plan() if training else (None, 0.0)
+        options = self._loss_options(inputs, labels_BS, alpha, num_items_in_batch)
+        predictions = []
+        if alpha > 0:
+            with self.accelerator.autocast():
+                predictions = self._teachers.predict(inputs)
+        teachers = loss_arguments(predictions)
+
+        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            loss, parts = linear_kl_mlm_loss(
+                hidden, weight, labels=labels_BS, student_bias=bias, **teachers, **options
+            )
+            if training:
+                self._record(parts, labels_BS, options["kl_rows"], alpha, depth)
+            return loss
+
+        with self._window(depth), head_swap(self.accelerator.unwrap_model(model), loss_of):
+            outputs = model(**inputs)
+        loss = outputs.logits
+        outputs.logits = None
+        return (loss, outputs) if return_outputs else loss
+
+    def _plan(self) -> tuple[int | None, float]:
+        """Depth (None: all) and inheritance rate of the current step."""
+        step = self.state.global_step
+        depth = self.two_stage.depth(step, self._layers) if self.two_stage else None
+        return depth, self.inheritance.rate_at(step) if self.inheritance else 0.0
+
+    def _window(self, depth: int | None) -> contextlib.AbstractContextManager[None]:
+        if depth is None or self.two_stage is None:
+            return contextlib.nullcontext()
+        stage = self.two_stage
+        return sub_model(self._stacks, depth, stage.layers_per_block, stage.embeddings)
+
+    def _loss_options(
+        self, inputs: dict[str, Any], labels_BS: Tensor, alpha: float, items: Tensor | int | None
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "alpha": alpha,
+            "kl_rows": "labels",
+            "vocab_size": self._vocabulary,
+            "return_parts": True,
+        }
+        if items is not None:
+            # a batch without a single label is no reason to divide by zero
+            options["num_items"] = torch.as_tensor(items).clamp(min=1)
+        if alpha > 0 and self.inheritance is not None:
+            options["temperature"] = self.inheritance.temperature
+            options["teacher_weights"] = self._teachers.weights
+            if self.inheritance.kl_rows == "all":
+                options["kl_rows"] = self._real_rows(inputs, labels_BS)
+                if items is not None and self._kl_items is not None:
+                    options["num_items"] = (options["num_items"], self._kl_items)
+        return options
+
+    def _real_rows(self, inputs: dict[str, Any], like_BS: Tensor) -> Tensor:
+        """Rows that carry the KL term when all of them do: those that predict a real token."""
+        mask_BS = inputs.get("attention_mask")
+        if mask_BS is None:
+            mask_BS = torch.ones_like(like_BS)
+        return align_rows(mask_BS, causal=self._causal)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Labels, and beside them KL rows, of a whole accumulated batch."""
+        if self.inheritance is not None and self.inheritance.kl_rows == "all":
+            rows = [self._real_rows(batch, batch["labels"]).sum() for batch in batch_samples]
+            self._kl_items = sum(rows, torch.zeros((), device=device)).clamp(min=1)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    # ---------------------------------------------------------------- records
+
+    def _record(
+        self, parts: Any, labels_BS: Tensor, kl_rows: Any, alpha: float, depth: int | None
+    ) -> None:
+        labelled_BS = labels_BS != IGNORE_INDEX
+        kl_BS = kl_rows if isinstance(kl_rows, Tensor) else labelled_BS
+        self.meter.add_parts(parts, labelled_BS.sum(), kl_BS.sum())
+        self.meter.add("alpha", alpha)
+        self.meter.add("depth", float(depth or self._layers))
+        rows = ((labelled_BS | kl_BS) if alpha > 0 else labelled_BS).sum()
+        per_row = self._cost.head_row(train=True)
+        if alpha > 0:
+            per_row += sum(cost.head_row(train=False) for cost in self._teacher_costs)
+        self._row_flops += rows * per_row
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Layers of the student and of the teachers that ran; head rows are added in store_flos."""
+        depth, alpha = self._plan()
+        batch, length = inputs[self.model.main_input_name].shape
+        self.meter.add_tokens(batch * length)
+        trained = self.two_stage.layers_per_block if self.two_stage else None
+        flops = self._cost.train(batch, length, depth, trained)
+        if alpha > 0:
+            flops += sum(cost.forward(batch, length) for cost in self._teacher_costs)
+        return flops
+
+    def store_flos(self) -> None:
+        self.current_flos += float(self._row_flops)
+        self._row_flops = 0.0
+        super().store_flos()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.store_flos()
+        logs["flops"] = self.state.total_flos
+        if "loss" in logs:
+            logs.update(self.meter.drain())
+        super().log(logs, start_time)
+
+    # ------------------------------------------------------------- evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """As Trainer's, with masks that are the same at every evaluation."""
+        collator = self.data_collator
+        if hasattr(collator, "frozen"):
+            self.data_collator = collator.frozen()
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collator
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """The loss alone: logits are never made."""
+        inputs = self._prepare_inputs(inputs)
+        labels_BS = align_labels(inputs["labels"], causal=self._causal)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        items = (labels_BS != IGNORE_INDEX).sum()
+        self._eval_sum += loss.double() * items
+        self._eval_items += items
+        return loss, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As Trainer's, but a mean over labels: batches do not hold equally many."""
+        self._eval_sum, self._eval_items = 0.0, 0
+        output = super().evaluation_loop(
+            dataloader, description, True, ignore_keys, metric_key_prefix
+        )
+        if self._eval_items:
+            output.metrics[f"{metric_key_prefix}_loss"] = float(self._eval_sum / self._eval_items)
+        return output
+
+
+class _Cues(TrainerCallback):
+    """Tells the trainer's parts where the loop is."""
+
+    def __init__(self, trainer: TwoStageTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        create_optimizer_state(getattr(optimizer, "optimizer", optimizer))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        collator = self.trainer.data_collator
+        if hasattr(collator, "set_epoch"):
+            collator.set_epoch(int(state.epoch or 0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.meter.start_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.meter.end_step()

@@ -1,0 +1,74 @@
+"""The same training in forty lines without `transformers.Trainer`: the oracle of its tests.
+
+Only the mechanisms are shared (window, head swap, loss); batches, labels, schedules, optimizer and
+accumulation are written out here.
+"""
+
+import contextlib
+
+import torch
+
+from growkern import linear_kl_mlm_loss
+from growkern.train.head import align_labels, head_inputs, head_swap
+from growkern.train.sub_model import layer_stacks, sub_model
+
+
+def train(
+    model,
+    batches,
+    *,
+    causal,
+    learning_rate,
+    warmup,
+    steps,
+    two_stage=None,
+    schedule=None,
+    teacher=None,
+):
+    """batches: one list of micro-batches per optimizer step. Returns the loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    stacks = layer_stacks(model)
+    losses = []
+    model.train()
+    for step, micro_batches in enumerate(batches):
+        depth = two_stage.depth(step, len(stacks[0])) if two_stage else None
+        alpha = schedule.rate_at(step) if schedule else 0.0
+        items = sum((align_labels(b["labels"], causal=causal) != -100).sum() for b in micro_batches)
+        total = 0.0
+        for micro_batch in micro_batches:
+            labels = align_labels(micro_batch["labels"], causal=causal)
+            inputs = {"input_ids": micro_batch["input_ids"]}
+            heads = [None] * 3
+            if alpha > 0:
+                with torch.no_grad():
+                    heads = head_inputs(teacher, inputs)
+
+            def loss_of(hidden, weight, bias, labels=labels, heads=heads, alpha=alpha, items=items):
+                return linear_kl_mlm_loss(
+                    hidden,
+                    weight,
+                    heads[0],
+                    heads[1],
+                    labels,
+                    student_bias=bias,
+                    teacher_bias=heads[2],
+                    alpha=alpha,
+                    temperature=schedule.temperature if schedule else 1.0,
+                    num_items=items,
+                )
+
+            window = contextlib.nullcontext()
+            if depth is not None:
+                window = sub_model(stacks, depth, two_stage.layers_per_block)
+            with window, head_swap(model, loss_of):
+                loss = model(**inputs).logits
+            loss.backward()
+            total += loss.item()
+        warm = min(1.0, step / warmup) if warmup else 1.0
+        decay = (steps - step) / (steps - warmup) if step >= warmup else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * warm * decay
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses

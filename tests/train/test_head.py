@@ -1,0 +1,97 @@
+"""The head swap trains the same function as the plain logits."""
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from growkern import GrowthError, linear_kl_mlm_loss
+from growkern.train.head import align_labels, align_rows, check_head, head_inputs, head_swap
+from tests.train.tiny import FAMILIES, VOCAB, batch, build, is_causal
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapped_loss_and_gradients_equal_the_models_own(family, tied):
+    model, inputs = build(family, tied=tied), batch()
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    labels = align_labels(inputs["labels"], causal=is_causal(family))
+
+    def loss_of(hidden, weight, bias):
+        return linear_kl_mlm_loss(hidden, weight, None, None, labels, student_bias=bias, alpha=0.0)
+
+    with head_swap(model, loss_of):
+        actual = model(input_ids=inputs["input_ids"]).logits
+    actual.backward()
+    assert abs(actual - expected) <= 1e-6 * expected
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swap_is_undone_after_an_exception(family):
+    model, inputs = build(family), {"input_ids": batch()["input_ids"]}
+    expected = model(**inputs).logits
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"), head_swap(model, fail):
+        model(**inputs)
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_inputs_make_the_logits(family):
+    model, inputs = build(family), {"input_ids": batch()["input_ids"]}
+    hidden, weight, bias = head_inputs(model, inputs)
+    assert torch.equal(F.linear(hidden, weight, bias), model(**inputs).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_probe_accepts_plain_heads_and_leaves_the_mode(family):
+    model = build(family).train()
+    check_head(model)
+    assert model.training and "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=8, **SIZES)),
+        lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES)),
+        lambda: transformers.GraniteForCausalLM(
+            transformers.GraniteConfig(logits_scaling=8.0, **SIZES)
+        ),
+    ],
+)
+def test_probe_refuses_logits_that_are_processed(model):
+    with pytest.raises(GrowthError, match="softcap or scale"):
+        check_head(model())
+
+
+def test_probe_refuses_a_model_without_a_head():
+    with pytest.raises(GrowthError, match="no linear output projection"):
+        check_head(build("bert").base_model)
+
+
+def test_causal_rows_and_labels_shift_alike():
+    labels = torch.tensor([[4, 5, 6, -100]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    assert align_labels(labels, causal=True).tolist() == [[5, 6, -100, -100]]
+    assert align_rows(mask, causal=True).tolist() == [[True, True, False, False]]
+    assert align_labels(labels, causal=False) is labels
+    assert align_rows(mask, causal=False).tolist() == [[True, True, True, False]]

@@ -1,0 +1,425 @@
+"""The trainer against a loop of its own, and against what must not move."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
+from growkern.train.head import align_labels
+from tests.train import loop
+from tests.train.tiny import FAMILIES, VOCAB, TinyTokenizer, batch, build, is_causal, stack_of
+
+STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=4)
+SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Rows of unequal numbers of labels, in a fixed order."""
+
+    def __init__(self, rows):
+        self.rows = [batch(1, 8, seed=i, labelled=0.1 + 0.08 * (i % 9)) for i in range(rows)]
+        for row in self.rows:
+            row["labels"][0, 1] = row["input_ids"][0, 1]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {key: value[0] for key, value in self.rows[i].items()}
+
+
+def arguments(path, **options):
+    defaults = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(str(path), **{**defaults, **options})
+
+
+def losses_of(trainer):
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def micro_batches(data, size, accumulation, steps):
+    """What a sequential sampler gives: the last accumulation of an epoch may be short."""
+    epoch = [data.rows[i : i + size] for i in range(0, len(data), size)]
+    epoch = [{k: torch.cat([row[k] for row in rows]) for k in rows[0]} for rows in epoch]
+    epoch = [epoch[i : i + accumulation] for i in range(0, len(epoch), accumulation)]
+    return (epoch * steps)[:steps]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_trainer_equals_the_minimal_loop(family, accumulation, tmp_path):
+    # 14 rows in batches of 2, 3 at a time: the third accumulation of an epoch has one batch
+    # float64: Adam makes full steps of the rounding of gradients that are zero (a key's bias)
+    data, teacher = Batches(14), build(family, layers=2, width=8, seed=9).double()
+    model = build(family, tied=True).double()
+    twin = copy.deepcopy(model)
+    trainer = TwoStageTrainer(
+        model,
+        arguments(tmp_path, gradient_accumulation_steps=accumulation),
+        two_stage=STAGES,
+        inheritance=SCHEDULE,
+        teacher=teacher,
+        train_dataset=data,
+    )
+    trainer.train()
+    expected = loop.train(
+        twin,
+        micro_batches(data, 2, accumulation, 8),
+        causal=is_causal(family),
+        learning_rate=1e-2,
+        warmup=2,
+        steps=8,
+        two_stage=STAGES,
+        schedule=SCHEDULE,
+        teacher=teacher,
+    )
+    np.testing.assert_allclose(losses_of(trainer), expected, rtol=1e-5)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
+
+
+class Watch(TrainerCallback):
+    """Copies of the parameters and their optimizer state around every step, and layer calls."""
+
+    def __init__(self, model):
+        self.calls, self.before, self.steps = [], None, []
+        for i, layer in enumerate(stack_of(model)):
+            layer.register_forward_hook(lambda *_, i=i: self.calls.append(i))
+
+    def _copy(self, model, optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return {
+            name: [p.detach().clone(), *(v.clone() for v in optimizer.state[p].values())]
+            for name, p in model.named_parameters()
+        }
+
+    def on_step_begin(self, args, state, control, model, optimizer, **_):
+        self.calls.clear()
+        self.before = self._copy(model, optimizer)
+
+    def on_step_end(self, args, state, control, model, optimizer, **_):
+        after = self._copy(model, optimizer)
+        moved = {
+            name
+            for name, values in after.items()
+            if not all(map(torch.equal, values, self.before[name]))
+        }
+        self.steps.append((list(self.calls), moved))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_runs_and_moves_its_sub_model_only(family, tmp_path):
+    model = build(family, tied=True)
+    watch = Watch(model)
+    stages = TwoStageConfig(layers_per_block=2, stage1_steps=10, seed=1)
+    options = {"max_steps": 10, "weight_decay": 0.1, "max_grad_norm": 1.0, "warmup_steps": 0}
+    trainer = TwoStageTrainer(
+        model,
+        arguments(tmp_path, **options),
+        two_stage=stages,
+        train_dataset=Batches(8),
+        callbacks=[watch],
+    )
+    trainer.train()
+    depths = [stages.depth(step, 5) for step in range(10)]
+    assert set(depths) == {2, 4, 5}
+    names = {id(p): name for name, p in model.named_parameters()}
+    layer_names = [{names[id(p)] for p in layer.parameters()} for layer in stack_of(model)]
+    for depth, (calls, moved) in zip(depths, watch.steps, strict=True):
+        assert calls == list(range(depth))
+        for i, own in enumerate(layer_names):
+            # a key's bias has no gradient but rounding: it may stay where it is
+            still = {name for name in own if "key.bias" in name}
+            expected = own if depth - 2 <= i < depth else set()
+            assert own & moved in (expected, expected - still), (depth, i)
+        outside = moved - set().union(*layer_names)
+        embedding = names[id(model.get_input_embeddings().weight)]
+        assert embedding in outside, "the tied head trains at every depth"
+        lookups = {n for n in outside if "position" in n or "wpe" in n or "token_type" in n}
+        assert not lookups and "bert.embeddings.LayerNorm.weight" not in outside
+
+
+def test_the_last_layer_of_the_full_stage_is_reached_again(tmp_path):
+    model = build("llama")
+    watch = Watch(model)
+    stages = TwoStageConfig(layers_per_block=2, stage1_steps=2)
+    args = arguments(tmp_path, max_steps=3, warmup_steps=0)
+    TwoStageTrainer(
+        model, args, two_stage=stages, train_dataset=Batches(8), callbacks=[watch]
+    ).train()
+    calls, moved = watch.steps[-1]
+    assert calls == [0, 1, 2, 3, 4]
+    assert moved == {name for name, _ in model.named_parameters()}
+
+
+def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
+    teacher, calls = build("bert", layers=2, seed=9).train(), []
+    teacher.register_forward_hook(lambda *_: calls.append(teacher.training))
+    before = copy.deepcopy(teacher.state_dict())
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer = TwoStageTrainer(
+        build("bert"),
+        args,
+        inheritance=InheritanceSchedule(end_step=3),
+        teacher=teacher,
+        train_dataset=Batches(16),
+        eval_dataset=Batches(4),
+    )
+    calls.clear()  # the trainer looks at its heads once
+    trainer.train()
+    assert calls == [False] * 3
+    assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["alpha"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert ["kl" in line for line in lines[:4]] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kl_rows", ["labels", "all"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_several_teachers_and_kl_rows_against_float64(family, kl_rows, tmp_path):
+    teachers = [build(family, layers=1, width=8, seed=s) for s in (5, 6)]
+    schedule = InheritanceSchedule(
+        rate=0.7, end_step=100, kl_rows=kl_rows, teacher_weights=(0.25, 0.75)
+    )
+    model, data = build(family), Batches(4)
+    inputs = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
+    logits = [m(input_ids=inputs["input_ids"]).logits.double() for m in (model, *teachers)]
+    labels = inputs["labels"]
+    if is_causal(family):
+        logits, labels = [x[:, :-1] for x in logits], labels[:, 1:]
+    student = logits[0].log_softmax(-1)
+    rows = labels != -100
+    mlm = -student[rows].gather(1, labels[rows][:, None]).mean()
+    kl_mask = rows if kl_rows == "labels" else torch.ones_like(rows)
+    kl = 0.0
+    for weight, teacher in zip((0.25, 0.75), logits[1:], strict=True):
+        p, q = ((x / 2).log_softmax(-1)[kl_mask] for x in (teacher, logits[0]))
+        kl += weight * 4 * (p.exp() * (p - q)).sum(-1).mean()
+    args = arguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    trainer = TwoStageTrainer(
+        model, args, inheritance=schedule, teacher=teachers, train_dataset=data
+    )
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx((0.3 * mlm + 0.7 * kl).item(), rel=1e-5)
+    assert line["mlm"] == pytest.approx(mlm.item(), rel=1e-5)
+    assert line["kl"] == pytest.approx(kl.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accumulated_batches_equal_one_large_batch(family, tmp_path):
+    """BERT's own loss under Trainer is multiplied by the number of accumulated batches."""
+    results = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        args = arguments(
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+        )
+        model = build(family).double()
+        trainer = TwoStageTrainer(model, args, train_dataset=Batches(24))
+        trainer.train()
+        results.append((losses_of(trainer), model.state_dict()))
+    (large, weights), (accumulated, others) = results
+    np.testing.assert_allclose(accumulated, large, rtol=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_is_the_whole_model_alone_and_costs_nothing(family, tmp_path):
+    model, data = build(family), Batches(7)
+    trainer = TwoStageTrainer(
+        model,
+        arguments(tmp_path, per_device_eval_batch_size=2),
+        two_stage=STAGES,
+        inheritance=InheritanceSchedule(end_step=100),
+        teacher=build(family, layers=1, seed=9),
+        train_dataset=data,
+    )
+    result = trainer.evaluate(data)
+    total, items = 0.0, 0
+    for row in data.rows:
+        labels = align_labels(row["labels"], causal=is_causal(family))
+        logits = model(input_ids=row["input_ids"]).logits.double().log_softmax(-1)
+        keep = labels != -100
+        total -= logits[keep].gather(1, labels[keep][:, None]).sum().item()
+        items += keep.sum().item()
+    assert result["eval_loss"] == pytest.approx(total / items, rel=1e-5)
+    assert trainer.state.log_history[-1]["flops"] == 0
+
+
+def test_evaluation_masks_are_the_same_every_time(tmp_path):
+    blocks = TokenBlocks(np.random.default_rng(0).integers(5, VOCAB, (6, 16)).astype(np.int32))
+    trainer = TwoStageTrainer(
+        build("bert"),
+        arguments(tmp_path),
+        data_collator=MaskedLMCollator(TinyTokenizer(), 0.3),
+        eval_dataset=blocks,
+    )
+    first = trainer.evaluate()["eval_loss"]
+    trainer.data_collator.set_epoch(7)
+    assert trainer.evaluate()["eval_loss"] == first
+
+
+def test_state_of_every_parameter_exists_before_the_first_step(tmp_path):
+    model, seen = build("bert"), []
+    before = copy.deepcopy(model.state_dict())
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, optimizer, **_):
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            if state.global_step == 0:
+                seen.extend(optimizer.state[p] for p in model.parameters())
+                assert all(v.count_nonzero() == 0 for s in seen for v in s.values())
+                assert all(p.grad is None for p in model.parameters())
+                for name, value in model.state_dict().items():
+                    assert torch.equal(value, before[name]), name
+
+    TwoStageTrainer(
+        model,
+        arguments(tmp_path, max_steps=1),
+        two_stage=STAGES,
+        train_dataset=Batches(4),
+        callbacks=[Look()],
+    ).train()
+    assert len(seen) == len(list(model.parameters()))
+    assert all(set(s) == {"step", "exp_avg", "exp_avg_sq"} for s in seen)
+
+
+def test_one_learning_rate_schedule_runs_through_both_stages(tmp_path):
+    trainer = TwoStageTrainer(
+        build("gpt2"), arguments(tmp_path), two_stage=STAGES, train_dataset=Batches(16)
+    )
+    trainer.train()
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    assert rates == pytest.approx([0, 5e-3, *(1e-2 * (8 - step) / 6 for step in range(2, 8))])
+
+
+def test_a_batch_without_labels_does_not_break_the_step(tmp_path):
+    data = Batches(2)
+    for row in data.rows:
+        row["labels"].fill_(-100)
+    trainer = TwoStageTrainer(build("bert"), arguments(tmp_path, max_steps=1), train_dataset=data)
+    trainer.train()
+    assert losses_of(trainer) == [0.0]
+
+
+def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
+    results = []
+    for bf16 in (False, True):
+        trainer = TwoStageTrainer(
+            build("llama", seed=3),
+            arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
+            inheritance=SCHEDULE,
+            teacher=build("llama", layers=2, seed=4),
+            train_dataset=Batches(4),
+            data_collator=None,
+        )
+        trainer.train()
+        results.append(losses_of(trainer))
+    assert results[0] != results[1]
+    np.testing.assert_allclose(results[1], results[0], rtol=3e-2)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refuse(match, model=None, tmp_path="unused", args=None, **options):
+    with pytest.raises(GrowthError, match=match):
+        TwoStageTrainer(model or build("bert"), args or arguments(tmp_path), **options)
+
+
+def test_arguments_that_train_another_function_are_refused(tmp_path):
+    def given(**options):
+        return arguments(tmp_path, **options)
+
+    refuse("torch_compile", args=given(torch_compile=True))
+    refuse("label_smoothing", args=given(label_smoothing_factor=0.1))
+    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    refuse("use_reentrant", args=given(gradient_checkpointing=True, **reentrant))
+    refuse("compute_metrics", tmp_path=tmp_path, compute_metrics=lambda _: {})
+    refuse("layers_per_block", tmp_path=tmp_path, two_stage=TwoStageConfig(6, 2))
+    refuse("without teacher", tmp_path=tmp_path, inheritance=SCHEDULE)
+    refuse("without inheritance", tmp_path=tmp_path, teacher=build("bert"))
+
+
+def test_models_without_a_language_head_are_refused(tmp_path):
+    refuse("neither a masked nor a causal", build("bert").base_model, tmp_path)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **sizes))
+    refuse("neither a masked nor a causal", t5, tmp_path)
+
+
+def test_teachers_that_do_not_fit_are_refused(tmp_path):
+    options = {"tmp_path": tmp_path, "inheritance": SCHEDULE}
+    refuse("vocabularies differ", teacher=build("bert", vocab_size=VOCAB + 2), **options)
+    model = build("bert")
+    refuse("shares parameters", model, teacher=model, **options)
+    other = TinyTokenizer()
+    other.get_vocab = lambda: {str(i + 1): i for i in range(VOCAB)}
+    refuse(
+        "another tokenizer",
+        teacher=build("bert"),
+        teacher_tokenizer=other,
+        processing_class=TinyTokenizer(),
+        **options,
+    )
+    weights = InheritanceSchedule(end_step=2, teacher_weights=(0.5, 0.5))
+    refuse("2 teacher_weights for 1", tmp_path=tmp_path, inheritance=weights, teacher=build("bert"))
+
+
+def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):
+    trainer = TwoStageTrainer(
+        build("gpt2"),
+        arguments(tmp_path, max_steps=1),
+        inheritance=SCHEDULE,
+        teacher=build("gpt2", layers=1, vocab_size=VOCAB + 16),
+        processing_class=TinyTokenizer(),
+        data_collator=CausalLMCollator(TinyTokenizer()),
+        train_dataset=TokenBlocks(np.full((2, 8), 7, np.int32)),
+    )
+    trainer.train()
+    assert np.isfinite(losses_of(trainer)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"end_step": 0}, "end_step"),
+        ({"end_step": 5, "rate": 1.5}, "rate"),
+        ({"end_step": 5, "temperature": 0.0}, "temperature"),
+        ({"end_step": 5, "kl_rows": "some"}, "kl_rows"),
+        ({"end_step": 5, "teacher_weights": (0.5, 0.6)}, "sum to 1"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(options, match):
+    with pytest.raises(GrowthError, match=match):
+        InheritanceSchedule(**options)
+
+
+def test_the_rate_falls_linearly_to_zero_and_stays():
+    schedule = InheritanceSchedule(rate=0.5, end_step=4)
+    assert [schedule.rate_at(t) for t in range(7)] == [0.5, 0.375, 0.25, 0.125, 0, 0, 0]

@@ -1,0 +1,89 @@
+"""Tiny models whose every parameter is random, and batches for them."""
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB = 48
+FAMILIES = ("bert", "gpt2", "llama")
+
+
+def build(
+    family: str, *, layers: int = 5, width: int = 16, tied: bool = False, seed: int = 0, **options
+) -> PreTrainedModel:
+    """A model without dropout, in float32; norms and biases are random too."""
+    shared = {"vocab_size": VOCAB, "tie_word_embeddings": tied, **options}
+    if family == "bert":
+        config = transformers.BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **shared,
+        )
+        model = transformers.BertForMaskedLM(config)
+    elif family == "gpt2":
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        ids = {"bos_token_id": 1, "eos_token_id": 1}
+        config = transformers.GPT2Config(
+            n_embd=width, n_layer=layers, n_head=2, n_positions=32, **none, **ids, **shared
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            **shared,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    return randomise(model, seed)
+
+
+def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def stack_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    inner = model.base_model
+    return {"bert": lambda: inner.encoder.layer, "gpt2": lambda: inner.h}.get(
+        model.config.model_type, lambda: inner.layers
+    )()
+
+
+def is_causal(family: str) -> bool:
+    return family != "bert"
+
+
+def batch(rows: int = 3, length: int = 10, seed: int = 0, labelled: float = 0.4) -> dict:
+    """Tokens, and labels at a random share of the places."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(5, VOCAB, (rows, length), generator=generator)
+    chosen = torch.rand((rows, length), generator=generator) < labelled
+    return {"input_ids": input_ids, "labels": torch.where(chosen, input_ids, -100)}
+
+
+class TinyTokenizer:
+    """What the collators and the packer ask of a tokenizer: ids are characters' codes."""
+
+    cls_token_id, sep_token_id, eos_token_id, pad_token_id, mask_token_id = 1, 2, None, 0, 3
+    all_special_ids = (0, 1, 2, 3, 4)
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def __call__(self, texts: list[str], **_) -> dict:
+        return {"input_ids": [[5 + ord(c) % (VOCAB - 5) for c in text] for text in texts]}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(VOCAB)}
