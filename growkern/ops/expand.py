@@ -25,8 +25,10 @@ from torch import Tensor
 
 from growkern.ops._backend import choose_backend
 from growkern.ops._expand_checks import check_expand, check_no_overlap, check_range
+from growkern.ops._expand_cpu import expand_cpu
 from growkern.ops._hash_noise import hash_noise, line_keys
 from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._native import advise_huge_pages
 
 # ---------------------------------------------------------------- reference
 
@@ -120,8 +122,13 @@ def _run(
     for name, index, n in zip(("rows", "cols"), maps, weight_RC.shape, strict=True):
         check_range(name, index, n, upper_RC is not None)
     check_no_overlap(out_MN, weight_RC, upper_RC)
-    choose_backend(backend, weight_RC.device)
-    out_MN.copy_(expand_reference(weight_RC, upper_RC, *maps, *factors, out_MN.dtype))
+    if not out_MN.numel():
+        return
+    chosen = choose_backend(backend, weight_RC.device)
+    if chosen == "cpu":
+        expand_cpu(out_MN, weight_RC, upper_RC, *maps, *factors)
+    else:
+        out_MN.copy_(expand_reference(weight_RC, upper_RC, *maps, *factors, out_MN.dtype))
 
 
 @torch.library.custom_op("growkern::expand", mutates_args=())
@@ -141,6 +148,7 @@ def expand_op(
     backend: str,
 ) -> Tensor:
     out_MN = weight_RC.new_empty(_out_shape(weight_RC, rows_M, cols_N), dtype=out_dtype)
+    advise_huge_pages(out_MN)
     factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
     _run(out_MN, weight_RC, upper_RC, (rows_M, cols_N), factors, backend)
     return out_MN

@@ -1,0 +1,138 @@
+// Plans an expansion (who reads what, where columns run) and picks the kernels for this processor.
+#include "expand.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace growkern {
+namespace {
+
+// shorter runs are gathered: a run costs a call of a few tens of cycles
+constexpr int64_t MIN_MEAN_RUN = 64;
+// an output this large leaves the caches before anybody reads it
+constexpr int64_t STREAMING_BYTES = 8 << 20;
+constexpr int64_t TYPE_BYTES[] = {4, 2, 2, 8};
+
+struct Storage {
+    std::vector<int64_t> source, first, target;
+    std::vector<int32_t> cols;
+    std::vector<Run> runs;
+};
+
+// output rows grouped by the row they read, so that a source row is gathered once
+void group_rows(const ExpandArgs& a, Storage& s) {
+    std::vector<int64_t> start(2 * a.R + 1, 0);
+    auto row = [&](int64_t i) { return a.rows ? a.rows[i] : i; };
+    for (int64_t i = 0; i < a.M; ++i) ++start[row(i) + 1];
+    for (int64_t r = 0; r < 2 * a.R; ++r) {
+        if (start[r + 1]) {
+            s.source.push_back(r);
+            s.first.push_back(start[r]);
+        }
+        start[r + 1] += start[r];
+    }
+    s.first.push_back(a.M);
+    s.target.resize(a.M);
+    for (int64_t i = 0; i < a.M; ++i) s.target[start[row(i)]++] = i;
+}
+
+// a run also ends where the virtual columns pass from the weight into `upper`
+void find_runs(const ExpandArgs& a, Storage& s) {
+    for (int64_t j = 0; j < a.N; ++j) {
+        const int64_t c = s.cols[j];
+        if (j && c == s.cols[j - 1] + 1 && c != a.C) {
+            ++s.runs.back().n;
+        } else {
+            s.runs.push_back({j, 1, c});
+        }
+    }
+}
+
+bool supports(int isa) {
+#if defined(GROWKERN_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (isa == 1) return avx2;
+    if (isa == 2) {
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    }
+#endif
+    return isa == 0;
+}
+
+void run(const ExpandPlan& plan, int isa) {
+#if defined(GROWKERN_X86)
+    if (isa == 2) return expand_avx512(plan);
+    if (isa == 1) return expand_avx2(plan);
+#endif
+    expand_portable(plan);
+}
+
+int expand(const ExpandArgs& a) {
+    if (!supports(a.isa)) return 2;
+    if (!a.M || !a.N) return 0;
+    Storage s;
+    group_rows(a, s);
+    s.cols.assign(a.N + 32, 0);
+    for (int64_t j = 0; j < a.N; ++j) s.cols[j] = static_cast<int32_t>(a.cols ? a.cols[j] : j);
+    find_runs(a, s);
+    const bool by_runs = a.N >= MIN_MEAN_RUN * static_cast<int64_t>(s.runs.size());
+    const bool streaming = a.M * a.N * TYPE_BYTES[a.out_type] >= STREAMING_BYTES;
+    const int64_t last = *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
+    run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
+         s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
+         static_cast<int64_t>(s.runs.size()), last + 1, streaming},
+        a.isa);
+    return 0;
+}
+
+}  // namespace
+}  // namespace growkern
+
+extern "C" {
+
+// 0: done; 1: out of memory; 2: this processor lacks the instructions asked for
+__attribute__((visibility("default"))) int growkern_expand(const growkern::ExpandArgs* args) {
+    try {
+        return growkern::expand(*args);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// changes with ExpandArgs, so that a library left over from another version is not called
+__attribute__((visibility("default"))) int growkern_abi() { return 1; }
+
+// the best `isa` of ExpandArgs on this processor
+__attribute__((visibility("default"))) int growkern_best_isa() {
+    return growkern::supports(2) ? 2 : growkern::supports(1) ? 1 : 0;
+}
+
+// 1 if built with OpenMP
+__attribute__((visibility("default"))) int growkern_has_openmp() {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// asks for 2-MiB pages: the first touch of 256 MiB costs 127 ms on 4-KiB pages, 30 ms on these
+__attribute__((visibility("default"))) void growkern_advise_huge(void* start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 2 << 20;
+    const uintptr_t low = (reinterpret_cast<uintptr_t>(start) + PAGE - 1) & ~(PAGE - 1);
+    const uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(PAGE - 1);
+    if (high > low) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
+}
+}
