@@ -124,6 +124,7 @@ def grow(
     import torch
 
     from growkern.growth.grow import grow_checkpoint
+    from growkern.growth.show import human
 
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
@@ -136,10 +137,11 @@ def grow(
         allow_nonfinite=allow_nonfinite,
         **growth,
     )
-    show(report.plan)
-    speed = report.bytes_written / max(report.seconds, 1e-9) / 1e9
-    print(f"{report.directory}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s")
-    print(f"{speed:.2f} GB/s; check it with: growkern verify {source} {report.directory}")
+    for finding in report.plan.findings:
+        print(f"{finding.level}: {finding.what} ({finding.why})")
+    speed = report.bytes_written / max(report.seconds, 1e-9)
+    print(f"{report.directory}: {human(report.bytes_written)}B, {human(speed)}B/s")
+    print(f"check it with: growkern verify {source} {report.directory}")
 
 
 @app.command()
@@ -147,21 +149,28 @@ def verify(
     source: Source,
     target: Target,
     text: Annotated[Path | None, typer.Option(help="Text to compare the models on.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
     from growkern.growth.verify import verify as check
 
-    tokens = None
-    if text is not None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokens = tokenizer(text.read_text(), truncation=True, return_tensors="pt")["input_ids"]
-    report = check(source, target, tokens=tokens)
-    show(report, as_json)
+    report = check(source, target, tokens=None if text is None else tokens_of(source, text))
+    show(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> Any:
+    """The start of a text as (rows, length) ids of the source's tokenizer, at most `most` ids."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    length = min(length, AutoConfig.from_pretrained(source).max_position_embeddings)
+    # 16 characters a token: far more than any tokenizer needs on average
+    words = text.read_text(encoding="utf-8")[: 16 * most]
+    ids = AutoTokenizer.from_pretrained(source)(words)["input_ids"][:most]
+    if len(ids) < length:
+        raise GrowthError(f"{text}: {len(ids)} tokens; give at least {length}")
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
 
 @app.command()

@@ -108,7 +108,8 @@ def test_house_numbers(path):
 def test_functions_are_annotated(path):
     """mypy skips the body of a function without annotations; Triton kernels are the exception."""
     for node in functions(path):
-        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        if "jit" in decorators or "register_fake" in decorators:  # a fake repeats its op's types
             continue
         arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         annotated = node.returns or any(argument.annotation for argument in arguments)

@@ -1,5 +1,6 @@
 """Launch choices every kernel shares: accumulator dtype and block sizes. Imports without Triton."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ try:
     import triton.language as tl
 except ImportError:  # no Triton on this platform: the other backends answer
     triton = None
-    tl = None
+    tl = SimpleNamespace(constexpr=None)  # the annotations of kernel arguments name it
 
 HAS_TRITON = triton is not None
 MAX_ROW_BLOCK = 8192
