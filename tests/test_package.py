@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import growkern
 from growkern.families.spec import tomllib
+from growkern.train.config import load_run
 
 ROOT = Path(growkern.__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -111,6 +112,13 @@ def test_readme_python_runs(block, tmp_path):
         [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_readme_run_file_is_valid(tmp_path):
+    (block,) = code_blocks("toml")
+    (tmp_path / "run.toml").write_text(block)
+    run = load_run(tmp_path / "run.toml")
+    assert run.two_stage and run.inheritance and run.teacher
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
