@@ -72,11 +72,11 @@ class ModelCost:
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
-    return sum(2 * uses.get(m, 0) * m.weight.numel() for m in module.modules() if _is_linear(m))
+    return sum(2 * uses.get(linear, 0) * linear.weight.numel() for linear in _linears(module))
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
+def _linears(module: nn.Module) -> list[Any]:
+    return [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def _uses_per_token(model: Any) -> dict[nn.Module, float]:
     def count(module: nn.Module, _args: Any, output: torch.Tensor) -> None:
         rows[module] += math.prod(output.shape[:-1])
 
-    hooks = [m.register_forward_hook(count) for m in model.modules() if _is_linear(m)]
+    hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
     training = model.training
     model.eval()

@@ -13,9 +13,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
@@ -33,25 +35,46 @@ def train(
     """Train as a run file says, or go on where the same run stopped.
 
     overwrite: drop what another run left in the output directory (only a run's directory).
-    returns: Trainer's output (global_step, training_loss, metrics); None when the run was already
-        finished, in which case nothing is touched.
+    returns: Trainer's output (global_step, training_loss, metrics); None when nothing was left to
+        train. A finished run's directory is not touched.
     raises: GrowthError before any work when the file, a path, a model or the directory is unfit.
     """
     run, base = load_run(path), Path(path).parent
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
-    for checkpoint in _checkpoint_directories(run):
-        _check_directory(base / checkpoint)
+    for name in _checkpoint_directories(run):
+        _check_directory(base / name)
     output = base / run.output.directory
-    _claim(output, _identity(run, base, texts), overwrite)
-    checkpoint = last_checkpoint(output)
-    if checkpoint is not None and _step_of(checkpoint) >= run.training.steps:
+    identity = _identity(run, base, texts)
+    ours = _is_ours(output, identity, overwrite)
+    if ours and (output / TRAINER_STATE_NAME).is_file():
         return None
 
     trainer = build_trainer(run, base, texts, progress=progress)
-    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    # only now, with everything checked: what was there is dropped, what will be there is named
+    if not ours:
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        (output / MARKER).write_text(json.dumps(identity, indent=1))
+    result = train_or_resume(trainer)
     trainer.save_model()
     trainer.save_state()
     return result
+
+
+def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
+    """Train from the start, or from the last whole checkpoint in the trainer's output directory.
+
+    returns: Trainer's output; None when that checkpoint is the end of the run: the trainer then
+        holds its weights and its log history. Trainer itself would train one step too many.
+    """
+    checkpoint = last_checkpoint(Path(trainer.args.output_dir))
+    if checkpoint is None:
+        return trainer.train()
+    if _step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
+        return trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    return None
 
 
 def build_trainer(
@@ -103,7 +126,7 @@ def last_checkpoint(directory: Path) -> Path | None:
     whole = [
         path
         for path in directory.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and _is_json(path / "trainer_state.json")
+        if re.fullmatch(r"checkpoint-\d+", path.name) and _is_json(path / TRAINER_STATE_NAME)
     ]
     return max(whole, key=_step_of, default=None)
 
@@ -120,21 +143,21 @@ def _is_json(path: Path) -> bool:
     return True
 
 
-def _claim(output: Path, identity: dict[str, Any], overwrite: bool) -> None:
-    """Make the output directory this run's, or refuse."""
+def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the directory holds this very run; False where it may be made anew.
+
+    raises: GrowthError when it holds anything else.
+    """
+    if not output.is_dir() or not any(output.iterdir()):
+        return False
     marker = output / MARKER
-    if output.is_dir() and any(output.iterdir()):
-        if not marker.is_file():
-            raise GrowthError(f"{output} is not empty and no run's directory: choose another")
-        if json.loads(marker.read_text()) == identity:
-            return
-        if not overwrite:
-            raise GrowthError(
-                f"{output} holds another run: choose another directory, or overwrite it"
-            )
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
-    marker.write_text(json.dumps(identity, indent=1))
+    if not marker.is_file():
+        raise GrowthError(f"{output} is not empty and no run's directory: choose another")
+    if _is_json(marker) and json.loads(marker.read_text()) == identity:
+        return True
+    if not overwrite:
+        raise GrowthError(f"{output} holds another run: choose another directory or --overwrite it")
+    return False
 
 
 def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:
@@ -210,6 +233,6 @@ def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> Train
         dataloader_num_workers=training.data_workers,
         report_to="tensorboard" if run.output.tensorboard else "none",
         disable_tqdm=not progress,
-        # pinning needs an accelerator, and warns at every epoch without one
-        dataloader_pin_memory=False,
+        # pinning warns at every epoch where there is no accelerator
+        dataloader_pin_memory=torch.cuda.is_available(),
     )

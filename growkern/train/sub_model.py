@@ -127,11 +127,11 @@ def sub_model(
         shown: list[Any] = [_Frozen(block) for block in blocks[:cut]] + blocks[cut:]
         if cut == 0 and embeddings == "frozen":
             shown[0] = _FirstTrained(blocks[0])
-        stack._shown = shown
+        stack.__dict__["_shown"] = shown
         stack.__class__ = _LayerWindow
     try:
         yield
     finally:
         for stack in stacks:
             stack.__class__ = nn.ModuleList
-            del stack._shown
+            del stack.__dict__["_shown"]

@@ -95,7 +95,8 @@ def to_toml(value: Any) -> str:
         for field in dataclasses.fields(table):
             item = getattr(table, field.name)
             if item is not None:
-                # strings, numbers, booleans and lists of them are written alike in JSON and TOML
-                lines.append(f"{field.name} = {json.dumps(item, ensure_ascii=False)}")
+                # JSON is TOML for strings, numbers, booleans and lists of them, but for one byte
+                text = json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{field.name} = {text}")
         lines.append("")
     return "\n".join(lines)

@@ -22,7 +22,14 @@ from growkern.train.checks import (
 )
 from growkern.train.config import TwoStageConfig
 from growkern.train.flops import ModelCost
-from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, check_head, head_swap
+from growkern.train.head import (
+    IGNORE_INDEX,
+    HeadInputs,
+    align_labels,
+    align_rows,
+    check_head,
+    head_swap,
+)
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers, loss_arguments
 from growkern.train.meter import Meter
 from growkern.train.optimizer_state import create_optimizer_state
@@ -44,6 +51,7 @@ class TwoStageTrainer(Trainer):
     raises: GrowthError for models, teachers and arguments that cannot be trained this way.
     """
 
+    data_collator: Any
     # compute_loss divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
 
@@ -101,15 +109,15 @@ class TwoStageTrainer(Trainer):
         training = model.training
         depth, alpha = self._plan() if training else (None, 0.0)
         options = self._loss_options(inputs, labels_BS, alpha, num_items_in_batch)
-        predictions = []
+        predictions: list[HeadInputs] = []
         if alpha > 0:
             with self.accelerator.autocast():
                 predictions = self._teachers.predict(inputs)
-        teachers = loss_arguments(predictions)
+        options |= loss_arguments(predictions)
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             loss, parts = linear_kl_mlm_loss(
-                hidden, weight, labels=labels_BS, student_bias=bias, **teachers, **options
+                hidden, weight, labels=labels_BS, student_bias=bias, **options
             )
             if training:
                 self._record(parts, labels_BS, options["kl_rows"], alpha, depth)

@@ -45,7 +45,8 @@ def test_equals_the_truncated_model_bit_for_bit(family, depth):
         frozen += [m for name, m in model.named_modules() if name.endswith(EMBEDDINGS)]
     still = {id(p) for module in frozen for p in module.parameters()}
     for name, p in model.named_parameters():
-        if id(p) in still:
+        # an untied BERT has a bias that its head does not use
+        if id(p) in still or name == "cls.predictions.bias":
             assert p.grad is None, name
         else:
             assert torch.equal(p.grad, gradients[name]), name

@@ -1,0 +1,129 @@
+"""Run files: typed, round-tripped, and wrong ones named to the key."""
+
+import dataclasses
+
+import pytest
+
+from growkern import GrowthError, TwoStageConfig
+from growkern.train.config import load_run
+
+COMPLETE = """
+[model]
+path = "grown"
+
+[data]
+train = ["text/*.txt", "more.txt"]
+validation = ["held-out.txt"]
+sequence_length = 64
+
+[training]
+steps = 100
+learning_rate = 1
+precision = "bf16"
+
+[two_stage]
+layers_per_block = 3
+stage1_steps = 20
+
+[inheritance]
+end_step = 44
+teacher_weights = [0.25, 0.75]
+
+[teacher]
+paths = ["small", "other"]
+
+[output]
+directory = "out"
+tensorboard = false
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def from_text(text):
+        file = tmp_path / "RUN.toml"
+        file.write_text(text)
+        return load_run(file)
+
+    return from_text
+
+
+def test_every_section_arrives_typed(load):
+    run = load(COMPLETE)
+    assert run.two_stage == TwoStageConfig(3, 20)
+    assert run.data.train == ("text/*.txt", "more.txt")
+    assert run.training.learning_rate == 1.0 and type(run.training.learning_rate) is float
+    assert run.inheritance.teacher_weights == (0.25, 0.75)
+    assert run.teacher.paths == ("small", "other")
+    assert run.output.tensorboard is False
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.training.steps = 1
+
+
+def test_round_trip(load):
+    run = load(COMPLETE)
+    assert load(run.to_toml()) == run
+    plain = dataclasses.replace(run, two_stage=None, inheritance=None, teacher=None)
+    awkward = dataclasses.replace(plain.model, path='a "quoted" \\ päth\n\u007f')
+    plain = dataclasses.replace(plain, model=awkward)
+    assert load(plain.to_toml()) == plain
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("steps = 100", "step = 100", r"\[training\] has no key 'step'; did you mean 'steps'"),
+        ("[two_stage]", "[two_stages]", r"no key 'two_stages'; did you mean 'two_stage'"),
+        ("stage1_steps", "stage_1_steps", "did you mean 'stage1_steps'"),
+        ("steps = 100", 'steps = "100"', r"training.steps is '100' \(str\): it must be int"),
+        ("steps = 100", "steps = true", r"training.steps is True \(bool\): it must be int"),
+        ("steps = 100", "steps = 1.5", r"training.steps is 1.5 \(float\)"),
+        ('["small", "other"]', '["small", 3]', r"teacher.paths\[1\] is 3 \(int\): it must be str"),
+        ('["small", "other"]', '"small"', r"teacher.paths is 'small' \(str\): it must be a list"),
+        ('"bf16"', '"fp8"', "training.precision is 'fp8'"),
+        ('directory = "out"', "", r"\[output\] lacks 'directory'"),
+        ("end_step = 44", "end_step = 0", "end_step is 0"),
+        ("layers_per_block = 3", "layers_per_block = 0", "layers_per_block is 0"),
+        ("stage1_steps = 20", "stage1_steps = 200", "more than the 100 training.steps"),
+        ("steps = 100", "steps = 0", "training.steps is 0: it must be positive"),
+        ("learning_rate = 1", "learning_rate = -1", "learning_rate is -1.0: it is negative"),
+        ('[teacher]\npaths = ["small", "other"]', "", "go together"),
+        ('[model]\npath = "grown"', "model = 3", r"model is 3 \(int\): it must be a table"),
+        ("[data]", "[data", "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_file_and_key(load, old, new, match):
+    assert old in COMPLETE
+    with pytest.raises(GrowthError, match=match) as refusal:
+        load(COMPLETE.replace(old, new, 1))
+    assert "RUN.toml" in str(refusal.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(GrowthError, match=r"cannot read .*none\.toml"):
+        load_run(tmp_path / "none.toml")
+
+
+def test_depths_are_multiples_of_a_block_drawn_alike_everywhere():
+    stages = TwoStageConfig(layers_per_block=3, stage1_steps=3000, seed=2)
+    depths = [stages.depth(step, 10) for step in range(3000)]
+    assert set(depths) == {3, 6, 9, 10}
+    for depth in set(depths):
+        # 3000 draws of 1 in 4: standard deviation 24
+        assert abs(depths.count(depth) - 750) < 120
+    assert depths == [TwoStageConfig(3, 3000, 2).depth(step, 10) for step in range(3000)]
+    assert depths != [TwoStageConfig(3, 3000, 3).depth(step, 10) for step in range(3000)]
+    assert stages.depth(3000, 10) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers_per_block": 0, "stage1_steps": 1},
+        {"layers_per_block": 1, "stage1_steps": -1},
+        {"layers_per_block": 1, "stage1_steps": 1, "embeddings": "top"},
+    ],
+)
+def test_stages_that_make_no_sense_are_refused(options):
+    with pytest.raises(GrowthError):
+        TwoStageConfig(**options)

@@ -1,0 +1,114 @@
+"""A run that is killed and resumed is the run that was not: weights, state, losses, masks."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern.train.data import MaskedLMCollator, TokenBlocks
+from growkern.train.run import last_checkpoint
+from tests.train.tiny import VOCAB, TinyTokenizer, build
+
+STEPS = 10
+STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=5)
+
+
+class Recorder(MaskedLMCollator):
+    """Remembers every batch the model was to see."""
+
+    def __call__(self, features):
+        batch = super().__call__(features)
+        self.__dict__.setdefault("seen", []).append(batch)
+        return batch
+
+
+def trainer_in(path, save_steps):
+    """5 batches an epoch, 2 at a time: an epoch is 3 steps, its last one of a single batch."""
+    blocks = TokenBlocks(np.random.default_rng(0).integers(5, VOCAB, (18, 12)).astype(np.int32))
+    model = build("bert", tied=True)
+    # dropout on: the generator's state has to come back too
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    args = TrainingArguments(
+        str(path),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=3,
+        logging_steps=1,
+        save_steps=save_steps,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return TwoStageTrainer(
+        model,
+        args,
+        two_stage=STAGES,
+        inheritance=InheritanceSchedule(end_step=8),
+        teacher=build("bert", layers=2, width=8, seed=9),
+        train_dataset=blocks,
+        data_collator=Recorder(TinyTokenizer(), 0.4),
+    )
+
+
+def log_of(trainer):
+    """Log lines by step, without what a clock says."""
+    return {
+        line["step"]: {k: v for k, v in line.items() if k != "tokens_per_second"}
+        for line in trainer.state.log_history
+        if "loss" in line
+    }
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    # set here too: the fixture that makes the tests deterministic lives for one test
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = trainer_in(tmp_path_factory.mktemp("straight"), save_steps=1)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6, 8], ids=lambda step: f"after_{step}")
+def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
+    """In stage 1 (3: at the end of an epoch, 4), at the boundary (5) and in stage 2 (6, 8)."""
+    resumed = trainer_in(tmp_path, save_steps=100)
+    resumed.train(resume_from_checkpoint=f"{straight.args.output_dir}/checkpoint-{stop}")
+
+    for (name, p), q in zip(
+        straight.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(p, q[1]), name
+    expected = straight.optimizer.state_dict()["state"]
+    actual = resumed.optimizer.state_dict()["state"]
+    assert expected.keys() == actual.keys()
+    for number, state in expected.items():
+        for key, value in state.items():
+            assert torch.equal(value, actual[number][key]), (number, key)
+    assert log_of(resumed) == log_of(straight)
+
+    left = resumed.data_collator.seen[-(len(straight.data_collator.seen) - 2 * stop) :]
+    same = straight.data_collator.seen[-len(left) :]
+    for batch, other in zip(left, same, strict=True):
+        assert torch.equal(batch["input_ids"], other["input_ids"])
+        assert torch.equal(batch["labels"], other["labels"])
+
+
+def test_masks_differ_between_the_epochs_of_a_run(straight):
+    labels = [b["labels"] for b in straight.data_collator.seen]
+    masked = [torch.cat([x[x != -100] for x in labels[i : i + 5]]) for i in (0, 5)]
+    assert masked[0].sort().values.tolist() != masked[1].sort().values.tolist()
+
+
+def test_a_checkpoint_cut_off_in_the_middle_is_passed_over(tmp_path):
+    for step in (2, 10, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert last_checkpoint(tmp_path) is None
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-30" / "trainer_state.json").write_text('{"global_step": 3')
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"

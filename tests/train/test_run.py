@@ -1,0 +1,152 @@
+"""`growkern train RUN.toml` from the file to the trained checkpoint, and on again."""
+
+import json
+import shutil
+
+import pytest
+import transformers
+from safetensors.torch import load_file
+
+from growkern import GrowthError
+from growkern.train.run import train
+from tests.train.tiny import VOCAB, build
+
+RUN = """
+[model]
+path = "model"
+[data]
+train = ["text/*.txt"]
+validation = ["text/a.txt"]
+sequence_length = 16
+[training]
+steps = 6
+batch_size = 4
+warmup_steps = 2
+log_every = 1
+eval_every = 3
+save_every = 2
+keep_checkpoints = 9
+[two_stage]
+layers_per_block = 1
+stage1_steps = 3
+[inheritance]
+end_step = 4
+[teacher]
+paths = ["teacher"]
+[output]
+directory = "out"
+tensorboard = true
+"""
+
+
+def save_tokenizer(path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [f"w{i}" for i in range(VOCAB - len(words))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(path)
+
+
+@pytest.fixture(params=["bert", "llama"])
+def workplace(request, tmp_path):
+    for name, layers, width in (("model", 3, 16), ("teacher", 1, 8)):
+        build(request.param, layers=layers, width=width).save_pretrained(tmp_path / name)
+        save_tokenizer(tmp_path / name)
+    (tmp_path / "text").mkdir()
+    for i, name in enumerate("ab"):
+        text = " ".join(f"w{(i + 7 * j * j) % 40}" for j in range(300))
+        (tmp_path / "text" / f"{name}.txt").write_text(text)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+def files_of(path):
+    return {f: f.stat().st_mtime_ns for f in path.rglob("*") if f.is_file()}
+
+
+def test_train_resume_and_finish(workplace):
+    result = train(workplace / "run.toml", progress=False)
+    out = workplace / "out"
+    assert result.global_step == 6
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    assert sum("eval_loss" in line for line in history) == 2
+    assert all("flops" in line for line in history)
+    assert list(out.glob("runs/*/events*")), "TensorBoard"
+    weights = load_file(out / "model.safetensors")
+    transformers.AutoTokenizer.from_pretrained(out)
+
+    before = files_of(out)
+    assert train(workplace / "run.toml", progress=False) is None
+    assert files_of(out) == before
+
+    # killed after the last checkpoint, before the model was saved
+    (out / "trainer_state.json").unlink()
+    (out / "model.safetensors").unlink()
+    assert train(workplace / "run.toml", progress=False) is None
+    for name, value in load_file(out / "model.safetensors").items():
+        assert value.equal(weights[name]), name
+
+    # killed after step 4, while the checkpoint of step 6 was being written
+    (out / "checkpoint-6" / "trainer_state.json").unlink()
+    (out / "model.safetensors").unlink()
+    (out / "trainer_state.json").unlink()
+    assert train(workplace / "run.toml", progress=False).global_step == 6
+    for name, value in load_file(out / "model.safetensors").items():
+        assert value.equal(weights[name]), name
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_another_runs_directory_is_refused_unless_overwritten(workplace):
+    train(workplace / "run.toml", progress=False)
+    before = files_of(workplace / "out")
+    (workplace / "run.toml").write_text(RUN.replace("steps = 6", "steps = 5"))
+    with pytest.raises(GrowthError, match="holds another run"):
+        train(workplace / "run.toml", progress=False)
+    assert files_of(workplace / "out") == before
+    assert train(workplace / "run.toml", overwrite=True, progress=False).global_step == 5
+
+    (workplace / "text" / "a.txt").write_text("w1 " * 300)
+    with pytest.raises(GrowthError, match="holds another run"):
+        train(workplace / "run.toml", progress=False)
+
+    shutil.rmtree(workplace / "out")
+    (workplace / "out").mkdir()
+    (workplace / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(GrowthError, match="no run's directory"):
+        train(workplace / "run.toml", overwrite=True, progress=False)
+    assert (workplace / "out" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('path = "model"', 'path = "modle"', "modle is no checkpoint directory"),
+        ('paths = ["teacher"]', 'paths = ["none"]', "none is no checkpoint directory"),
+        ("text/*.txt", "txet/*.txt", r"no text file matches .*txet"),
+        ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
+        ("sequence_length = 16", "sequence_length = 1600", "fewer than one block"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
+    (workplace / "run.toml").write_text(RUN.replace(old, new))
+    with pytest.raises(GrowthError, match=match):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_broken_weight_file_is_refused(workplace):
+    file = workplace / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(GrowthError, match="weights cannot be loaded"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_teacher_with_another_tokenizer_is_refused(workplace):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"v{i}" for i in range(VOCAB - 5))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(workplace / "teacher")
+    with pytest.raises(GrowthError, match="another tokenizer"):
+        train(workplace / "run.toml", progress=False)
