@@ -84,6 +84,13 @@ def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def silence_transformers() -> None:
+    """Its bars for reading and writing say nothing that ours does not."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def show(result: Any, as_json: bool = False) -> None:
     """Print a plan or report as its table, or as JSON."""
     if as_json:
@@ -126,6 +133,7 @@ def grow(
     from growkern.growth.grow import grow_checkpoint
     from growkern.growth.show import human
 
+    silence_transformers()
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
     report = grow_checkpoint(
@@ -135,6 +143,7 @@ def grow(
         dtype=None if dtype is None else getattr(torch, dtype),
         max_shard_size=max_shard_size,
         allow_nonfinite=allow_nonfinite,
+        progress=sys.stderr.isatty(),
         **growth,
     )
     for finding in report.plan.findings:
@@ -153,6 +162,7 @@ def verify(
     """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
     from growkern.growth.verify import verify as check
 
+    silence_transformers()
     report = check(source, target, tokens=None if text is None else tokens_of(source, text))
     show(report)
     if not report.ok:
