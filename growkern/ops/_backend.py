@@ -64,8 +64,9 @@ def choose_backend(
         GrowthError: the requested backend is unknown, cannot run here, or not on this device.
     """
     if not requested:
+        # only what torch.compile can trace: a loss asks here inside a compiled step
         wanted = "cpu" if device.type == "cpu" else "triton"
-        live = _describe(wanted).live or (wanted == "cpu" and not library)
+        live = (not library or _describe("cpu").live) if wanted == "cpu" else HAS_TRITON
         return wanted if wanted in supported and live else "reference"
     if requested not in BACKENDS:
         raise GrowthError(f"backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 
-
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
 

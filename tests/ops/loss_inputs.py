@@ -1,0 +1,54 @@
+"""Inputs and an independent truth for the tests of both loss ops."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+BACKENDS = ["reference", "cpu", "triton"]
+
+
+def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
+    """Every third row ignored; the first label is the likeliest token of `make_logits`."""
+    labels_N = torch.randint(V, (N,), generator=rng, device=rng.device)
+    labels_N[1::3] = IGNORED
+    if N:
+        labels_N[0] = V - 1
+    return labels_N
+
+
+def make_logits(N: int, V: int, dtype: torch.dtype, device: str, K: int = 1, seed: int = 0):
+    """Student, K teachers (near and far) and labels; the largest logit comes last."""
+    rng = torch.Generator(device).manual_seed(seed)
+    student_NV = torch.randn(N, V, generator=rng, device=device, dtype=torch.float64)
+    teachers = []
+    for k in range(K):
+        noise_NV = torch.randn(N, V, generator=rng, device=device, dtype=torch.float64)
+        # the first teacher is close: both forms of the gradient are taken
+        teachers.append((student_NV + (0.05 if k == 0 else 1.0) * noise_NV).to(dtype))
+        teachers[-1][:, -1] = 6.0
+    # so that the running maximum has to move in the last block
+    student_NV[:, -1] = 7.0
+    return student_NV.to(dtype), teachers, make_labels(N, V, rng)
+
+
+def truth_of(student, teachers, labels, *, alpha, temperature=1.0, softcap=None, weights=None):
+    """Mean MLM and KL on the labelled rows, from torch's own losses in float64."""
+    z, *us = (x.double() for x in (student, *teachers))
+    if softcap:
+        z, *us = (softcap * torch.tanh(x / softcap) for x in (z, *us))
+    rows = labels != IGNORED
+    mlm = F.cross_entropy(z, labels, ignore_index=IGNORED, reduction="sum") / rows.sum()
+    weights = weights or [1 / len(us)] * len(us)
+    log_q = F.log_softmax(z / temperature, -1)
+    kl = sum(
+        w * F.kl_div(log_q, F.log_softmax(u / temperature, -1), reduction="none", log_target=True)
+        for w, u in zip(weights, us, strict=True)
+    )
+    kl = kl[rows].sum() / rows.sum() if us else 0.0
+    return (1 - alpha) * mlm + alpha * temperature**2 * kl
+
+
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth."""
+    return ((actual.double() - truth).norm() / truth.norm()).item()
