@@ -44,19 +44,17 @@ def build_tensor(
     task: Task,
     *,
     read: Read | None = None,
-    dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The value of one target tensor, on the CPU, in `dtype` (default: the source tensor's)."""
+    """The value of one target tensor, on the CPU, in the plan's dtype."""
     read = read or plan.source.read
-    source_dtype = plan.source.dtypes[task.source]
-    dtype = dtype or source_dtype
+    dtype = plan.dtype
     if task.identity == "zero":
         return torch.zeros(task.shape, dtype=dtype)
     if task.identity == "unit":
         return _unit_norm(plan, task, dtype)
     if plan.options.method in ("direct_copy", "random"):
-        built = _random_with_old_block(plan, task, read).to(dtype)
+        built = _random_with_old_block(plan, task, read, dtype)
     elif task.tensor.row.norm:
         built = _build_norm(plan, task, read, dtype, backend)
     else:
@@ -74,12 +72,14 @@ def _build_weight(
 ) -> Tensor:
     layout, tensor = plan.layout, task.tensor
     axes = [_axis_map(plan, task, axis) for axis in tensor.axes]
-    mixes = task.upper is not None and any(
+    mixes = any(
         m.index is not None and bool((m.index >= _source_length(plan, task, a)).any())
         for m, a in zip(axes, tensor.axes, strict=True)
     )
     weight = _with_functionals(plan, task, read(task.source), read)
-    upper = _with_functionals(plan, task, read(task.upper), read) if mixes else None
+    upper = None
+    if task.upper is not None and mixes:
+        upper = _with_functionals(plan, task, read(task.upper), read)
     rows, cols = axes[0], axes[1] if len(axes) == 2 else AxisMap(None, None)
     return expand(
         weight,
@@ -158,7 +158,7 @@ def _source_length(plan: GrowthPlan, task: Task, axis: str) -> int:
 
 
 def _carried_weight(plan: GrowthPlan, task: Task, read: Read) -> Tensor:
-    """w of (1) for the norm that this tensor's vector enters, (n,) float64; 0 where none carries."""
+    """w of (1) for the norm this tensor's vector enters, (n,) float64; 0 where none carries."""
     layout = plan.layout
     size = layout.stream_sizes[0]
     if task.into is None or not layout.is_carried:
@@ -262,19 +262,19 @@ def _unit_norm(plan: GrowthPlan, task: Task, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------- baselines
 
 
-def _random_with_old_block(plan: GrowthPlan, task: Task, read: Read) -> Tensor:
+def _random_with_old_block(plan: GrowthPlan, task: Task, read: Read, dtype: torch.dtype) -> Tensor:
     """Random as at the start of training; DirectCopy keeps the source in the leading block."""
     tensor, config = task.tensor, plan.target_config
     if tensor.row.norm or tensor.is_bias:
         fill = 1.0 if tensor.row.norm and not tensor.is_bias else 0.0
-        built = torch.full(task.shape, fill)
+        built = torch.full(task.shape, fill, dtype=dtype)
     else:
         rng = maps.generator(plan.options.seed, "init", tensor.name)
-        built = torch.randn(task.shape, generator=rng) * config.initializer_range
+        built = (torch.randn(task.shape, generator=rng) * config.initializer_range).to(dtype)
     if plan.options.method == "direct_copy":
         old = read(task.source)
         at = [_old_positions(plan, axis) for axis in tensor.axes]
-        built[at[0] if len(at) == 1 else torch.meshgrid(*at, indexing="ij")] = old.to(built.dtype)
+        built[at[0] if len(at) == 1 else torch.meshgrid(*at, indexing="ij")] = old.to(dtype)
     return built
 
 

@@ -105,9 +105,11 @@ def _depth(plan: GrowthPlan) -> list[Finding]:
 
 
 def _rounding(plan: GrowthPlan) -> list[Finding]:
-    if plan.source.dtype.itemsize > 2:
+    if plan.dtype.itemsize >= plan.source.dtype.itemsize and plan.dtype.itemsize > 2:
         return []
-    dtype = str(plan.source.dtype).removeprefix("torch.")
+    dtype = str(plan.dtype).removeprefix("torch.")
+    if plan.dtype.itemsize < plan.source.dtype.itemsize:
+        return [Finding("approximate", dtype, f"the source is {plan.source.dtype}")]
     stream = plan.layout.space("stream")
     share = stream.read[~stream.is_extra]
     powers = bool((torch.frexp(share).mantissa == 0.5).all())

@@ -18,8 +18,8 @@ from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.plan import GrowthPlan, plan, plan_growth
 from growkern.growth.options import GrowthOptions
+from growkern.growth.plan import GrowthPlan, plan, plan_growth
 
 LINEAGE_FILE = "lineage.json"
 # what belongs to a checkpoint besides weights and config; only what exists is copied
@@ -84,23 +84,21 @@ def grow(
 
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
-    grown = plan(source, target_config=target_config, allow_nonfinite=allow_nonfinite, **how)
-    state = _build_all(grown, dtype=dtype, backend=backend, progress=progress)
-    return _model_of(grown, state, dtype)
+    grown = plan(
+        source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
+    )
+    return _model_of(grown, _build_all(grown, backend=backend, progress=progress))
 
 
-def _build_all(
-    grown: GrowthPlan, *, dtype: torch.dtype | None, backend: str | None, progress: bool
-) -> dict[str, Tensor]:
+def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
     tasks = tqdm(grown.tasks, desc="growing", unit="tensor", disable=not progress)
-    return {task.name: build_tensor(grown, task, dtype=dtype, backend=backend) for task in tasks}
+    return {task.name: build_tensor(grown, task, backend=backend) for task in tasks}
 
 
-def _model_of(grown: GrowthPlan, state: dict[str, Tensor], dtype: torch.dtype | None) -> Any:
+def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model_class = getattr(transformers, grown.source.class_name)
-    dtype = dtype or grown.source.dtype
     with no_init_weights():
-        model = model_class._from_config(grown.target_config, dtype=dtype)
+        model = model_class._from_config(grown.target_config, dtype=grown.dtype)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
@@ -139,11 +137,12 @@ def grow_checkpoint(
     source_dir, target_dir = Path(source_dir), Path(target_dir)
     start = time.perf_counter()
     _check_target(source_dir, target_dir, overwrite)
-    grown = plan(source_dir, target_config=target_config, allow_nonfinite=allow_nonfinite, **how)
-    size = grown.parameters() * (dtype or grown.source.dtype).itemsize
+    grown = plan(
+        source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
+    )
+    size = grown.parameters() * grown.dtype.itemsize
     _check_space(target_dir, size)
-    state = _build_all(grown, dtype=dtype, backend=backend, progress=progress)
-    model = _model_of(grown, state, dtype)
+    model = _model_of(grown, _build_all(grown, backend=backend, progress=progress))
     staging = _staging_directory(target_dir)
     try:
         model.save_pretrained(staging, max_shard_size=max_shard_size)
@@ -174,7 +173,8 @@ def plan_from_lineage(source: Any, directory: Path) -> GrowthPlan:
         options = GrowthOptions(**lineage["options"])
         sizes = {name: pair[1] for name, pair in lineage["sizes"].items()}
         before = {name: pair[0] for name, pair in lineage["sizes"].items()}
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        dtype = getattr(torch, lineage["dtype"])
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise GrowthError(f"{file}: not a growth record: {error!r}") from error
     for name, value in before.items():
         if getattr(source.config, name, None) not in (value, None):
@@ -182,7 +182,7 @@ def plan_from_lineage(source: Any, directory: Path) -> GrowthPlan:
                 f"{file}: made from a model with {name}={value}, this source has "
                 f"{getattr(source.config, name)}"
             )
-    return plan_growth(source, options, sizes)
+    return plan_growth(source, options, sizes, dtype=dtype)
 
 
 def copy_companions(source_dir: Path, target_dir: Path) -> None:

@@ -75,6 +75,7 @@ class GrowthPlan:
         options: method, depth, scheme, symmetry, seed.
         layer_map: source layer of every target layer.
         inserted: target layers that are identity blocks.
+        dtype: of the grown weights.
     """
 
     source: Source
@@ -82,6 +83,7 @@ class GrowthPlan:
     options: GrowthOptions
     layer_map: tuple[int, ...]
     inserted: frozenset[int]
+    dtype: torch.dtype
 
     # ---- structure
 
@@ -184,7 +186,8 @@ class GrowthPlan:
             "identity_layers": sorted(self.inserted),
             "parameters": [self.parameters("source"), self.parameters("target")],
             "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
-            "bytes": self.parameters("target") * self.source.dtype.itemsize,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "bytes": self.parameters("target") * self.dtype.itemsize,
             "exact": self.exact,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
@@ -197,7 +200,12 @@ class GrowthPlan:
 
 
 def plan(
-    source: Any, *, target_config: Any | None = None, allow_nonfinite: bool = False, **how: Any
+    source: Any,
+    *,
+    target_config: Any | None = None,
+    dtype: torch.dtype | None = None,
+    allow_nonfinite: bool = False,
+    **how: Any,
 ) -> GrowthPlan:
     """Work out a growth without doing it: sizes, maps, cost, and what stays exact.
 
@@ -206,6 +214,7 @@ def plan(
             safetensors headers are read).
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
+        dtype: of the grown weights; default the source's.
         allow_nonfinite: grow NaN and Inf as they are.
         **how: the fields of `GrowthOptions` and the target sizes.
 
@@ -214,11 +223,15 @@ def plan(
     """
     options, dims = GrowthOptions.split_off(how)
     opened = open_source(source, allow_nonfinite=allow_nonfinite)
-    return plan_growth(opened, options, dims, target_config)
+    return plan_growth(opened, options, dims, target_config, dtype)
 
 
 def plan_growth(
-    opened: Source, options: GrowthOptions, dims: dict[str, int], target_config: Any | None = None
+    opened: Source,
+    options: GrowthOptions,
+    dims: dict[str, int],
+    target_config: Any | None = None,
+    dtype: torch.dtype | None = None,
 ) -> GrowthPlan:
     """`plan` for a source that is already open."""
     family = opened.family
@@ -233,7 +246,8 @@ def plan_growth(
         for refusal in family.refuse_depth:
             if getattr(opened.config, refusal.field, None) == refusal.value:
                 raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
-    grown = GrowthPlan(opened, target, options, layer_map, inserted)
+    target.dtype = dtype or opened.dtype
+    grown = GrowthPlan(opened, target, options, layer_map, inserted, target.dtype)
     # maps that cannot be built (lost query heads) must fail here, before any work
     for name in family.spaces:
         grown.layout.space(name, 0)

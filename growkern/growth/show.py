@@ -33,10 +33,9 @@ def plan_table(plan: GrowthPlan) -> Group:
         sizes.add_row(name, str(old), str(new) if old != new else "=")
     for name, count in (("parameters", plan.parameters), ("FLOPs/token", plan.flops_per_token)):
         sizes.add_row(name, human(count("source")), human(count("target")))
-    itemsize = plan.source.dtype.itemsize
-    sizes.add_row(
-        "weights", *(f"{human(plan.parameters(w) * itemsize)}B" for w in ("source", "target"))
-    )
+    old_bytes = plan.parameters("source") * plan.source.dtype.itemsize
+    new_bytes = plan.parameters("target") * plan.dtype.itemsize
+    sizes.add_row("weights", f"{human(old_bytes)}B", f"{human(new_bytes)}B")
     roles = Table(title="maps", title_justify="left")
     for column in ("space", "source", "target", "copies", "extra"):
         roles.add_column(column, justify="left" if column == "space" else "right")
@@ -74,7 +73,8 @@ def verify_table(report: VerifyReport) -> Group:
     """Per kind of tensor: replayed and folded errors; then the outputs."""
     table = Table(title="tensors", title_justify="left")
     for column in ("kind", "tensors", "replay error", "fold error", ""):
-        table.add_column(column, justify="left" if column in ("kind", "") else "right")
+        is_text = column in ("kind", "")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
     for group in report.groups:
         verdict = Text("ok", "green") if group.ok else Text(f"FAIL: {group.worst}", "red")
         fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
@@ -84,6 +84,6 @@ def verify_table(report: VerifyReport) -> Group:
     outputs.add_column("value", justify="right")
     for name, value in report.outputs.items():
         outputs.add_row(name, f"{value:.3g}")
-    verdict = "exact to rounding" if report.plan.exact else "not exact, as planned"
-    state = Text(f"passed ({verdict})", "green") if report.ok else Text(report.failure, "red")
+    kept = "exact to rounding" if report.plan.exact else "not exact, as planned"
+    state = Text(f"passed ({kept})", "green") if report.ok else Text(report.failure, "red")
     return Group(table, outputs, state)

@@ -35,7 +35,10 @@ from growkern.growth import maps
 
 # x F(x) with F(x) + F(-x) = 1: for these act(u) - act(-u) = u, so two units pass u through
 LINEAR_PAIR_ACTIVATIONS = frozenset(
-    "relu gelu gelu_new gelu_fast gelu_python gelu_pytorch_tanh silu swish quick_gelu".split()
+    [
+        *("relu", "silu", "swish", "quick_gelu"),
+        *("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"),
+    ]
 )
 CARRY_UNITS = 4
 
@@ -188,8 +191,10 @@ def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) ->
 def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = None) -> Tensor:
     """Random relative deviations, zero-sum over the copies of a coordinate, (target,) float64.
 
-    `where`: the coordinates that are copies, (target,) bool; the others get 0. Signed on purpose: AdamW's first step looks at signs only, so shares that are all positive
+    Signed on purpose: AdamW's first step looks at signs only, so shares that are all positive
     move the copies alike. Bounded by 2, so that no share exceeds 3/C.
+
+    `where`: the coordinates that are copies, (target,) bool; the others get 0.
     """
     if where is not None:
         result = torch.zeros(len(index), dtype=torch.float64)

@@ -10,6 +10,7 @@ Three independent answers, from cheap to dear:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ def verify(source: Any, grown: Any, *, tokens: Tensor | None = None) -> VerifyRe
     groups = tuple(_check_groups(plan, opened_grown))
     if tokens is None:
         tokens = _random_tokens(opened)
+    _check_tokens(opened, tokens)
     outputs = compare_outputs(plan, _model(source), _model(grown), tokens)
     failure = ""
     if bad := [group for group in groups if not group.ok]:
@@ -109,18 +111,16 @@ def _grown_and_plan(source: Source, grown: Any) -> tuple[Source, GrowthPlan]:
             "the grown model has no growth_plan; pass what grow() returned or a directory made by "
             "grow_checkpoint()"
         )
-    return opened, plan_growth_like(plan, source)
-
-
-def plan_growth_like(plan: GrowthPlan, source: Source) -> GrowthPlan:
-    """The same growth of another opening of the source."""
-    return GrowthPlan(source, plan.target_config, plan.options, plan.layer_map, plan.inserted)
+    return opened, dataclasses.replace(plan, source=source)
 
 
 def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
     for task in plan.tasks:
         if task.name not in grown.dtypes:
             raise GrowthError(f"the grown model has no tensor {task.name}")
+    for name, dtype in grown.dtypes.items():
+        if dtype != plan.dtype and dtype.is_floating_point:
+            raise GrowthError(f"the grown {name} is {dtype}, its growth record says {plan.dtype}")
     for field, (_, size) in plan.size_changes().items():
         found = getattr(grown.config, field, None)
         if found not in (size, None):
@@ -142,7 +142,7 @@ def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) 
     replay, fold, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
     for task in tasks:
         actual = grown.read(task.name)
-        expected = build_tensor(plan, task, dtype=actual.dtype, backend="reference")
+        expected = build_tensor(plan, task, backend="reference")
         error, within = _replay_error(actual, expected)
         replay = max(replay, error)
         if _folds(plan, task):
@@ -227,7 +227,26 @@ def _fold_axis(layout: Layout, task: Task, role: str, name: str, piece: Tensor, 
 def _random_tokens(source: Source) -> Tensor:
     rng = torch.Generator().manual_seed(0)
     vocabulary = source.family.size(source.config, "vocab")
-    return torch.randint(vocabulary, (4, 32), generator=rng)
+    return torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
+
+
+def _longest(source: Source) -> int:
+    """Most positions the source takes."""
+    known = source.family.config
+    if "positions" in known:
+        return source.family.size(source.config, "positions")
+    return int(source.config.max_position_embeddings)
+
+
+def _check_tokens(source: Source, tokens: Tensor) -> None:
+    vocabulary = source.family.size(source.config, "vocab")
+    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > _longest(source):
+        raise GrowthError(
+            f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
+            f"{_longest(source)}"
+        )
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
 
 
 def _model(model: Any) -> Any:

@@ -1,0 +1,91 @@
+"""Tiny models with every parameter random, and float64 forward passes through Hugging Face code."""
+
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+
+transformers.logging.set_verbosity_error()
+
+BERT = {
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 18,
+}
+GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
+LLAMA = {
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    # large enough that a forgotten eps shows
+    "rms_norm_eps": 1e-3,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+
+class Float64Everywhere(TorchFunctionMode):
+    """Hugging Face casts to float32 inside norms, rotary tables and softmax: stay in float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            return args[0].to(torch.float64)
+        if func is torch.Tensor.to:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **config):
+    """A model of this class whose norms, biases and weights are all away from their defaults."""
+    model_class = getattr(transformers, class_name)
+    model = model_class(model_class.config_class(**{**sizes, **config})).to(dtype)
+    rng = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
+        is_gain = parameter.ndim == 1 and name.endswith("weight")
+        value = 1 + 0.4 * noise if is_gain else std * noise
+        parameter.data = value.to(dtype)
+    model.tie_weights()
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model, seed=0):
+    """Outputs at the unmasked positions of a padded batch, float64: {name: (positions, width)}."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 50, (3, 9), generator=rng)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    with Float64Everywhere():
+        result = model(input_ids=ids, attention_mask=mask)
+    names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits")
+    found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
+    found = found or {"last_hidden_state": result.last_hidden_state}
+    at = mask.bool()
+    return {n: x[at] if x.shape[:2] == at.shape else x for n, x in found.items()}
+
+
+def relative_error(source, grown):
+    """Largest output difference over the largest output; hidden states read back through copies."""
+    old, new = outputs(source), outputs(grown)
+    assert old.keys() == new.keys()
+    errors = []
+    for name, x in old.items():
+        y = new[name]
+        if name == "last_hidden_state":
+            layout = grown.growth_plan.layout
+            space = layout.space("final" if "final" in layout.family.spaces else "stream")
+            copy = ~space.is_extra
+            y, x = y[..., copy] / space.write[copy], x[..., space.read_index[copy]]
+        errors.append(((x - y).abs().max() / x.abs().max()).item())
+    return max(errors)

@@ -1,0 +1,354 @@
+"""Checkpoints on disk: what comes out, and what bad input does (nothing)."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+import safetensors
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import growkern
+from growkern.growth import grow as grow_module
+from tests.growth.models import BERT, GPT2, random_model
+
+SIZES = {**BERT, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
+
+
+def save_source(directory, max_shard_size="5GB", **config):
+    model = random_model("BertForMaskedLM", SIZES, dtype=torch.float32, **config)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "vocab.txt").write_text("[PAD]\n")
+    return model
+
+
+@pytest.fixture
+def source(tmp_path):
+    save_source(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_source(tmp_path / "sharded", max_shard_size="8kB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    return tmp_path / "sharded"
+
+
+def grow(source, target, **how):
+    how = {"hidden_size": 48, "progress": False, **how}
+    return growkern.grow_checkpoint(source, target, **how)
+
+
+def snapshot(directory):
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def test_a_grown_checkpoint_loads_like_any_other(source, tmp_path):
+    before = snapshot(source)
+    report = grow(source, tmp_path / "grown", num_hidden_layers=3)
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "grown")
+    assert loaded.config.hidden_size == 48 and loaded.config.num_hidden_layers == 3
+    assert report.bytes_written == sum(p.numel() * 4 for p in loaded.parameters())
+    in_memory = growkern.grow(source, hidden_size=48, num_hidden_layers=3).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, in_memory[name]), name
+    for companion in ("tokenizer.json", "vocab.txt"):
+        assert (tmp_path / "grown" / companion).read_bytes() == before[companion]
+    lineage = json.loads((tmp_path / "grown" / "lineage.json").read_text())
+    assert lineage["sizes"]["hidden_size"] == [24, 48]
+    assert snapshot(source) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
+
+
+def test_shards_in_shards_out(sharded, tmp_path):
+    grow(sharded, tmp_path / "grown", max_shard_size="30kB")
+    index = json.loads((tmp_path / "grown" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert growkern.verify(sharded, tmp_path / "grown").ok
+
+
+def test_dtype_is_the_sources_or_the_one_asked_for(source, tmp_path):
+    grow(source, tmp_path / "bf16", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert growkern.verify(source, tmp_path / "bf16").ok
+
+
+def test_old_names_and_foreign_heads_are_understood(source, tmp_path):
+    """gamma/beta, a stored position buffer and the pooler of the published BERT files."""
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    model = growkern.grow(source, hidden_size=48).state_dict()
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): t
+        for n, t in tensors.items()
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(18)[None]
+    old["bert.pooler.dense.weight"] = torch.ones(24, 24)
+    old["bert.pooler.dense.bias"] = torch.ones(24)
+    save_file(old, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"pooler\.dense\.weight"):
+        again = growkern.grow(source, hidden_size=48).state_dict()
+    assert all(torch.equal(model[n], again[n]) for n in model)
+
+
+def test_gpt2_files_without_prefix_are_understood(tmp_path):
+    model = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(file).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    save_file(tensors, file, metadata={"format": "pt"})
+    again = growkern.grow(tmp_path / "gpt2", n_embd=24).state_dict()
+    for name, tensor in growkern.grow(model, n_embd=24).state_dict().items():
+        assert torch.equal(tensor, again[name]), name
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def edit_config(directory, **changes):
+    file = directory / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def edit_tensor(directory, name, change):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, name)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query.weight"
+
+
+def truncate(d):
+    file = d / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def corrupt_header(d):
+    file = d / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[10:20] = b"\xff" * 10
+    file.write_bytes(bytes(data))
+
+
+BREAKAGES = [
+    (lambda d: edit_config(d, model_type="mamba"), "supported: bert, gpt2, llama"),
+    (lambda d: edit_config(d, model_type=None), "model_type"),
+    (lambda d: edit_config(d, architectures=None), "architectures"),
+    (lambda d: edit_config(d, architectures=["BertForMultipleChoice"]), "supported: BertModel"),
+    (lambda d: edit_config(d, quantization_config={"quant_method": "gptq"}), "quantised"),
+    (lambda d: edit_config(d, intermediate_size=41), r"is \[40.*\], config.json says \[41"),
+    (lambda d: edit_config(d, num_hidden_layers=1), "no rule for tensor bert.encoder.layer.1"),
+    (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
+    (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    (lambda d: (d / "config.json").unlink(), "no config.json"),
+    (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+    (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pickled"),
+    (truncate, "truncated or corrupt"),
+    (corrupt_header, "truncated or corrupt"),
+    (lambda d: edit_tensor(d, QUERY, lambda t, n: t.pop(n)), f"{QUERY} is missing"),
+    (
+        lambda d: edit_tensor(d, "bert.adapter.weight", lambda t, n: t.update({n: torch.ones(2)})),
+        r"no rule for tensor bert.adapter.weight \[2\]",
+    ),
+    (
+        lambda d: edit_tensor(d, QUERY, lambda t, n: t[n].view(-1)[:2].fill_(float("nan"))),
+        f"{QUERY}: 2 of 576 values are NaN or Inf",
+    ),
+    (
+        lambda d: edit_tensor(d, QUERY, lambda t, n: t.update({n: t[n].to(torch.float8_e4m3fn)})),
+        "dtype F8_E4M3",
+    ),
+]
+
+
+@pytest.mark.parametrize("breakage, message", BREAKAGES)
+def test_bad_checkpoints_are_refused_and_nothing_is_written(source, tmp_path, breakage, message):
+    breakage(source)
+    before = snapshot(source)
+    with pytest.raises(growkern.GrowthError, match=message):
+        grow(source, tmp_path / "grown")
+    assert snapshot(source) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_non_finite_weights_pass_when_asked_for(source, tmp_path):
+    edit_tensor(source, QUERY, lambda t, n: t[n].view(-1)[:1].fill_(float("nan")))
+    grow(source, tmp_path / "grown", allow_nonfinite=True)
+    tensors = load_file(tmp_path / "grown" / "model.safetensors")
+    # rows of both copies of the head, both copies of the column
+    assert int(tensors[QUERY].isnan().sum()) == 4
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda d, i: (d / sorted(set(i.values()))[1]).unlink(), "shard .* is missing"),
+        (lambda d, i: i.update({QUERY: "../escape.safetensors"}), "not a plain file name"),
+        (lambda d, i: i.update({QUERY: sorted(set(i.values()))[-1]}), f"{QUERY} is not in"),
+        (lambda d, i: i.update({"bert.other": sorted(set(i.values()))[0]}), "bert.other is not in"),
+    ],
+)
+def test_a_lying_index_is_refused(sharded, tmp_path, damage, message):
+    file = sharded / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    damage(sharded, index["weight_map"])
+    file.write_text(json.dumps(index))
+    with pytest.raises(growkern.GrowthError, match=message):
+        grow(sharded, tmp_path / "grown")
+    assert not (tmp_path / "grown").exists()
+
+
+def test_existing_target_is_kept_unless_told(source, tmp_path):
+    target = tmp_path / "grown"
+    target.mkdir()
+    (target / "precious.txt").write_text("mine")
+    with pytest.raises(growkern.GrowthError, match=r"exists.*overwrite"):
+        grow(source, target)
+    with pytest.raises(growkern.GrowthError, match="smaller"):
+        grow(source, target, hidden_size=12, overwrite=True)
+    assert snapshot(target) == {"precious.txt": b"mine"}
+    grow(source, target, overwrite=True)
+    assert "precious.txt" not in snapshot(target) and (target / "config.json").is_file()
+    with pytest.raises(growkern.GrowthError, match="the source itself"):
+        grow(source, source, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
+
+
+def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(grow_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(growkern.GrowthError, match="GB free"):
+        grow(source, tmp_path / "grown")
+    monkeypatch.undo()
+
+    def no_space(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(grow_module, "copy_companions", no_space)
+    (tmp_path / "grown").mkdir()
+    (tmp_path / "grown" / "old.txt").write_text("old")
+    with pytest.raises(growkern.GrowthError, match="No space left"):
+        grow(source, tmp_path / "grown", overwrite=True)
+    assert snapshot(tmp_path / "grown") == {"old.txt": b"old"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
+
+
+# ------------------------------------------------------------------- verify
+
+
+def perturb(directory, name):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = tensors[name] * 1.01
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"hidden_size": 48, "num_hidden_layers": 4, "depth": "identity"},
+        {"hidden_size": 32, "num_hidden_layers": 3, "method": "aki"},
+        {"hidden_size": 48, "dtype": torch.bfloat16},
+    ],
+)
+def test_verify_notices_one_percent_on_any_kind_of_tensor(source, tmp_path, how):
+    grow(source, tmp_path / "grown", **how)
+    report = growkern.verify(source, tmp_path / "grown")
+    assert report.ok, report.failure
+    kept = (tmp_path / "grown" / "model.safetensors").read_bytes()
+    tensors = load_file(tmp_path / "grown" / "model.safetensors")
+    kinds = {}
+    for task in report.plan.tasks:
+        if tensors[task.name].any():
+            kinds[task.tensor.row.name, task.tensor.is_bias, task.identity] = task.name
+    assert len(kinds) > 20
+    for name in kinds.values():
+        perturb(tmp_path / "grown", name)
+        report = growkern.verify(source, tmp_path / "grown")
+        assert not report.ok and name in report.failure, name
+        (tmp_path / "grown" / "model.safetensors").write_bytes(kept)
+
+
+def test_fold_alone_notices_a_wrong_weight(source):
+    """Without the replay: read back through its copies, the weight is not the source's."""
+    from growkern.growth.verify import fold_tensor
+
+    grown = growkern.grow(source, hidden_size=32)
+    plan = grown.growth_plan
+    state = grown.state_dict()
+    for task in plan.tasks:
+        if not task.tensor.row.norm:
+            truth = plan.source.read(task.source).double()
+            folded = fold_tensor(plan.layout, task, state[task.name])
+            assert (folded - truth).norm() / truth.norm() < 1e-6, task.name
+            wrong = fold_tensor(plan.layout, task, state[task.name] * 1.01)
+            assert (wrong - truth).norm() / truth.norm() > 9e-3, task.name
+
+
+def test_verify_reports_the_size_of_a_planned_gap(source, tmp_path):
+    grow(source, tmp_path / "grown", method="aki", num_hidden_layers=4)
+    report = growkern.verify(source, tmp_path / "grown")
+    assert report.ok and not report.plan.exact
+    assert report.outputs["relative error"] > 1e-2
+    assert report.outputs["KL (nats)"] > 1e-3
+
+
+def test_verify_needs_a_record_that_fits(source, tmp_path):
+    grow(source, tmp_path / "grown")
+    save_source(tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(growkern.GrowthError, match="num_hidden_layers=2, this source has 1"):
+        growkern.verify(tmp_path / "other", tmp_path / "grown")
+    with pytest.raises(growkern.GrowthError, match="outside 0"):
+        growkern.verify(source, tmp_path / "grown", tokens=torch.full((1, 4), 50))
+    (tmp_path / "grown" / "lineage.json").unlink()
+    with pytest.raises(growkern.GrowthError, match=r"no lineage\.json"):
+        growkern.verify(source, tmp_path / "grown")
+    with pytest.raises(growkern.GrowthError, match="growth_plan"):
+        growkern.verify(source, random_model("BertForMaskedLM", SIZES))
+
+
+def test_plan_reads_headers_only(source, monkeypatch):
+    class Unreadable:
+        def __init__(self, shard):
+            self.shard = shard
+
+        def __getattr__(self, name):
+            assert name in ("keys", "get_slice"), "read a weight"
+            return getattr(self.shard, name)
+
+    real_open = safetensors.safe_open
+
+    @contextlib.contextmanager
+    def headers_only(*args, **kwargs):
+        with real_open(*args, **kwargs) as shard:
+            yield Unreadable(shard)
+
+    monkeypatch.setattr(safetensors, "safe_open", headers_only)
+    plan = growkern.plan(source, hidden_size=48)
+    monkeypatch.undo()
+    assert plan.parameters("source") == sum(
+        t.numel() for t in load_file(source / "model.safetensors").values()
+    )
+    assert json.loads(json.dumps(plan.to_dict()))["exact"] is True
+    assert "hidden_size" in str_of(plan.table())
+
+
+def str_of(renderable):
+    from rich.console import Console
+
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()

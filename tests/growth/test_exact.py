@@ -1,0 +1,236 @@
+"""The grown model computes what the source computes: float64, against Hugging Face itself."""
+
+import itertools
+
+import pytest
+import torch
+
+import growkern
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+
+EXACT = 1e-12
+
+GQA = {"num_attention_heads": 10, "num_key_value_heads": 5}
+WIDTHS = [
+    # class, sizes, source config, growth
+    ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
+    ("BertForMaskedLM", BERT, {"tie_word_embeddings": False}, {"hidden_size": 24}),
+    ("BertForPreTraining", BERT, {}, {"hidden_size": 36, "intermediate_size": 33}),
+    ("BertForSequenceClassification", BERT, {}, {"hidden_size": 24, "intermediate_size": 33}),
+    ("BertForTokenClassification", BERT, {}, {"hidden_size": 24}),
+    ("BertForQuestionAnswering", BERT, {}, {"hidden_size": 24}),
+    ("BertModel", BERT, {}, {"hidden_size": 24}),
+    ("BertModel", BERT, {}, {"intermediate_size": 33}),
+    ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 24}),
+    ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20}),
+    ("GPT2LMHeadModel", GPT2, {"tie_word_embeddings": False}, {"n_embd": 28}),
+    ("GPT2LMHeadModel", GPT2, {"n_inner": 31}, {"n_embd": 20, "n_inner": 40}),
+    ("GPT2LMHeadModel", GPT2, {"layer_norm_epsilon": 0.1}, {"n_embd": 20}),
+    ("GPT2Model", GPT2, {}, {"n_embd": 20}),
+    ("LlamaForCausalLM", LLAMA, {}, {"hidden_size": 24}),
+    ("LlamaForCausalLM", LLAMA, {"tie_word_embeddings": True}, {"hidden_size": 24}),
+    ("LlamaForCausalLM", LLAMA, {}, {"hidden_size": 20, **GQA, "intermediate_size": 33}),
+    (
+        "LlamaForCausalLM",
+        LLAMA,
+        {"tie_word_embeddings": True},
+        {"hidden_size": 20, **GQA, "intermediate_size": 33},
+    ),
+    ("LlamaForCausalLM", LLAMA, {"mlp_bias": False, "attention_bias": False}, {"hidden_size": 24}),
+    ("LlamaModel", LLAMA, {}, {"hidden_size": 18, "num_attention_heads": 6}),
+]
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+@pytest.mark.parametrize("class_name, sizes, config, growth", WIDTHS)
+def test_width_is_exact(class_name, sizes, config, growth, symmetry):
+    source = random_model(class_name, sizes, **config)
+    grown = growkern.grow(source, symmetry=symmetry, **growth)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize("q_heads, kv_heads", [(12, 4), (12, 2), (12, 3), (10, 5), (6, 6)])
+def test_grouped_query_heads_stay_with_their_keys(q_heads, kv_heads):
+    source = random_model("LlamaForCausalLM", LLAMA)
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
+    # Llama's config wants a hidden size that is a multiple of the heads
+    grown = growkern.grow(source, hidden_size=60, intermediate_size=20, **heads)
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, growth",
+    [
+        ("BertForMaskedLM", BERT, {"hidden_size": 24}),
+        ("GPT2LMHeadModel", GPT2, {"n_embd": 24}),
+        ("LlamaForCausalLM", LLAMA, {"hidden_size": 20, **GQA}),
+    ],
+)
+def test_random_balanced_maps_are_exact_too(class_name, sizes, growth):
+    source = random_model(class_name, sizes)
+    grown = growkern.grow(source, maps="balanced", seed=3, **growth)
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, growth",
+    [
+        ("BertForMaskedLM", BERT, {"num_hidden_layers": 4}),
+        ("BertForMaskedLM", BERT, {"num_hidden_layers": 3, "hidden_size": 24}),
+        ("GPT2LMHeadModel", GPT2, {"n_layer": 5, "n_embd": 20}),
+        ("LlamaForCausalLM", LLAMA, {"num_hidden_layers": 4, "hidden_size": 20, **GQA}),
+    ],
+)
+def test_identity_depth_is_exact(class_name, sizes, growth):
+    source = random_model(class_name, sizes)
+    grown = growkern.grow(source, depth="identity", **growth)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert relative_error(source, grown) <= EXACT
+
+
+def test_identity_blocks_of_a_post_norm_model_with_a_large_eps_are_called_approximate():
+    source = random_model("BertForMaskedLM", BERT, layer_norm_eps=1e-5)
+    grown = growkern.grow(source, depth="identity", num_hidden_layers=4)
+    assert not grown.growth_plan.exact
+    # eps (1/var - 1) per norm
+    assert 1e-8 < relative_error(source, grown) < 1e-3
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("hidden, heads", [(16, 4), (20, 5), (28, 7), (32, 8)])
+def test_uneven_bert_encoder_carries_the_mean(hidden, heads, seed):
+    source = random_model("BertModel", BERT, seed=seed)
+    grown = growkern.grow(source, hidden_size=hidden, intermediate_size=40, carry=1e-2)
+    assert grown.config.num_attention_heads == heads
+    assert relative_error(source, grown) <= 1e-6
+
+
+def test_carry_error_is_quadratic_and_naive_padding_is_far_worse():
+    source = random_model("BertModel", BERT)
+    sizes = {"hidden_size": 20, "intermediate_size": 40}
+    coarse, fine, none = (
+        relative_error(source, growkern.grow(source, carry=carry, **sizes))
+        for carry in (1e-1, 1e-2, 0.0)
+    )
+    assert 80 < coarse / fine < 125
+    assert none > 1e3 * coarse
+
+
+@pytest.mark.parametrize(
+    "config, growth, why",
+    [
+        ({}, {"intermediate_size": 22}, "must grow by at least 4"),
+        ({"hidden_act": "tanh"}, {"intermediate_size": 40}, "'tanh'"),
+        ({}, {"intermediate_size": 40, "carry": 0.0}, "carry=0"),
+    ],
+)
+def test_where_the_mean_cannot_be_carried_the_plan_says_so(config, growth, why):
+    source = random_model("BertModel", BERT, **config)
+    grown = growkern.grow(source, hidden_size=20, **growth)
+    assert any(why in finding.why for finding in grown.growth_plan.findings)
+    # the mean of the biases only: visible, not catastrophic
+    assert 1e-4 < relative_error(source, grown) < 0.6
+
+
+def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
+    source = random_model("BertForMaskedLM", BERT)
+    grown = growkern.grow(source, hidden_size=20, intermediate_size=40)
+    assert {f.what: f.level for f in grown.growth_plan.findings} == {
+        "hidden_size 12 -> 20": "approximate",
+        "MLM head": "changed",
+    }
+    assert relative_error(source, grown) > 1e-3
+    source.bert.growth_plan = None
+    hidden = outputs(source.bert)["last_hidden_state"]
+    stream = grown.growth_plan.layout.space("stream")
+    wide = outputs(grown.bert)["last_hidden_state"][..., :12] / stream.write[:12]
+    assert ((wide - hidden).abs().max() / hidden.abs().max()).item() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_powers_of_two_are_bit_exact(dtype):
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=dtype)
+    grown = growkern.grow(source, hidden_size=24, symmetry="none")
+    assert grown.dtype == dtype
+    for task in grown.growth_plan.tasks:
+        if task.name.endswith("o_proj.weight"):
+            old = source.state_dict()[task.name]
+            new = grown.state_dict()[task.name]
+            # out rows copied, 12 query heads for 6: every share is a half
+            assert torch.equal(new[:12, :24] + new[:12, 24:], old)
+            assert torch.equal(new[12:], new[:12])
+
+
+def test_save_and_load_keeps_the_function(tmp_path):
+    import transformers
+
+    for class_name, sizes, config, growth in WIDTHS[::4]:
+        source = random_model(class_name, sizes, **config)
+        grown = growkern.grow(source, **growth)
+        grown.save_pretrained(tmp_path / class_name)
+        loaded = getattr(transformers, class_name).from_pretrained(
+            tmp_path / class_name, dtype=torch.float64
+        )
+        loaded.growth_plan = grown.growth_plan
+        assert relative_error(source, loaded.eval()) <= EXACT
+
+
+def test_source_is_left_alone():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    before = {name: t.clone() for name, t in source.state_dict().items()}
+    config = source.config.to_dict()
+    grown = growkern.grow(source, n_embd=24, n_layer=3)
+    for parameter in grown.parameters():
+        parameter.data.zero_()
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert source.config.to_dict() == config
+
+
+def test_same_seed_same_model_other_seed_other_noise():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    a, b, c = (growkern.grow(source, n_embd=24, seed=s).state_dict() for s in (0, 0, 1))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert not torch.equal(
+        a["transformer.h.0.mlp.c_fc.weight"], c["transformer.h.0.mlp.c_fc.weight"]
+    )
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+def test_copies_separate_in_training_only_when_symmetry_is_broken(symmetry):
+    """FFN copies that start equal stay equal under AdamW; broken symmetry drives them apart."""
+    source = random_model("GPT2LMHeadModel", GPT2, std=0.1, resid_pdrop=0.0, embd_pdrop=0.0)
+    model = growkern.grow(source, n_embd=24, symmetry=symmetry).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    ids = torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(0))
+    start = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    # columns j and j + 48 are the two copies of FFN unit j
+    moved = model.transformer.h[0].mlp.c_fc.weight.detach() - start
+    apart = ((moved[:, :48] - moved[:, 48:]).norm() / moved.norm()).item()
+    if symmetry == "none":
+        assert apart < 1e-9
+    else:
+        assert apart > 0.05
+
+
+def test_every_weight_matters():
+    """The comparison can fail: 1 % on any single kind of tensor is visible."""
+    source = random_model("LlamaForCausalLM", LLAMA)
+    grown = growkern.grow(source, hidden_size=20, **GQA)
+    kinds = {}
+    for task in grown.growth_plan.tasks:
+        kinds.setdefault(task.tensor.row.name, task.name)
+    # a bias on all keys of a head shifts every score alike: softmax does not see it,
+    # except through rotary positions
+    for name in itertools.chain(kinds.values()):
+        parameter = grown.get_parameter(name)
+        with torch.no_grad():
+            kept = parameter.clone()
+            parameter *= 1.01
+            assert relative_error(source, grown) > 1e-6, name
+            parameter.copy_(kept)
