@@ -72,10 +72,12 @@ def test_imports_point_one_way(path):
     allowed = LAYERS[: LAYERS.index(layer) + 1]
     for name in imported_names(path):
         root, *rest = name.split(".")
-        if root != "growkern" or name == "growkern.__version__":
-            continue
-        # `import growkern` inside the package would hide which layer is meant
-        assert rest and rest[0] in allowed, f"{by_name(path)} ({layer}) must not import {name}"
+        if root == "growkern" and rest:
+            assert rest[0] in allowed, f"{by_name(path)} ({layer}) must not import {name}"
+    # `import growkern` is for its version and place; anything else would hide the layer meant
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "growkern":
+            assert node.attr in ("__version__", "__path__"), f"{where(path, node)} {node.attr}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=by_name)
