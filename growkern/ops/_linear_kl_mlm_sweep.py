@@ -45,6 +45,11 @@ def chunk_rows(
     return -(-rows // n_chunks)
 
 
+def may_ask(device: torch.device) -> bool:
+    """Whether the data may be asked how many rows are live: on a GPU that waits for the stream."""
+    return device.type == "cpu"
+
+
 def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
     """Indices of the rows of some kind, (R,), and their number; N stands for an unused place.
 
@@ -52,7 +57,7 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
     """
     N = kind_N.numel()
     live_N = kind_N > 0
-    if kind_N.device.type == "cpu":
+    if may_ask(kind_N.device):
         rows_R = live_N.nonzero().squeeze(1)
         if max_rows and rows_R.numel() > max_rows:
             raise GrowthError(
@@ -88,7 +93,7 @@ def sweep(
     rows_R, R = live_rows(kind_N, max_rows)
     C = chunk_rows(R, vocab, [head[0].shape[1] for head in heads], x_NH, chunk_bytes)
     logits = [x_NH.new_empty(C, vocab, dtype=acc) for _ in heads]
-    sums = _Sums(grads, vocab, acc, x_NH.device.type != "cpu")
+    sums = _Sums(grads, vocab, acc, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))

@@ -39,14 +39,15 @@ def truth_of(student, teachers, labels, *, alpha, temperature=1.0, softcap=None,
         z, *us = (softcap * torch.tanh(x / softcap) for x in (z, *us))
     rows = labels != IGNORED
     mlm = F.cross_entropy(z, labels, ignore_index=IGNORED, reduction="sum") / rows.sum()
+    if not us:
+        return (1 - alpha) * mlm
     weights = weights or [1 / len(us)] * len(us)
     log_q = F.log_softmax(z / temperature, -1)
     kl = sum(
         w * F.kl_div(log_q, F.log_softmax(u / temperature, -1), reduction="none", log_target=True)
         for w, u in zip(weights, us, strict=True)
     )
-    kl = kl[rows].sum() / rows.sum() if us else 0.0
-    return (1 - alpha) * mlm + alpha * temperature**2 * kl
+    return (1 - alpha) * mlm + alpha * temperature**2 * kl[rows].sum() / rows.sum()
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

@@ -1,0 +1,393 @@
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import growkern
+from growkern.ops import _linear_kl_mlm_sweep as sweep_module
+from growkern.ops.linear_kl_mlm_loss import (
+    linear_kl_mlm_backward_op,
+    linear_kl_mlm_loss,
+    linear_kl_mlm_op,
+)
+from tests.ops.loss_inputs import BACKENDS, IGNORED, make_labels, relative_error, truth_of
+
+PROVIDERS = ["cpu", "triton"]  # what is tested against the reference
+NAMES = ("dX", "dW", "db")
+
+
+@pytest.fixture(autouse=True)
+def quiet_interpreter():
+    """Masked lanes are inf - inf in NumPy, which says so; a kernel drops them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+        yield
+
+
+def make_heads(N, V, H, dtype, device, K=1, seed=0):
+    """Student (hidden, weight, bias), K narrower teachers of other widths, labels."""
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def head(width):
+        shapes = [(N, width), (V, width), (V,)]
+        return [torch.randn(s, generator=rng, device=device, dtype=torch.float64) for s in shapes]
+
+    heads = [[x.to(dtype) for x in head(width)] for width in (H, *range(H // 2, H // 2 + K))]
+    return heads[0], heads[1:], make_labels(N, V, rng)
+
+
+def drifted_heads(N, V, drift, dtype, seed=0):
+    """A student that is its teacher widened 128 -> 192, then moved by `drift` of its size."""
+    rng = torch.Generator().manual_seed(seed)
+    teacher_hidden = torch.randn(N, 128, generator=rng)
+    teacher_weight = 0.3 * torch.randn(V, 128, generator=rng)
+    columns = torch.cat([torch.arange(128), torch.randint(128, (64,), generator=rng)])
+    hidden, weight = teacher_hidden[:, columns], teacher_weight[:, columns]
+    weight = weight / columns.bincount()[columns]
+    moved = [x + drift * x.std() * torch.randn(x.shape, generator=rng) for x in (hidden, weight)]
+    bias = drift * torch.randn(V, generator=rng)
+    teacher = (teacher_hidden, teacher_weight)
+    labels = torch.randint(V, (N,), generator=rng)
+    return [x.to(dtype) for x in (*moved, bias)], [x.to(dtype) for x in teacher], labels
+
+
+def call(student, teachers, labels, **options):
+    options.setdefault("alpha", 0.5 if teachers else 0.0)
+    hidden, weight, bias = student
+    return linear_kl_mlm_loss(
+        hidden,
+        weight,
+        [t[0] for t in teachers],
+        [t[1] for t in teachers],
+        labels,
+        student_bias=bias,
+        teacher_bias=[t[2] for t in teachers] if teachers and len(teachers[0]) > 2 else None,
+        **options,
+    )
+
+
+def loss_and_grads(student, teachers, labels, **options):
+    student = [x.detach().clone().requires_grad_() for x in student]
+    loss = call(student, teachers, labels, **options)
+    # unequal weights per row with reduction="none"
+    weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype, device=loss.device)
+    scalar = (loss * weights.view_as(loss)).sum()
+    return loss.detach(), torch.autograd.grad(scalar, student)
+
+
+def assert_same(actual, expected, rtol=1e-9):
+    torch.testing.assert_close(actual[0], expected[0], rtol=rtol, atol=1e-12)
+    for name, a, e in zip(NAMES, actual[1], expected[1], strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "K, options",
+    [
+        (0, {"alpha": 0.0}),
+        (1, {"alpha": 0.4, "temperature": 2.0}),
+        (1, {"alpha": 1.0, "softcap": 4.0}),
+        (2, {"alpha": 0.7, "temperature": 1.5}),
+    ],
+    ids=str,
+)
+def test_is_what_torch_computes(K, options, backend, device):
+    student, teachers, labels = make_heads(9, 41, 12, torch.float64, device, K)
+    student = [x.requires_grad_() for x in student]
+    truth = truth_of(F.linear(*student), [F.linear(*t) for t in teachers], labels, **options)
+    truth = (truth.detach(), torch.autograd.grad(truth, student))
+    if "softcap" in options:
+        options = options | {"teacher_softcap": options["softcap"]}
+    actual = loss_and_grads(student, teachers, labels, backend=backend, **options)
+    assert_same(actual, truth)
+    # three rows a chunk: the sums run over several chunks, the last one ragged
+    chunk_bytes = 3 * 41 * 8 * (K + 1)
+    actual = loss_and_grads(
+        student, teachers, labels, backend=backend, chunk_bytes=chunk_bytes, **options
+    )
+    assert_same(actual, truth)
+
+
+def float32_gemm_floor(student, teacher, temperature):
+    """Error of q - p when nothing but the GEMM of the logits rounds."""
+
+    def difference(cast):
+        z, u = (F.linear(*map(cast, head)).double() for head in (student, teacher))
+        return (z / temperature).softmax(-1) - (u / temperature).softmax(-1)
+
+    return relative_error(difference(torch.Tensor.float), difference(torch.Tensor.double))
+
+
+@pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_beside_a_close_teacher(dtype, alpha, drift):
+    student, teacher, labels = drifted_heads(64, 32_000, drift, dtype)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    options = {"alpha": alpha, "temperature": 2.0}
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
+    _, actual = loss_and_grads(student, [teacher], labels, **options)
+    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
+    bar = 5e-3
+    if dtype == torch.float32:
+        # the bar of 1e-5, or what the float32 GEMM alone leaves: 7.5e-5 at 1 % drift
+        bar = max(1e-5, 1.2 * float32_gemm_floor(student, teacher, 2.0) if alpha == 1 else 0)
+    assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
+def test_narrow_gradients_written_over_the_logits(dtype, bar):
+    """The Triton kernel rounds dlogits once, in place; a small vocabulary for the interpreter."""
+    student, teacher, labels = drifted_heads(8, 9000, 0.01, dtype)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
+    _, actual = loss_and_grads(student, [teacher], labels, backend="triton", alpha=1.0)
+    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
+    assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_rows_of_neither_mask_reach_no_gemm(backend, device):
+    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
+    labels[:] = IGNORED
+    labels[2], labels[7] = 3, 5
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    broken = [x.clone() for x in student]
+    broken[0][labels == IGNORED] = float("nan")
+    with mock.patch.object(sweep_module, "_project", wraps=sweep_module._project) as project:
+        actual = loss_and_grads(broken, teachers, labels, backend=backend)
+    assert_same(actual, expected)
+    assert (actual[1][0][labels == IGNORED] == 0).all()
+    if device == "cpu":
+        assert [c.args[0].shape[0] for c in project.call_args_list] == [2, 2]
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_compaction_without_asking_how_many(backend, device):
+    """The path a GPU takes: places by prefix sum, unused ones read and write a spare row."""
+    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    with mock.patch.object(sweep_module, "may_ask", lambda device: False):
+        for max_rows in (None, 12, 8):
+            actual = loss_and_grads(
+                student, teachers, labels, backend=backend, max_rows=max_rows, chunk_bytes=1400
+            )
+            assert_same(actual, expected)
+        with pytest.raises(RuntimeError, match="max_rows"):
+            loss_and_grads(student, teachers, labels, backend=backend, max_rows=3)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_frozen_parts_cost_no_gemm(backend, device):
+    student, teachers, labels = make_heads(6, 17, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")[1]
+    for trained in [(0,), (1,), (2,), (0, 2)]:
+        inputs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(student)]
+        loss = call(inputs, teachers, labels, backend=backend)
+        sizes = [saved.numel() for saved in loss.grad_fn.saved_tensors]
+        assert [size > 0 for size in sizes] == [i in trained for i in range(3)]
+        grads = torch.autograd.grad(loss, [inputs[i] for i in trained])
+        for i, grad in zip(trained, grads, strict=True):
+            torch.testing.assert_close(grad, expected[i])
+    with torch.no_grad():
+        assert not call(student, teachers, labels, backend=backend).requires_grad
+
+
+def test_alpha_zero_runs_no_teacher_gemm(device):
+    student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
+    for alpha, gemms in ((0.0, 1), (0.5, 2), (torch.tensor(0.0), 2)):
+        with mock.patch.object(sweep_module, "_project", wraps=sweep_module._project) as project:
+            call(student, teachers, labels, alpha=alpha)
+        assert project.call_count == gemms
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_vocabularies_and_parts(backend, device):
+    student, teachers, labels = make_heads(7, 20, 8, torch.float64, device)
+    labels = labels.clamp(max=16)
+    short = [[x[:17] if i else x for i, x in enumerate(head)] for head in (student, *teachers)]
+    wide = [[x[:18] if i else x for i, x in enumerate(teachers[0])]]
+    expected = loss_and_grads(short[0], short[1:], labels, backend=backend)
+    actual = loss_and_grads(student, wide, labels, vocab_size=17, backend=backend)
+    assert_same((actual[0], [g[:17] if i else g for i, g in enumerate(actual[1])]), expected)
+    assert all((grad[17:] == 0).all() for grad in actual[1][1:])
+    loss, parts = call(student, wide, labels, vocab_size=17, return_parts=True, backend=backend)
+    logits = [F.linear(*head) for head in short]
+    _, expected_parts = growkern.kl_mlm_loss(
+        logits[0], logits[1], labels, return_parts=True, backend="reference"
+    )
+    torch.testing.assert_close(loss, 0.5 * parts.mlm + 0.5 * parts.kl)
+    for part, expected_part in zip(parts, expected_parts, strict=True):
+        torch.testing.assert_close(part, expected_part)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_micro_batches_add_up(backend, device):
+    student, teachers, labels = make_heads(20, 13, 8, torch.float64, device)
+    labels[5:9] = IGNORED
+    whole = loss_and_grads(student, teachers, labels, backend=backend)
+    count = (labels != IGNORED).sum()
+    total, grads = 0.0, []
+    for a, b in [(0, 1), (1, 7), (7, 8), (8, 20)]:
+        part = [student[0][a:b], *student[1:]], [[teachers[0][0][a:b], *teachers[0][1:]]]
+        loss, grad = loss_and_grads(*part, labels[a:b], num_items=count, backend=backend)
+        total, grads = total + loss, [*grads, grad]
+    dX, dW, db = zip(*grads, strict=True)
+    assert_same((total, (torch.cat(dX), sum(dW), sum(db))), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_per_row_losses(backend, device):
+    student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
+    shaped = [[h[0].view(2, 3, -1), *h[1:]] for h in (student, *teachers)]
+    options = {"reduction": "none", "temperature": 2.0}
+    actual = loss_and_grads(shaped[0], shaped[1:], labels.view(2, 3), backend=backend, **options)
+    expected = loss_and_grads(student, teachers, labels, backend="reference", **options)
+    assert actual[0].shape == (2, 3) and actual[1][0].shape == (2, 3, 8)
+    assert_same((actual[0].view(6), (actual[1][0].view(6, 8), *actual[1][1:])), expected)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_non_contiguous_inputs(backend, device):
+    student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    turned = [
+        [h[0].t().contiguous().t(), h[1].t().contiguous().t(), h[2]] for h in (student, *teachers)
+    ]
+    assert_same(loss_and_grads(turned[0], turned[1:], labels, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("N", [0, 1, 5])
+def test_nothing_to_learn_from(N, backend, device):
+    student, teachers, labels = make_heads(N, 13, 8, torch.float32, device)
+    loss, grads = loss_and_grads(student, teachers, labels.fill_(IGNORED), backend=backend)
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in grads)
+    if N == 1:
+        loss, grads = loss_and_grads(student, teachers, labels.fill_(2), backend=backend)
+        assert loss.item() > 0 and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_extreme_logits(backend, device):
+    student, teachers, labels = make_heads(4, 13, 8, torch.float32, device)
+    student[2][3], teachers[0][2][3], teachers[0][2][5] = 1e4, -1e4, float("-inf")
+    loss, grads = loss_and_grads(student, teachers, labels, backend=backend)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_autocast(backend, device):
+    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
+    low = [[x.bfloat16() for x in head] for head in (student, *teachers)]
+    expected = loss_and_grads(low[0], low[1:], labels, backend=backend)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = loss_and_grads(student, teachers, labels, backend=backend)
+    assert actual[0] == expected[0]
+    for a, e in zip(actual[1], expected[1], strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, e.float())
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction, backend, device):
+    student, teachers, labels = make_heads(3, 7, 4, torch.float64, device, K=2)
+
+    def loss(*head):
+        return call(
+            head, teachers, labels, temperature=1.7, kl_rows="all", reduction=reduction,
+            teacher_weights=[0.2, 0.8], backend=backend,
+        )  # fmt: skip
+
+    fast = {"fast_mode": backend == "triton"}
+    assert torch.autograd.gradcheck(loss, [x.requires_grad_() for x in student], **fast)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_opcheck(per_row, backend, device):
+    student, teachers, labels = make_heads(4, 9, 8, torch.float32, device)
+    student = [x.requires_grad_() for x in student]
+    labels.clamp_(min=0)
+    kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
+    weights = torch.rand(2, 4, device=device)
+    options = ([2.0, 0.0, 0.0], False, per_row, [True, True, True], 0, 0, backend)
+    inputs = (student, teachers[0], labels, kind, weights, 9, *options)
+    torch.library.opcheck(linear_kl_mlm_op, inputs)
+    grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
+    torch.library.opcheck(linear_kl_mlm_backward_op, (torch.tensor(2.0, device=device), grads))
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_backward_twice_is_the_same_twice(backend, device):
+    student, teachers, labels = make_heads(4, 9, 8, torch.float32, device)
+    student = [x.requires_grad_() for x in student]
+    loss = 3.0 * call(student, teachers, labels, backend=backend)
+    first = torch.autograd.grad(loss, student, retain_graph=True)
+    second = torch.autograd.grad(loss, student)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_compiles_whole_and_once_for_every_alpha(device):
+    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_kl_mlm_loss, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for alpha in (0.0, 0.2, 0.5, 0.9, 1.0):
+            given = torch.tensor(alpha, device=device)
+            inputs = [x.clone().requires_grad_() for x in student]
+            loss = compiled(
+                *inputs[:2], *teachers[0][:2], labels, student_bias=inputs[2],
+                teacher_bias=teachers[0][2], alpha=given,
+            )  # fmt: skip
+            grads = torch.autograd.grad(loss, inputs)
+            expected = loss_and_grads(student, teachers, labels, alpha=alpha)
+            assert_same((loss.detach(), grads), expected, rtol=1e-5)
+
+
+def test_chunks_follow_the_memory_and_the_rows():
+    x = torch.zeros(1, 768)
+    assert sweep_module.chunk_rows(1000, 32_000, [768, 512], x, 100 * 32_000 * 8) == 100
+    # equal chunks, not one ragged end
+    assert sweep_module.chunk_rows(101, 32_000, [768, 512], x, 100 * 32_000 * 8) == 51
+    assert sweep_module.chunk_rows(7, 32_000, [768, 512], x, 0) == 7
+    # a wider teacher's GEMMs hide the accumulation of dW sooner
+    alone, wide = (
+        sweep_module.chunk_rows(100_000, 32_000, heads, x, 0) for heads in ([768], [768, 4096])
+    )
+    assert wide < alone
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"student_weight": torch.ones(9, 5)}, "student: hidden"),
+        ({"teacher_weight": torch.ones(9, 5)}, r"teacher\[0\]: hidden"),
+        ({"teacher_weight": None}, r"teacher\[0\]"),
+        ({"teacher_weight": torch.ones(9, 3).requires_grad_()}, "frozen"),
+        ({"teacher_hidden": torch.ones(3, 3)}, "same rows"),
+        ({"teacher_hidden": [torch.ones(4, 3)] * 2}, "2 teacher_hidden need 2"),
+        ({"teacher_hidden": None, "teacher_weight": None}, "needs a teacher"),
+        ({"teacher_weight": torch.ones(8, 3)}, "vocab_size=8"),
+        ({"student_bias": torch.ones(8)}, "bias"),
+        ({"student_bias": torch.ones(9).double()}, "share a dtype"),
+        ({"labels": torch.zeros(5, dtype=torch.long)}, "must match the rows"),
+        ({"chunk_bytes": 0}, "chunk_bytes"),
+        ({"max_rows": 3}, "max_rows=3"),
+    ],
+    ids=str,
+)
+def test_refusals(change, message):
+    inputs = {
+        "student_hidden": torch.ones(4, 6),
+        "student_weight": torch.ones(9, 6),
+        "teacher_hidden": torch.ones(4, 3),
+        "teacher_weight": torch.ones(9, 3),
+        "labels": torch.zeros(4, dtype=torch.long),
+    }
+    with pytest.raises(growkern.errors.GrowthError, match=message):
+        linear_kl_mlm_loss(**(inputs | change))
