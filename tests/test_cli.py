@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from growkern import cli
+from tests.growth.models import BERT, random_model
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
 
@@ -32,18 +33,8 @@ def run(monkeypatch, capsys):
 def checkpoint(tmp_path_factory) -> Path:
     """A tiny BERT with its tokenizer, every parameter random."""
     directory = tmp_path_factory.mktemp("cli") / "small"
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=12,
-        num_attention_heads=3,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        vocab_size=len(WORDS),
-        max_position_embeddings=16,
-    )
-    model = transformers.BertForMaskedLM(config)
-    for parameter in model.parameters():
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    sizes = {**BERT, "vocab_size": len(WORDS)}
+    model = random_model("BertForMaskedLM", sizes, dtype=torch.float32)
     model.save_pretrained(directory)
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(directory)
@@ -130,8 +121,9 @@ def test_plan_as_table_and_as_json(run, checkpoint):
 def test_grow_then_verify(run, checkpoint, tmp_path):
     target, text = tmp_path / "large", tmp_path / "text"
     text.write_text("a small model grows\n" * 20)
-    code, _, err = run("grow", checkpoint, target, *SIZES)
-    assert code == 0, err
+    code, out, err = run("grow", checkpoint, target, *SIZES)
+    assert (code, err) == (0, "")
+    assert str(target) in out
     assert transformers.AutoConfig.from_pretrained(target).hidden_size == 24
     code, out, err = run("verify", checkpoint, target, "--text", text)
     assert code == 0, out + err
@@ -156,6 +148,44 @@ def test_grow_refuses_what_it_cannot_do(run, checkpoint, tmp_path):
     (target / "precious").touch()
     assert_bad_input(run("grow", checkpoint, target, *SIZES), "--overwrite")
     assert [p.name for p in target.iterdir()] == ["precious"]
+
+
+# ------------------------------------------------------------------ train
+
+
+RUN = """
+[model]
+path = "small"
+[data]
+train = ["text"]
+sequence_length = 8
+[training]
+steps = 2
+batch_size = 2
+[two_stage]
+layers_per_block = 1
+stage1_steps = 1
+[output]
+directory = "out"
+tensorboard = false
+"""
+
+
+def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "small").symlink_to(checkpoint)
+    (tmp_path / "text").write_text("a small model grows\n" * 40)
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    code, out, err = run("train", file)
+    assert code == 0, err
+    assert "2 steps" in out
+    transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
+    assert "finished" in run("train", file)[1]
+    file.write_text(RUN.replace("batch_size", "batchsize"))
+    assert_bad_input(run("train", file), "'batchsize'", "'batch_size'")
+    file.write_text(RUN.replace("false", "true"))
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert_bad_input(run("train", file), "TensorBoard is not installed")
 
 
 # ------------------------------------------------------------------ info

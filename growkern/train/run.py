@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def train(
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
     for name in _checkpoint_directories(run):
         _check_directory(base / name)
+    if run.output.tensorboard and find_spec("tensorboard") is None:
+        raise GrowthError(
+            "output.tensorboard is on and TensorBoard is not installed: set it to false, or "
+            "pip install 'growkern[train]'"
+        )
     output = base / run.output.directory
     identity = _identity(run, base, texts)
     ours = _is_ours(output, identity, overwrite)
