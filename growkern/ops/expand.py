@@ -26,6 +26,7 @@ from torch import Tensor
 from growkern.ops._backend import choose_backend
 from growkern.ops._expand_checks import check_expand, check_no_overlap, check_range
 from growkern.ops._expand_cpu import expand_cpu
+from growkern.ops._expand_triton import expand_triton
 from growkern.ops._hash_noise import hash_noise, line_keys
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._native import advise_huge_pages
@@ -110,6 +111,9 @@ def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) 
     return (R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0])
 
 
+KERNELS = {"cpu": expand_cpu, "triton": expand_triton}
+
+
 def _run(
     out_MN: Tensor,
     weight_RC: Tensor,
@@ -124,9 +128,9 @@ def _run(
     check_no_overlap(out_MN, weight_RC, upper_RC)
     if not out_MN.numel():
         return
-    chosen = choose_backend(backend, weight_RC.device)
-    if chosen == "cpu":
-        expand_cpu(out_MN, weight_RC, upper_RC, *maps, *factors)
+    run = KERNELS.get(choose_backend(backend, weight_RC.device))
+    if run is not None:
+        run(out_MN, weight_RC, upper_RC, *maps, *factors)
     else:
         out_MN.copy_(expand_reference(weight_RC, upper_RC, *maps, *factors, out_MN.dtype))
 
