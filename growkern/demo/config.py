@@ -1,0 +1,112 @@
+"""How large a demo is: frozen presets, and the runs that it compares."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A BERT, by the names of its config."""
+
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    num_hidden_layers: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run. Every run of the large model has the same one."""
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    eval_every: int
+    save_every: int
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Everything that decides a demo's numbers, but for the seed and the machine.
+
+    max_files: of the corpus, None for all. eval_blocks: blocks of the fixed validation set.
+    layers_per_block, stage1_share: of the two stages. inheritance_share: part of the steps in
+    which the source teaches. initializer_range: of both sizes; BERT's own 0.02 is for a width of
+    768 and leaves the attention of a narrow model nearly uniform for hundreds of steps.
+    """
+
+    name: str
+    source: Size
+    target: Size
+    source_training: Training
+    target_training: Training
+    vocab_size: int = 1024
+    sequence_length: int = 32
+    batch_size: int = 64
+    masking_probability: float = 0.15
+    eval_blocks: int = 512
+    max_files: int | None = None
+    initializer_range: float = 0.05
+    layers_per_block: int = 2
+    stage1_share: float = 0.15
+    inheritance_share: float = 0.44
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train the large model. growth: options of `growkern.grow`; None: from scratch."""
+
+    name: str
+    title: str
+    growth: dict[str, Any] | None = field(default=None, hash=False)
+    two_stage: bool = False
+    inheritance: bool = False
+
+
+# the first one sets the loss that the others have to reach
+CONTESTANTS = (
+    Contestant("scratch", "scratch"),
+    Contestant("direct_copy", "DirectCopy", {"method": "direct_copy"}),
+    Contestant("fpi", "FPI", {"method": "fpi"}),
+    Contestant("aki", "AKI", {"method": "aki"}),
+    Contestant("aki_two_stage", "AKI + two-stage", {"method": "aki"}, two_stage=True),
+    Contestant(
+        "aki_two_stage_inheritance",
+        "AKI + two-stage + inheritance",
+        {"method": "aki"},
+        two_stage=True,
+        inheritance=True,
+    ),
+)
+
+FULL = DemoConfig(
+    name="full",
+    source=Size(128, 4, 512, 3),
+    target=Size(192, 6, 768, 6),
+    source_training=Training(1200, 1.5e-3, 100, eval_every=100, save_every=200),
+    target_training=Training(300, 1e-3, 50, eval_every=20, save_every=60),
+)
+
+QUICK = DemoConfig(
+    name="quick",
+    source=Size(64, 2, 256, 3),
+    target=Size(96, 3, 384, 6),
+    source_training=Training(600, 2e-3, 50, eval_every=100, save_every=200),
+    target_training=Training(200, 2e-3, 30, eval_every=20, save_every=100),
+    vocab_size=512,
+    eval_blocks=256,
+    max_files=200,
+)
+
+MICRO = DemoConfig(
+    name="micro",
+    source=Size(16, 2, 32, 2),
+    target=Size(24, 3, 48, 4),
+    source_training=Training(6, 1e-2, 1, eval_every=3, save_every=3),
+    target_training=Training(6, 1e-2, 1, eval_every=2, save_every=2),
+    vocab_size=300,
+    sequence_length=16,
+    batch_size=4,
+    eval_blocks=8,
+    max_files=40,
+)

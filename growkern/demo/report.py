@@ -1,0 +1,71 @@
+"""What a demo found: one table, one picture, and every number behind them as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from growkern.plot import Curve, saving
+
+NOT_REACHED = "not reached"
+
+
+def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """One record per run; the first curve is training from scratch.
+
+    flops, seconds: until the run first reaches scratch's final loss, the teacher's counted; None
+    where it never does. saving: of scratch's FLOPs to that loss. saving_with_source: the source's
+    own training counted as well, in full, for every run but scratch.
+    """
+    scratch = curves[0]
+    target = scratch.losses[-1]
+    rows = []
+    for curve in curves:
+        owed = 0.0 if curve is scratch else source.flops[-1]
+        rows.append(
+            {
+                "run": curve.name,
+                "start_loss": curve.losses[0],
+                "final_loss": curve.losses[-1],
+                "steps": curve.steps[-1],
+                "flops": curve.flops_at(target),
+                "seconds": curve.seconds_at(target),
+                "saving": saving(curve, scratch),
+                "saving_with_source": saving(curve, scratch, extra_flops=owed),
+            }
+        )
+    return rows
+
+
+def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
+    """The records of `summarize` as a rich table."""
+    target = rows[0]["final_loss"]
+    table = Table(
+        title=f"Training the large model to validation loss {target:.3f} (where scratch ends)",
+        caption=(
+            f"The small model: loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} for "
+            f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs of a "
+            "teacher are counted where there is one; evaluation is not."
+        ),
+    )
+    table.add_column("run")
+    for head in ("start\nloss", "final\nloss", "FLOPs\nto it", "seconds\nto it"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for head in ("FLOPs\nsaved", "saved, source\ncounted too"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        is_scratch = row is rows[0]
+        table.add_row(
+            row["run"],
+            f"{row['start_loss']:.3f}",
+            f"{row['final_loss']:.3f}",
+            _number(row["flops"], ".3g", NOT_REACHED),
+            _number(row["seconds"], ".0f"),
+            "-" if is_scratch else _number(row["saving"], ".0%"),
+            "-" if is_scratch else _number(row["saving_with_source"], ".0%"),
+        )
+    return table
+
+
+def _number(value: float | None, form: str, missing: str = "-") -> str:
+    return missing if value is None else format(value, form)
