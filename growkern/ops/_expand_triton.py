@@ -6,7 +6,7 @@ Formulas (1) to (3) of `expand.py`; R, C rows and columns of the weight, M, N th
 from torch import Tensor
 
 from growkern.ops._hash_noise import hash_noise_triton, line_keys
-from growkern.ops._launch import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops._launch import AotCase, acc_dtype, jit, next_power_of_2, tl
 
 # columns first: their indices and scales are loaded once and serve all rows of a block
 BLOCK_N = 512
@@ -141,3 +141,25 @@ def expand_triton(
         # a fused 1 + noise * xi would differ from the other backends in the last bit
         enable_fp_fusion=False,
     )
+
+
+def aot_cases() -> list[AotCase]:
+    """FPI and AKI with noise, as the growth of a large model launches them."""
+    pointers = ("weight", "upper", "out", "rows", "cols", "row_scale", "col_scale", "noise")
+    pointers += ("key", "mult")
+    strides = ("stride_weight_r", "stride_upper_r", "stride_out_m")
+    cases = []
+    for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
+        types = [dtype] * 3 + ["i64"] * 2 + [acc] * 3 + ["i32"] * 2
+        full = {f"{k}_ptr": f"*{t}" for k, t in zip(pointers, types, strict=True)}
+        full |= dict.fromkeys((*strides, *"RCMN"), "i32")
+        constants = dict.fromkeys(("stride_weight_c", "stride_upper_c", "stride_out_n"), 1)
+        constants |= {"ACC": getattr(tl, acc.replace("fp", "float"))}
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+        absent = dict.fromkeys(("upper_ptr", "row_scale_ptr", "noise_ptr", "key_ptr", "mult_ptr"))
+        fpi = {k: t for k, t in full.items() if k not in absent}
+        fpi_constants = {**constants, **absent, "NOISE": NO_NOISE}
+        cases.append(AotCase(f"expand FPI {dtype}", _expand_kernel, fpi, fpi_constants))
+        aki = {**constants, "NOISE": COL_NOISE}
+        cases.append(AotCase(f"expand AKI + noise {dtype}", _expand_kernel, full, aki))
+    return cases

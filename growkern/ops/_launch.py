@@ -1,7 +1,7 @@
 """Launch choices every kernel shares: accumulator dtype and block sizes. Imports without Triton."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,23 @@ else:
     def jit(fn: Any) -> Any:
         """Stands in for ``triton.jit``, so that a module with kernels imports without Triton."""
         return fn
+
+
+class AotCase(NamedTuple):
+    """One way to launch a kernel. ``aot_cases()`` of a kernel module lists those that matter.
+
+    `signature` has the type of every run-time argument ("*bf16", "i32", "fp32"); `constexprs` the
+    value of every other one (the constants in capitals, strides that are 1, pointers that are
+    None). Pointers and integers are multiples of 16, as the launcher finds them, unless they are
+    in `unaligned`.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    unaligned: tuple[str, ...] = ()
+    num_warps: int = 4
 
 
 def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:
