@@ -13,8 +13,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
 
-_POINTERS = ("weight", "upper", "out", "rows", "cols", "row_scale", "col_scale")
-_POINTERS += ("row_noise", "col_noise", "line_key", "line_mult")
+_POINTERS = "weight upper out rows cols row_scale col_scale row_noise col_noise".split()
+_POINTERS += ["line_key", "line_mult"]
 _SIZES = ("R", "C", "M", "N", "weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("in_type", "out_type", "threads", "isa")
 
@@ -33,9 +33,9 @@ def _vector(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if x is None else x.detach().to(dtype).contiguous()
 
 
-def _columns_contiguous(x: Tensor | None) -> Tensor | None:
+def _columns_contiguous(x: Tensor) -> Tensor:
     # the weight is the small side: a copy costs a fraction of writing the result
-    return x if x is None or x.stride(1) == 1 else x.contiguous()
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def expand_cpu(
@@ -58,13 +58,13 @@ def expand_cpu(
     assert lib is not None
     M, N = out_MN.shape
     acc = acc_torch_dtype(weight_RC)
-    weight_RC, upper_RC = _columns_contiguous(weight_RC), _columns_contiguous(upper_RC)
+    weight_RC = _columns_contiguous(weight_RC)
+    upper_RC = None if upper_RC is None else _columns_contiguous(upper_RC)
+    keys: tuple[Tensor | None, Tensor | None] = (None, None)
     if col_noise_N is not None:
         keys = line_keys(M, row_offset, seed, out_MN.device)
     elif row_noise_M is not None:
         keys = line_keys(N, col_offset, seed, out_MN.device)
-    else:
-        keys = (None, None)
     factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N)
     # named, so that the memory outlives the call
     tensors = [weight_RC, upper_RC, out_MN, _vector(rows_M, torch.int64)]

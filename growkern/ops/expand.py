@@ -20,6 +20,8 @@ Shape letters used in this file: R, C rows and columns of the weight; M, N those
 Read on in this order: reference, kernels, op, autograd, public function.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -119,7 +121,7 @@ def _run(
     weight_RC: Tensor,
     upper_RC: Tensor | None,
     maps: tuple[Tensor | None, Tensor | None],
-    factors: tuple,
+    factors: tuple[Any, ...],
     backend: str,
 ) -> None:
     """Fills out_MN, whatever its strides."""
@@ -132,7 +134,8 @@ def _run(
     if run is not None:
         run(out_MN, weight_RC, upper_RC, *maps, *factors)
     else:
-        out_MN.copy_(expand_reference(weight_RC, upper_RC, *maps, *factors, out_MN.dtype))
+        arguments: tuple[Any, ...] = (*maps, *factors, out_MN.dtype)
+        out_MN.copy_(expand_reference(weight_RC, upper_RC, *arguments))
 
 
 @torch.library.custom_op("growkern::expand", mutates_args=())
@@ -192,7 +195,7 @@ def _(*args):
 # ----------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight_RC, upper_RC, *tensors = inputs[:8]
     ctx.save_for_backward(*tensors)
     ctx.shape, ctx.dtype, ctx.has_upper = weight_RC.shape, weight_RC.dtype, upper_RC is not None
@@ -209,7 +212,7 @@ def _folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
     return x.new_zeros(n, x.shape[1]).index_put((index,), x, accumulate=True).movedim(0, dim)
 
 
-def _backward(ctx, dout_MN):
+def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     rows_M, cols_N, *factors = ctx.saved_tensors
     R, C = ctx.shape
     x_MN = dout_MN.to(torch.float64 if ctx.dtype == torch.float64 else torch.float32)
@@ -295,18 +298,16 @@ def expand(
         out_dtype,
     )
     is_vector = weight.ndim == 1
-    target = out
     if is_vector:
         # a vector is a matrix of one row: its elements lie along the contiguous axis
         weight, upper = weight[None], None if upper is None else upper[None]
         rows, cols, row_scale, col_scale = None, rows, None, row_scale
-        target = None if out is None else out[None]
     maps_and_factors = (
         *(weight, upper, rows, cols, row_scale, col_scale, row_noise, col_noise),
         *(seed, row_offset, col_offset),
     )
-    if target is not None:
-        expand_out_op(target, *maps_and_factors, backend or "")
+    if out is not None:
+        expand_out_op(out[None] if is_vector else out, *maps_and_factors, backend or "")
         return out
     result = expand_op(*maps_and_factors, out_dtype or weight.dtype, backend or "")
     return result[0] if is_vector else result
