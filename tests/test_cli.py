@@ -181,6 +181,10 @@ def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
     assert "2 steps" in out
     transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
     assert "finished" in run("train", file)[1]
+    picture = tmp_path / "loss.png"
+    assert run("plot", tmp_path / "out", "--out", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert_bad_input(run("plot", tmp_path / "text"), "text")
     file.write_text(RUN.replace("batch_size", "batchsize"))
     assert_bad_input(run("train", file), "'batchsize'", "'batch_size'")
     file.write_text(RUN.replace("false", "true"))

@@ -13,8 +13,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
 
-_POINTERS = "weight upper out rows cols row_scale col_scale row_noise col_noise".split()
-_POINTERS += ["line_key", "line_mult"]
+_POINTERS = ["weight", "upper", "out", "rows", "cols", "row_scale", "col_scale"]
+_POINTERS += ["row_noise", "col_noise", "line_key", "line_mult"]
 _SIZES = ("R", "C", "M", "N", "weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("in_type", "out_type", "threads", "isa")
 
