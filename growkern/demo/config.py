@@ -31,8 +31,7 @@ class DemoConfig:
 
     max_files: of the corpus, None for all. eval_blocks: blocks of the fixed validation set.
     layers_per_block, stage1_share: of the two stages. inheritance_share: part of the steps in
-    which the source teaches. initializer_range: of both sizes; BERT's own 0.02 is for a width of
-    768 and leaves the attention of a narrow model nearly uniform for hundreds of steps.
+    which the source teaches.
     """
 
     name: str
@@ -42,11 +41,10 @@ class DemoConfig:
     target_training: Training
     vocab_size: int = 1024
     sequence_length: int = 32
-    batch_size: int = 64
+    batch_size: int = 32
     masking_probability: float = 0.15
     eval_blocks: int = 512
     max_files: int | None = None
-    initializer_range: float = 0.05
     layers_per_block: int = 2
     stage1_share: float = 0.15
     inheritance_share: float = 0.44
@@ -81,18 +79,18 @@ CONTESTANTS = (
 
 FULL = DemoConfig(
     name="full",
-    source=Size(128, 4, 512, 3),
-    target=Size(192, 6, 768, 6),
-    source_training=Training(1200, 1.5e-3, 100, eval_every=100, save_every=200),
-    target_training=Training(300, 1e-3, 50, eval_every=20, save_every=60),
+    source=Size(96, 4, 384, 3),
+    target=Size(144, 6, 576, 5),
+    source_training=Training(1000, 2e-3, 100, eval_every=100, save_every=200),
+    target_training=Training(1800, 1e-3, 100, eval_every=50, save_every=100),
 )
 
 QUICK = DemoConfig(
     name="quick",
-    source=Size(64, 2, 256, 3),
-    target=Size(96, 3, 384, 6),
-    source_training=Training(600, 2e-3, 50, eval_every=100, save_every=200),
-    target_training=Training(200, 2e-3, 30, eval_every=20, save_every=100),
+    source=Size(64, 4, 256, 2),
+    target=Size(96, 6, 384, 4),
+    source_training=Training(400, 2e-3, 50, eval_every=100, save_every=200),
+    target_training=Training(600, 1e-3, 50, eval_every=25, save_every=100),
     vocab_size=512,
     eval_blocks=256,
     max_files=200,

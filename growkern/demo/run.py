@@ -161,7 +161,6 @@ class _Demo:
             # a run of minutes sees each text once: there is nothing to regularise
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            initializer_range=self.config.initializer_range,
         )
         torch.manual_seed(self.seed)
         return BertForMaskedLM(config)

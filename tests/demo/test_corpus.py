@@ -1,0 +1,62 @@
+"""The corpus: the same on every run, on both sides of the split, and nothing lost in tokens."""
+
+import pytest
+
+from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
+from growkern.errors import GrowthError
+
+
+def test_the_library_is_found_in_a_fixed_order():
+    files = library_files()
+    names = [path.name for path in files]
+    assert len(files) > 200
+    assert {"argparse.py", "dataclasses.py"} <= set(names)
+    assert not [f for f in files if {"site-packages", "test", "tests"} & set(f.parts[-4:-1])]
+    assert files == library_files()
+
+
+def test_split_depends_on_content_alone(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i:03}.py").write_text(f"x = {i}\n")
+    files = library_files(tmp_path)
+    corpus = read_corpus(files)
+    assert len(corpus.train) + len(corpus.validation) == 200
+    assert 1 <= len(corpus.validation) <= 25
+
+    # under another name and in another order a text stays on its side
+    (tmp_path / "000.py").rename(tmp_path / "zz.py")
+    moved = read_corpus(library_files(tmp_path))
+    assert set(moved.validation) == set(corpus.validation)
+    assert moved != corpus and read_corpus(files[1:] + [tmp_path / "zz.py"]) == moved
+
+
+def test_max_files_takes_the_same_files_every_time(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i:03}.py").write_text(f"x = {i}\n")
+    files = library_files(tmp_path)
+    some = read_corpus(files, max_files=150)
+    assert len(some.train) + len(some.validation) == 150
+    assert some == read_corpus(files, max_files=150)
+    assert set(some.train) < set(read_corpus(files).train)
+
+
+def test_skips_what_is_not_the_librarys_own_text(tmp_path):
+    for name in ("a.py", "b.rst", "c.txt", "d.pyc", "site-packages/e.py", "x/test/f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in library_files(tmp_path)] == ["a.py", "b.rst", "c.txt"]
+
+
+def test_refuses_a_library_without_sources(tmp_path):
+    with pytest.raises(GrowthError, match="0 text files"):
+        read_corpus(library_files(tmp_path))
+
+
+def test_tokens_give_the_text_back():
+    texts = ["def f(x):\n    return x + 1\n", "naïve — 日本\t\n"] * 20
+    tokenizer = train_tokenizer(texts, 300)
+    assert len(tokenizer) <= 300
+    for text in texts[:2]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert tokenizer.mask_token_id == 4

@@ -1,0 +1,159 @@
+"""The whole demo on models of a few thousand weights: its numbers, and going on after a kill."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer, BertForMaskedLM
+
+import growkern
+from growkern.demo import MICRO, run_demo
+from growkern.demo.config import CONTESTANTS
+from growkern.demo.report import result_table, summarize
+from growkern.errors import GrowthError
+from growkern.plot import Curve, read_curve
+from growkern.train.trainer import TwoStageTrainer
+
+
+def run(directory, **options):
+    console = Console(file=io.StringIO(), width=80)
+    result = run_demo(directory, config=MICRO, console=console, **options)
+    return result, console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo") / "work"
+    return directory, *run(directory)
+
+
+def numbers(result):
+    """A result without what depends on the clock."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result["rows"]]
+    curves = [{**curve, "seconds": None} for curve in [result["source"], *result["curves"]]]
+    return json.loads(json.dumps([rows, curves, result["plan"], result["growth"]]))
+
+
+def test_leaves_what_it_says(finished):
+    directory, result, text = finished
+    assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(result))
+    assert (directory / "loss_vs_flops.png").read_bytes().startswith(b"\x89PNG")
+    for contestant in CONTESTANTS:
+        assert contestant.title in " ".join(text.split())
+    # ordinary checkpoints, each with its tokenizer
+    for name in ("source", "grown/aki", "aki"):
+        model = BertForMaskedLM.from_pretrained(directory / name)
+        assert len(AutoTokenizer.from_pretrained(directory / name)) == model.config.vocab_size
+    assert not list(directory.glob("*/checkpoint-*"))
+
+
+def test_grown_models_start_from_the_source_and_are_verified(finished):
+    directory, result, _ = finished
+    assert set(result["growth"]) == {"direct_copy", "fpi", "aki"}
+    assert all(check["ok"] for check in result["growth"].values())
+    assert growkern.verify(directory / "source", directory / "grown" / "fpi").ok
+    grown = BertForMaskedLM.from_pretrained(directory / "grown" / "fpi")
+    assert grown.config.hidden_size == MICRO.target.hidden_size
+
+
+def test_table_agrees_with_the_runs_own_logs(finished):
+    directory, result, _ = finished
+    scratch = read_curve(directory / "scratch")
+    for contestant, row in zip(CONTESTANTS, result["rows"], strict=True):
+        curve = read_curve(directory / contestant.name)
+        assert (row["start_loss"], row["final_loss"]) == (curve.losses[0], curve.losses[-1])
+        assert row["flops"] == curve.flops_at(scratch.losses[-1])
+
+
+def test_a_run_stops_where_it_reaches_the_target_or_runs_out_of_steps(finished):
+    _, result, _ = finished
+    target = result["rows"][0]["final_loss"]
+    for curve in result["curves"][1:]:
+        assert min(curve["losses"][:-1], default=9) > target or len(curve["losses"]) <= 2
+        last = curve["steps"][-1]
+        assert curve["losses"][-1] <= target or last == MICRO.target_training.steps
+
+
+def test_a_finished_demo_does_nothing_again(finished, monkeypatch):
+    directory, result, _ = finished
+    monkeypatch.setattr(TwoStageTrainer, "train", lambda *a, **k: pytest.fail("trained again"))
+    again, text = run(directory)
+    assert numbers(again) == numbers(result)
+    assert text.count("done before") == 12
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", [4, 9, 15])
+def test_killed_and_started_again_it_ends_the_same(finished, tmp_path, monkeypatch, after):
+    """Killed after so many training steps: in the source, in the first run, in a later one."""
+    _, result, _ = finished
+    step, count = TwoStageTrainer.training_step, 0
+
+    def stumbling(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Killed
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(TwoStageTrainer, "training_step", stumbling)
+    directory = tmp_path / "work"
+    try:
+        run(directory)
+    except Killed:
+        pass
+    else:
+        pytest.fail("the whole demo has fewer steps than that")
+    monkeypatch.setattr(TwoStageTrainer, "training_step", step)
+    again, _ = run(directory)
+    assert numbers(again) == numbers(result)
+
+
+def test_refuses_a_directory_of_something_else(finished, tmp_path):
+    directory, _, _ = finished
+    with pytest.raises(GrowthError, match="another size, seed or version"):
+        run(directory, seed=1)
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(GrowthError, match="no demo's"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def curve(name, losses, flops, seconds):
+    return Curve(name, tuple(range(len(losses))), flops, losses, seconds)
+
+
+def test_savings_with_and_without_the_source():
+    source = curve("source", (7.0, 5.0), (0.0, 20.0), (0.0, 2.0))
+    scratch = curve("scratch", (8.0, 6.0, 4.0), (0.0, 50.0, 100.0), (0.0, 5.0, 10.0))
+    grown = curve("grown", (5.0, 3.0), (0.0, 80.0), (0.0, 8.0))
+    slow = curve("slow", (9.0, 4.5), (0.0, 100.0), (0.0, 9.0))
+    rows = summarize(source, [scratch, grown, slow])
+    assert [row["flops"] for row in rows] == [100.0, 40.0, None]
+    assert [row["seconds"] for row in rows] == [10.0, 4.0, None]
+    assert [row["saving"] for row in rows] == [0.0, pytest.approx(0.6), None]
+    assert [row["saving_with_source"] for row in rows] == [0.0, pytest.approx(0.4), None]
+
+    console = Console(file=io.StringIO(), width=80)
+    console.print(result_table(rows, source))
+    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+    assert cells["grown"] == ["5.000", "3.000", "40", "4", "60%", "40%"]
+    assert cells["slow"] == ["9.000", "4.500", "not reached", "-", "-", "-"]
+
+
+def test_presets_compare_like_with_like():
+    from growkern.demo import FULL, QUICK
+
+    for config in (FULL, QUICK, MICRO):
+        source, target = config.source, config.target
+        assert target.hidden_size % source.hidden_size, "an uneven width is part of the demo"
+        assert target.num_hidden_layers > source.num_hidden_layers
+        head = source.hidden_size // source.num_attention_heads
+        assert target.hidden_size == head * target.num_attention_heads
+        assert dataclasses.asdict(config) != dataclasses.asdict(FULL) or config is FULL
