@@ -27,7 +27,7 @@ def test_split_depends_on_content_alone(tmp_path):
     (tmp_path / "000.py").rename(tmp_path / "zz.py")
     moved = read_corpus(library_files(tmp_path))
     assert set(moved.validation) == set(corpus.validation)
-    assert moved != corpus and read_corpus(files[1:] + [tmp_path / "zz.py"]) == moved
+    assert moved != corpus and read_corpus([*files[1:], tmp_path / "zz.py"]) == moved
 
 
 def test_max_files_takes_the_same_files_every_time(tmp_path):
