@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.spec import load_family, supported_families
+from growkern.families.load import load_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
 from growkern.growth.target import growable_fields
 
@@ -126,6 +126,9 @@ def grow(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
     ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to report the loss before and after on.")
+    ] = None,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     import torch
@@ -134,6 +137,7 @@ def grow(
     from growkern.growth.show import human
 
     silence_transformers()
+    compared = {} if text is None else tokens_of(source, text)
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
     report = grow_checkpoint(
@@ -150,7 +154,10 @@ def grow(
         print(f"{finding.level}: {finding.what} ({finding.why})")
     speed = report.bytes_written / max(report.seconds, 1e-9)
     print(f"{report.directory}: {human(report.bytes_written)}B, {human(speed)}B/s")
-    print(f"check it with: growkern verify {source} {report.directory}")
+    if text is None:
+        print(f"check it with: growkern verify {source} {report.directory}")
+    else:
+        finish(source, report.directory, compared)
 
 
 @app.command()
@@ -160,27 +167,40 @@ def verify(
     text: Annotated[Path | None, typer.Option(help="Text to compare the models on.")] = None,
 ) -> None:
     """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
+    silence_transformers()
+    finish(source, target, {} if text is None else tokens_of(source, text))
+
+
+def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
+    """Show how the grown checkpoint compares; exit 1 if it is not what it should be."""
     from growkern.growth.verify import verify as check
 
-    silence_transformers()
-    report = check(source, target, tokens=None if text is None else tokens_of(source, text))
+    report = check(source, target, **compared)
     show(report)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> Any:
-    """The start of a text as (rows, length) ids of the source's tokenizer, at most `most` ids."""
-    import torch
+def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
+    """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
     from transformers import AutoConfig, AutoTokenizer
 
-    length = min(length, AutoConfig.from_pretrained(source).max_position_embeddings)
+    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+    from growkern.train.head import align_labels
+
+    config = AutoConfig.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    length = min(length, config.max_position_embeddings)
     # 16 characters a token: far more than any tokenizer needs on average
-    words = text.read_text(encoding="utf-8")[: 16 * most]
-    ids = AutoTokenizer.from_pretrained(source)(words)["input_ids"][:most]
-    if len(ids) < length:
-        raise GrowthError(f"{text}: {len(ids)} tokens; give at least {length}")
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
+    rows = [blocks[i] for i in range(min(len(blocks), most // length))]
+    if not rows:
+        raise GrowthError(f"{text}: less than {length} tokens; give more text")
+    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
+    collate = MaskedLMCollator(tokenizer) if masked else CausalLMCollator(tokenizer)
+    batch = collate(rows)
+    labels = align_labels(batch["labels"], causal=not masked)
+    return {"tokens": batch["input_ids"], "labels": labels}
 
 
 @app.command()

@@ -127,6 +127,10 @@ def test_grow_then_verify(run, checkpoint, tmp_path):
     assert transformers.AutoConfig.from_pretrained(target).hidden_size == 24
     code, out, err = run("verify", checkpoint, target, "--text", text)
     assert code == 0, out + err
+    assert "source loss" in out and "grown loss" in out
+    code, out, err = run("grow", checkpoint, target, *SIZES, "--overwrite", "--text", text)
+    assert code == 0, out + err
+    assert "grown loss" in out
 
 
 def test_verify_fails_on_another_model(run, checkpoint, tmp_path):

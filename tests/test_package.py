@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import growkern
-from growkern.families.spec import tomllib
+from growkern.families.load import tomllib
 from growkern.train.config import load_run
 
 ROOT = Path(growkern.__file__).parents[1]

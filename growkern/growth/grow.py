@@ -91,8 +91,13 @@ def grow(
 
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
-    tasks = tqdm(grown.tasks, desc="growing", unit="tensor", disable=not progress)
-    return {task.name: build_tensor(grown, task, backend=backend) for task in tasks}
+    state = {}
+    total = grown.parameters() * grown.dtype.itemsize
+    with tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress) as bar:
+        for task in grown.tasks:
+            state[task.name] = build_tensor(grown, task, backend=backend)
+            bar.update(state[task.name].nbytes)
+    return state
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:

@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.spec import Family, load_family
-
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+from growkern.families.load import load_family
+from growkern.families.spec import Family
+from growkern.growth.files import Header, read_headers
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _open_directory(directory: Path) -> Source:
         )
     class_name = config.architectures[0]
     family.check_config(config, class_name)
-    headers = _read_headers(directory)
+    headers = read_headers(directory)
     expected = family.shapes(config, class_name)
     names = _canonical_names(family, class_name, headers, expected)
     _leave_out_other_heads(family, config, class_name, names)
@@ -160,13 +158,8 @@ def _open_directory(directory: Path) -> Source:
     _check_names_and_shapes(expected, tied, found, str(directory))
     own = {name: headers[raw] for name, raw in names.items() if name not in tied}
 
-    def read(name: str) -> Tensor:
-        entry = own[name]
-        with safetensors.safe_open(entry.file, framework="pt") as shard:
-            return shard.get_tensor(entry.raw_name)
-
     dtypes = {name: entry.dtype for name, entry in own.items()}
-    return Source(family, config, class_name, dtypes, read, directory)
+    return Source(family, config, class_name, dtypes, lambda name: own[name].read(), directory)
 
 
 def _read_config(directory: Path) -> Any:
@@ -189,82 +182,10 @@ def _read_config(directory: Path) -> Any:
         raise GrowthError(f"{file}: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
-@dataclass(frozen=True)
-class _Header:
-    file: str
-    raw_name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-def _read_headers(directory: Path) -> dict[str, _Header]:
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        return _read_shard(_weights_file(directory))
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
-    headers: dict[str, _Header] = {}
-    for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
-        if not (directory / shard).is_file():
-            raise GrowthError(f"{directory}: shard {shard} is missing; download it again")
-        headers.update(_read_shard(directory / shard))
-    for name, shard in weight_map.items():
-        if name not in headers or Path(headers[name].file).name != shard:
-            raise GrowthError(f"{index}: {name} is not in {shard}")
-    return headers
-
-
-def _weights_file(directory: Path) -> Path:
-    file = directory / WEIGHTS_FILE
-    if file.is_file():
-        return file
-    if any(directory.glob("*.bin")):
-        raise GrowthError(
-            f"{directory}: only pickled weights (*.bin); save the model as safetensors first: "
-            "model.save_pretrained(directory)"
-        )
-    raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
-
-
-def _read_shard(file: Path) -> dict[str, _Header]:
-    headers = {}
-    try:
-        with safetensors.safe_open(str(file), framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                piece = shard.get_slice(name)
-                dtype = _DTYPES.get(piece.get_dtype())
-                if dtype is None:
-                    raise GrowthError(
-                        f"{file}: {name} has dtype {piece.get_dtype()}; growth handles F64, F32, "
-                        "F16 and BF16"
-                    )
-                headers[name] = _Header(str(file), name, tuple(piece.get_shape()), dtype)
-    except safetensors.SafetensorError as error:
-        raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
-    return headers
-
-
 def _canonical_names(
     family: Family,
     class_name: str,
-    headers: Mapping[str, _Header],
+    headers: Mapping[str, Header],
     expected: Mapping[str, tuple[int, ...]],
 ) -> dict[str, str]:
     """The model's name -> the name in the file.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
@@ -74,13 +75,17 @@ class VerifyReport:
         return verify_table(self)
 
 
-def verify(source: Any, grown: Any, *, tokens: Tensor | None = None) -> VerifyReport:
+def verify(
+    source: Any, grown: Any, *, tokens: Tensor | None = None, labels: Tensor | None = None
+) -> VerifyReport:
     """Check a grown model against its source.
 
     Args:
         source: the model or checkpoint directory that was grown.
         grown: what `grow` returned, or a directory made by `grow_checkpoint`.
         tokens: (batch, length) int64 ids to compare outputs on; default 4 x 32 random ones.
+        labels: (batch, length) int64 targets of the tokens' rows, -100 where there is none; gives
+            both models' loss. A causal model's are shifted by the caller.
 
     Raises:
         GrowthError: `grown` has no growth record, or does not belong to `source`.
@@ -92,7 +97,7 @@ def verify(source: Any, grown: Any, *, tokens: Tensor | None = None) -> VerifyRe
     if tokens is None:
         tokens = _random_tokens(opened)
     _check_tokens(opened, tokens)
-    outputs = compare_outputs(plan, _model(source), _model(grown), tokens)
+    outputs = compare_outputs(plan, _model(source), _model(grown), tokens, labels)
     failure = ""
     if bad := [group for group in groups if not group.ok]:
         failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
@@ -258,12 +263,15 @@ def _model(model: Any) -> Any:
 
 
 @torch.no_grad()
-def compare_outputs(plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
+def compare_outputs(
+    plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
+) -> dict[str, float]:
     """Outputs of both models on (batch, length) ids, in evaluation mode.
 
     Returns:
         "relative error": largest absolute difference over the largest absolute output; for models
-        with a vocabulary head also "KL (nats)" and "top-1 agreement".
+        with a vocabulary head also "KL (nats)", "top-1 agreement" and, given labels, "source loss"
+        and "grown loss".
     """
     old, new = _outputs(source, tokens), _outputs(grown, tokens)
     if old.shape != new.shape:
@@ -275,6 +283,9 @@ def compare_outputs(plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor) -
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
+        if labels is not None:
+            for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
+                result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
     return result
 
 

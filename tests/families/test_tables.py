@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from growkern.errors import GrowthError
-from growkern.families.spec import load_family, parse_family, supported_families, tomllib
+from growkern.families.load import load_family, parse_family, supported_families, tomllib
 
 # every size differs, so that two axes cannot be confused
 BERT = {
