@@ -239,6 +239,8 @@ def test_accumulated_batches_equal_one_large_batch(family, tmp_path):
             gradient_accumulation_steps=accumulation,
         )
         model = build(family).double()
+        # what a model says of its own loss does not matter: the labels are counted all the same
+        model.accepts_loss_kwargs = False
         trainer = TwoStageTrainer(model, args, train_dataset=Batches(24))
         trainer.train()
         results.append((losses_of(trainer), model.state_dict()))
@@ -298,9 +300,10 @@ def test_state_of_every_parameter_exists_before_the_first_step(tmp_path):
                 for name, value in model.state_dict().items():
                     assert torch.equal(value, before[name]), name
 
+    # a real learning rate and weight decay: a step on the parameters themselves would show
     TwoStageTrainer(
         model,
-        arguments(tmp_path, max_steps=1),
+        arguments(tmp_path, max_steps=1, warmup_steps=0, weight_decay=0.1),
         two_stage=STAGES,
         train_dataset=Batches(4),
         callbacks=[Look()],
@@ -330,15 +333,19 @@ def test_a_batch_without_labels_does_not_break_the_step(tmp_path):
 def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
     results = []
     for bf16 in (False, True):
+        model, teacher, dtypes = build("llama", seed=3), build("llama", layers=2, seed=4), []
         trainer = TwoStageTrainer(
-            build("llama", seed=3),
+            model,
             arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
             inheritance=SCHEDULE,
-            teacher=build("llama", layers=2, seed=4),
+            teacher=teacher,
             train_dataset=Batches(4),
-            data_collator=None,
         )
+        for one in (model, teacher):
+            projection = stack_of(one)[0].mlp.down_proj
+            projection.register_forward_hook(lambda *a, seen=dtypes: seen.append(a[-1].dtype))
         trainer.train()
+        assert dtypes == [torch.bfloat16 if bf16 else torch.float32] * 4
         results.append(losses_of(trainer))
     assert results[0] != results[1]
     np.testing.assert_allclose(results[1], results[0], rtol=3e-2)
