@@ -8,7 +8,6 @@ nothing: `fill_`, and the library's streaming stores fed from one source row in 
 import argparse
 from typing import Any
 
-import numpy
 import torch
 
 from bench.report import interleaved_ms, machine, relative_error, require_green, show_and_save

@@ -78,6 +78,15 @@ void noise_factors(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int6
 // (1) in its order: element, row scale, column scale, noise. Null: a factor of 1.
 template <class In, class Out, class Acc>
 void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
+    if constexpr (same<In, f16>) {
+        float floats[MAX_COLUMNS];
+        decode_halves(x, n, floats);
+        return convert<float, Out, Acc>(floats, n, row, col, noise, y);
+    } else if constexpr (same<Out, f16>) {
+        float floats[MAX_COLUMNS];
+        convert<In, float, Acc>(x, n, row, col, noise, floats);
+        return encode_halves(floats, n, y);
+    }
     if (!col) {
         col = noise;
         noise = nullptr;

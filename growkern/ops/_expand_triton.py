@@ -145,8 +145,8 @@ def expand_triton(
 
 def aot_cases() -> list[AotCase]:
     """FPI and AKI with noise, as the growth of a large model launches them."""
-    pointers = ("weight", "upper", "out", "rows", "cols", "row_scale", "col_scale", "noise")
-    pointers += ("key", "mult")
+    pointers = ["weight", "upper", "out", "rows", "cols", "row_scale", "col_scale", "noise"]
+    pointers += ["key", "mult"]
     strides = ("stride_weight_r", "stride_upper_r", "stride_out_m")
     cases = []
     for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):

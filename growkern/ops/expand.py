@@ -17,7 +17,6 @@ Products are rounded to float32 (float64 for a float64 weight) in the order of (
 once more to the output dtype.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the output.
-Read on in this order: reference, kernels, op, autograd, public function.
 """
 
 from typing import Any
@@ -29,6 +28,7 @@ from growkern.ops._backend import choose_backend
 from growkern.ops._expand_checks import check_expand, check_no_overlap, check_range
 from growkern.ops._expand_cpu import expand_cpu
 from growkern.ops._expand_triton import expand_triton
+from growkern.ops._fold import folded
 from growkern.ops._hash_noise import hash_noise, line_keys
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._native import advise_huge_pages
@@ -113,7 +113,12 @@ def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) 
     return (R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0])
 
 
-KERNELS = {"cpu": expand_cpu, "triton": expand_triton}
+def _reference_into(out_MN: Tensor, *args: Any) -> None:
+    arguments = (*args, out_MN.dtype)
+    out_MN.copy_(expand_reference(*arguments))
+
+
+KERNELS = {"reference": _reference_into, "cpu": expand_cpu, "triton": expand_triton}
 
 
 def _run(
@@ -130,12 +135,8 @@ def _run(
     check_no_overlap(out_MN, weight_RC, upper_RC)
     if not out_MN.numel():
         return
-    run = KERNELS.get(choose_backend(backend, weight_RC.device))
-    if run is not None:
-        run(out_MN, weight_RC, upper_RC, *maps, *factors)
-    else:
-        arguments: tuple[Any, ...] = (*maps, *factors, out_MN.dtype)
-        out_MN.copy_(expand_reference(weight_RC, upper_RC, *arguments))
+    run = KERNELS[choose_backend(backend, weight_RC.device)]
+    run(out_MN, weight_RC, upper_RC, *maps, *factors)
 
 
 @torch.library.custom_op("growkern::expand", mutates_args=())
@@ -163,8 +164,8 @@ def expand_op(
 
 @expand_op.register_fake
 def _(weight_RC, upper_RC, rows_M, cols_N, *factors_dtype_backend):
-    out_dtype = factors_dtype_backend[-2]
-    return weight_RC.new_empty(_out_shape(weight_RC, rows_M, cols_N), dtype=out_dtype)
+    shape, out_dtype = _out_shape(weight_RC, rows_M, cols_N), factors_dtype_backend[-2]
+    return weight_RC.new_empty(shape, dtype=out_dtype)
 
 
 @torch.library.custom_op("growkern::expand_out", mutates_args=("out_MN",))
@@ -198,33 +199,22 @@ def _(*args):
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight_RC, upper_RC, *tensors = inputs[:8]
     ctx.save_for_backward(*tensors)
-    ctx.shape, ctx.dtype, ctx.has_upper = weight_RC.shape, weight_RC.dtype, upper_RC is not None
-    ctx.noise_key = inputs[8:11]
-
-
-def _folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
-    """Sums the slices of x that share an index: the adjoint of index_select, in a fixed order."""
-    if x.device.type == "cpu":
-        shape = (n, x.shape[1]) if dim == 0 else (x.shape[0], n)
-        return x.new_zeros(shape).index_add(dim, index, x)
-    # index_add is atomic on a GPU, index_put sorts: the same sum every time
-    x = x.movedim(dim, 0)
-    return x.new_zeros(n, x.shape[1]).index_put((index,), x, accumulate=True).movedim(0, dim)
+    ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
+    ctx.has_upper, ctx.noise_key = upper_RC is not None, inputs[8:11]
 
 
 def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     rows_M, cols_N, *factors = ctx.saved_tensors
     R, C = ctx.shape
-    x_MN = dout_MN.to(torch.float64 if ctx.dtype == torch.float64 else torch.float32)
+    x_MN = dout_MN.to(ctx.acc)
     rows_all_M = _explicit(rows_M, R, x_MN.device)
     cols_all_N = _explicit(cols_N, C, x_MN.device)
     x = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
-    # with `upper` both axes are twice as long: the first quarter is the weight's, the rest upper's
-    times = 2 if ctx.has_upper else 1
+    times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
     if ctx.has_upper or cols_N is not None:
-        x = _folded(x, 1, cols_all_N, times * C)
+        x = folded(x, 1, cols_all_N, times * C)
     if ctx.has_upper or rows_M is not None:
-        x = _folded(x, 0, rows_all_M, times * R)
+        x = folded(x, 0, rows_all_M, times * R)
     dweight_RC = x[:R, :C].to(ctx.dtype)
     dupper_RC = None
     if ctx.has_upper:
@@ -284,8 +274,7 @@ def expand(
 
     Raises:
         GrowthError: shapes, dtypes or devices that do not fit together; an index out of range
-            (checked on the CPU; on a GPU an index out of range is undefined); a backend that
-            cannot run here.
+            (on the CPU; undefined on a GPU); a backend that cannot run here.
     """
     check_expand(
         weight,
@@ -302,12 +291,10 @@ def expand(
         # a vector is a matrix of one row: its elements lie along the contiguous axis
         weight, upper = weight[None], None if upper is None else upper[None]
         rows, cols, row_scale, col_scale = None, rows, None, row_scale
-    maps_and_factors = (
-        *(weight, upper, rows, cols, row_scale, col_scale, row_noise, col_noise),
-        *(seed, row_offset, col_offset),
-    )
+    factors = (row_scale, col_scale, row_noise, col_noise, seed, row_offset, col_offset)
+    arguments = (weight, upper, rows, cols, *factors)
     if out is not None:
-        expand_out_op(out[None] if is_vector else out, *maps_and_factors, backend or "")
+        expand_out_op(out[None] if is_vector else out, *arguments, backend or "")
         return out
-    result = expand_op(*maps_and_factors, out_dtype or weight.dtype, backend or "")
+    result = expand_op(*arguments, out_dtype or weight.dtype, backend or "")
     return result[0] if is_vector else result
