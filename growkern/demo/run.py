@@ -17,7 +17,15 @@ from rich.console import Console
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 import growkern
-from growkern.demo.config import CONTESTANTS, FULL, QUICK, Contestant, DemoConfig, Size
+from growkern.demo.config import (
+    CONTESTANTS,
+    FULL,
+    GROWTH,
+    QUICK,
+    Contestant,
+    DemoConfig,
+    Size,
+)
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.demo.progress import Narrator
 from growkern.demo.report import result_table, summarize
@@ -166,7 +174,7 @@ class _Demo:
         return BertForMaskedLM(config)
 
     def _growth(self, method: str) -> dict[str, Any]:
-        return {**self.grown[method], **asdict(self.config.target), "seed": self.seed}
+        return {**GROWTH, **self.grown[method], **asdict(self.config.target), "seed": self.seed}
 
     def _plan(self) -> dict[str, Any]:
         made = plan(self.directory / "source", **self._growth("fpi"))
