@@ -41,6 +41,11 @@ def all_cases() -> list[AotCase]:
     return cases
 
 
+def _places(kinds: tuple[str, ...]) -> list[tuple[tuple[int], str]]:
+    """The members of a tuple argument with their paths in it."""
+    return [((j,), kind) for j, kind in enumerate(kinds)]
+
+
 def _source(case: AotCase) -> ASTSource:
     names = case.kernel.arg_names
     given = {**case.signature, **case.constexprs}
@@ -48,9 +53,10 @@ def _source(case: AotCase) -> ASTSource:
         raise ValueError(f"{case.name}: arguments {sorted(set(given) ^ set(names))} do not match")
     signature = {name: case.signature.get(name, "constexpr") for name in names}
     attrs = {
-        (names.index(name),): [["tt.divisibility", 16]]
+        (names.index(name), *place): [["tt.divisibility", 16]]
         for name, kind in case.signature.items()
-        if kind[0] in "*i" and name not in case.unaligned
+        for place, one in ([((), kind)] if isinstance(kind, str) else _places(kind))
+        if one[0] in "*i" and name not in case.unaligned
     }
     return ASTSource(case.kernel, signature, case.constexprs, attrs)
 
@@ -64,7 +70,7 @@ def _widest_store(ptx: str) -> int:
 def compile_case(case: AotCase, capability: int) -> dict[str, Any]:
     """Registers, spilled bytes and shared memory of one kernel on one architecture."""
     # enable_fp_fusion is what the launchers pass, and from Triton 3.9 has to be said
-    options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": case.num_warps, "enable_fp_fusion": False, "maxnreg": case.maxnreg}
     compiled = triton.compile(_source(case), GPUTarget("cuda", capability, 32), options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

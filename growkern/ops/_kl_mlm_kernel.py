@@ -12,6 +12,8 @@ from growkern.ops._launch import acc_dtype, jit, next_power_of_2, tl
 
 # 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
 MAX_BLOCK_V = 4096
+# left to itself ptxas aims at 80 registers on sm_80 and spills
+MAX_REGISTERS = 128
 
 
 @jit
@@ -283,6 +285,5 @@ def rows_on_triton(
         ACC=acc_dtype(student_NV)[1],
         BLOCK_V=min(MAX_BLOCK_V, next_power_of_2(vocab)),
         num_warps=8,
-        # left to itself ptxas aims at 80 registers on sm_80 and spills
-        maxnreg=128,
+        maxnreg=MAX_REGISTERS,
     )

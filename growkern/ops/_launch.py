@@ -27,18 +27,19 @@ else:
 class AotCase(NamedTuple):
     """One way to launch a kernel. ``aot_cases()`` of a kernel module lists those that matter.
 
-    `signature` has the type of every run-time argument ("*bf16", "i32", "fp32"); `constexprs` the
-    value of every other one (the constants in capitals, strides that are 1, pointers that are
-    None). Pointers and integers are multiples of 16, as the launcher finds them, unless they are
-    in `unaligned`.
+    `signature` has the type of every run-time argument ("*bf16", "i32", "fp32", or a tuple of
+    such); `constexprs` the value of every other one (the constants in capitals, strides that are
+    1, pointers that are None). Pointers and integers are multiples of 16, as the launcher finds
+    them, unless they are in `unaligned`.
     """
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constexprs: dict[str, Any]
     unaligned: tuple[str, ...] = ()
     num_warps: int = 4
+    maxnreg: int | None = None
 
 
 def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:

@@ -203,5 +203,9 @@ class _Sums:
         if dx is not None and self.dx is not None and self.dx is not dx:
             dx.copy_(self.dx[:-1])
         for total, grad in zip((self.dw, self.db), by_column, strict=True):
-            if total is not None and grad is not None and total is not grad:
-                grad.copy_(total if unscale is None else total * unscale)
+            if total is None or grad is None:
+                continue
+            if unscale is not None:
+                total *= unscale
+            if total is not grad:
+                grad.copy_(total)

@@ -9,12 +9,12 @@ temperature T and inheritance rate alpha (Qin et al. 2022, Knowledge Inheritance
     loss = (1 - alpha) * sum_{rows in M} MLM / n_M
          + alpha * T^2 * sum_{rows in K} sum_k w_k KL_k / n_K                               (3)
     dMLM/dz  = q - onehot(y);   at y it is -sum_{v != y} q[v], not q[y] - 1                 (4)
-    dKL_k/dz = (q_T - p_k) / T = p_k * expm1(log q_T - log p_k) / T                         (5)
+    dKL_k/dz = (q_T - p_k) / T                                                              (5)
 
 M are the rows whose label is not ignored, K those of `kl_rows`. With a softcap c the logits are
 c * tanh(z / c) and the gradient gains the factor 1 - tanh(z / c)^2 (6).
-The second form of (5) is taken where q_T and p_k are close: a grown student starts beside its
-teacher, and there the difference of two rounded softmaxes is mostly rounding.
+A GPU's exp is good to 4e-7 only, so there (5) is p_k * expm1(log q_T - log p_k) / T where the two
+are close: a grown student starts beside its teacher.
 
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, S statistics per row.
 Read on in this order: reference, op, autograd, public function; then `_kl_mlm_kernel.py` for a
@@ -142,7 +142,7 @@ def kl_mlm_rows_backward_op(
         rows_on_triton(*inputs, rows_SN, drows_SN, dstudent_NV, have_rows=True)
     else:
         # a CPU has the row in cache when it needs the sums: again is cheaper than from memory
-        rows_on_cpu(*inputs, torch.empty_like(rows_SN), drows_SN, dstudent_NV)
+        rows_on_cpu(*inputs, None, drows_SN, dstudent_NV)
     return dstudent_NV
 
 

@@ -123,8 +123,10 @@ def _empty_outputs(
     W, N = weight_WN.shape
     loss = weight_WN.new_empty((N,) if per_row else ())
     rows_SN = weight_WN.new_empty(2 * W, N)
+    # a loss scaler acts in backward: until then float16 gradients would fall under 6e-8
+    dtype = weight_WN.dtype if student[0].dtype == torch.float16 else student[0].dtype
     dx, dw, db = (
-        torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         if wish and not per_row
         else x.new_empty(0)
         for x, wish in zip(student, want, strict=True)
@@ -140,14 +142,16 @@ def _(
 
 
 @torch.library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
-def linear_kl_mlm_backward_op(dloss: Tensor, grads: list[Tensor]) -> list[Tensor]:
+def linear_kl_mlm_backward_op(
+    dloss: Tensor, grads: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
     """The gradients of forward times the incoming scalar: new tensors, so it can run twice."""
-    return [grad * dloss.to(grad.dtype) for grad in grads]
+    return [(grad * dloss.to(grad.dtype)).to(dtype) for grad in grads]
 
 
 @linear_kl_mlm_backward_op.register_fake
-def _(dloss, grads) -> list:
-    return [torch.empty_like(grad) for grad in grads]
+def _(dloss, grads, dtype) -> list:
+    return [torch.empty_like(grad, dtype=dtype) for grad in grads]
 
 
 # ----------------------------------------------------------------- autograd
@@ -159,6 +163,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(rows_SN, *grads)
     ctx.set_materialize_grads(False)
     ctx.n_teachers, ctx.options = len(teachers), options
+    ctx.dtype = student[0].dtype
     ctx.per_row, ctx.want = options[3], options[4]
     if ctx.per_row:
         ctx.save_for_backward(labels_N, kind_N, weight_WN, *student, *teachers)
@@ -173,21 +178,15 @@ def _backward(ctx, dloss, *_) -> tuple:
     if ctx.per_row:
         labels_N, kind_N, weight_WN, *heads = ctx.saved_tensors
         vocab, maths, _parts, _per_row, *rest = ctx.options
+        rows = (labels_N, kind_N, weight_WN * dloss)
         _, _, *grads = linear_kl_mlm_op(
-            heads[:3],
-            heads[3:],
-            labels_N,
-            kind_N,
-            weight_WN * dloss,
-            vocab,
-            maths,
-            False,
-            False,
-            *rest,
+            heads[:3], heads[3:], *rows, vocab, maths, False, False, *rest
         )
     else:
-        grads = linear_kl_mlm_backward_op(dloss, ctx.saved_tensors)
-    student = [grad if wish else None for grad, wish in zip(grads, ctx.want, strict=True)]
+        grads = linear_kl_mlm_backward_op(dloss, ctx.saved_tensors, ctx.dtype)
+    student = [
+        grad.to(ctx.dtype) if wish else None for grad, wish in zip(grads, ctx.want, strict=True)
+    ]
     return student, [None] * ctx.n_teachers, *none
 
 

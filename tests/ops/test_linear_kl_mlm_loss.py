@@ -150,6 +150,20 @@ def test_narrow_gradients_written_over_the_logits(dtype, bar):
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
+def test_float16_with_a_loss_scaler(backend):
+    """Row weights of 1e-5: dlogits lie under float16's floor until the scaler's 2^15 comes in."""
+    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    options = {"alpha": 1.0, "num_items": 1e5}
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
+    inputs = [x.clone().requires_grad_() for x in student]
+    loss = call(inputs, [teacher], labels, backend=backend, **options)
+    actual = torch.autograd.grad(2.0**15 * loss, inputs)
+    for name, a, t in zip(NAMES, actual, truth, strict=True):
+        assert a.dtype == torch.float16 and relative_error(a, 2.0**15 * t) <= 2e-3, name
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
 def test_rows_of_neither_mask_reach_no_gemm(backend, device):
     student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
     labels[:] = IGNORED
@@ -319,7 +333,8 @@ def test_opcheck(per_row, backend, device):
     inputs = (student, teachers[0], labels, kind, weights, 9, *options)
     torch.library.opcheck(linear_kl_mlm_op, inputs)
     grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
-    torch.library.opcheck(linear_kl_mlm_backward_op, (torch.tensor(2.0, device=device), grads))
+    inputs = (torch.tensor(2.0, device=device), grads, torch.float16)
+    torch.library.opcheck(linear_kl_mlm_backward_op, inputs)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
