@@ -83,7 +83,13 @@ def _quiet_transformers() -> Iterator[None]:
 
 class _Demo:
     def __init__(self, directory: Path, config: DemoConfig, seed: int, console: Console) -> None:
-        identity = {"config": asdict(config), "seed": seed, "version": growkern.__version__}
+        identity = {
+            "config": asdict(config),
+            "growth": GROWTH,
+            "contestants": [asdict(contestant) for contestant in CONTESTANTS],
+            "seed": seed,
+            "version": growkern.__version__,
+        }
         self.directory, self.config, self.seed, self.console = directory, config, seed, console
         self.stages = Stages(directory, identity)
         self.grown = {c.growth["method"]: c.growth for c in CONTESTANTS if c.growth}

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, BertForMaskedLM
 
 import growkern
-from growkern.demo import MICRO, run_demo
+from growkern.demo import MICRO, progress, run_demo
 from growkern.demo.config import CONTESTANTS
 from growkern.demo.report import result_table, summarize
 from growkern.errors import GrowthError
@@ -82,6 +82,21 @@ def test_a_finished_demo_does_nothing_again(finished, monkeypatch):
     again, text = run(directory)
     assert numbers(again) == numbers(result)
     assert text.count("done before") == 12
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_a_terminal_and_in_a_file(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", -1)
+    console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
+    narrator = progress.Narrator(console, 2)
+    narrator.skip("first")
+    with narrator.stage("second") as stage:
+        stage.report(0, 10, None)
+        stage.report(5, 10, 4.25)
+        stage.note = "all well"
+    text = console.file.getvalue()
+    assert "first: done before" in text and "second: all well" in text
+    assert "5/10" in text and "validation loss 4.250" in text
 
 
 class Killed(BaseException):
