@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,7 @@ from growkern.demo.config import (
 )
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.demo.progress import Narrator
-from growkern.demo.report import result_table, summarize
+from growkern.demo.report import machine, result_table, summarize
 from growkern.demo.stages import Stages, write_json
 from growkern.demo.training import Data, curve_from, curve_record, train_model
 from growkern.errors import GrowthError
@@ -189,6 +188,9 @@ class _Demo:
 
     def _grow(self, method: str) -> dict[str, Any]:
         target = self.directory / "grown" / method
+        # what a killed growth left beside its target
+        for left in target.parent.glob(f".{method}.*"):
+            shutil.rmtree(left)
         grow_checkpoint(
             self.directory / "source",
             target,
@@ -285,16 +287,3 @@ class _Demo:
         for name in (PICTURE_FILE, RESULT_FILE):
             self.console.print(f"{self.directory / name}", highlight=False)
         return results
-
-
-def machine() -> dict[str, Any]:
-    """What the seconds of a demo were measured on."""
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "growkern": growkern.__version__,
-    }

@@ -32,7 +32,7 @@ class Stages:
                     "--dir, or remove it"
                 )
             return
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if directory.exists() and not (directory.is_dir() and _is_empty(directory)):
             raise GrowthError(
                 f"{directory} exists and is no demo's directory: choose another --dir"
             )
@@ -47,6 +47,11 @@ class Stages:
 
     def is_done(self, name: str) -> bool:
         return (self.directory / "done" / f"{name}.json").is_file()
+
+
+def _is_empty(directory: Path) -> bool:
+    """But for the identity that was being written when an earlier start was killed."""
+    return all(path.name == f".{IDENTITY_FILE}.part" for path in directory.iterdir())
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -69,7 +69,8 @@ def train_model(
     trainer.save_model()
     trainer.save_state()
     for left in directory.glob("checkpoint-*"):
-        shutil.rmtree(left)
+        # renamed first: a checkpoint that is half deleted must not be taken for one to go on from
+        shutil.rmtree(left.rename(left.with_name(f".{left.name}")))
     return curve_of(trainer.state.log_history, title)
 
 
