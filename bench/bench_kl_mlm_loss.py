@@ -73,8 +73,8 @@ def main():
                 student, teacher, labels = make_inputs(N, V, dtype)
 
                 def step(fn=fn, student=student, teacher=teacher, labels=labels):
-                    student.grad = None
                     fn(student, teacher, labels, 0.5).backward()
+                    student.grad = None
 
                 row = {
                     "shape": f"{N}x{V}",

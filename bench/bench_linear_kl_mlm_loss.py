@@ -91,9 +91,9 @@ def main():
                 student, teacher, labels = make_inputs(N, V, H, H_t, dtype)
 
                 def step(fn=fn, student=student, teacher=teacher, labels=labels):
+                    fn(student, teacher, labels, 0.5).backward()
                     for x in student:
                         x.grad = None
-                    fn(student, teacher, labels, 0.5).backward()
 
                 row = {
                     "shape": f"{N}x{V}x{H}/{H_t}",
