@@ -13,7 +13,7 @@ PACKAGE = Path(growkern.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # each layer may import itself and the ones before it
-LAYERS = ("errors", "ops", "families", "growth", "train", "plot", "demo", "info", "cli", "__main__")
+LAYERS = ("errors", "ops", "families", "growth", "train", "plot", "info", "demo", "cli", "__main__")
 
 # what a layer may import that is neither ours nor the standard library; the others are free
 THIRD_PARTY = {

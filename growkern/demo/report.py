@@ -1,16 +1,10 @@
 """What a demo found: one table, one picture, and every number behind them as JSON."""
 
-import os
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.table import Table
 
-import growkern
 from growkern.plot import Curve, saving
 
 NOT_REACHED = "not reached"
@@ -75,25 +69,3 @@ def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
 
 def _number(value: float | None, form: str, missing: str = "-") -> str:
     return missing if value is None else format(value, form)
-
-
-def machine() -> dict[str, Any]:
-    """What the seconds of a demo were measured on."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "growkern": growkern.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -27,13 +27,14 @@ from growkern.demo.config import (
 )
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.demo.progress import Narrator
-from growkern.demo.report import machine, result_table, summarize
+from growkern.demo.report import result_table, summarize
 from growkern.demo.stages import Stages, write_json
 from growkern.demo.training import Data, curve_from, curve_record, train_model
 from growkern.errors import GrowthError
 from growkern.growth.grow import grow_checkpoint
 from growkern.growth.plan import plan
 from growkern.growth.verify import verify
+from growkern.info import collect
 from growkern.plot import Curve, draw
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text
@@ -267,11 +268,11 @@ class _Demo:
         curves: list[Curve],
     ) -> dict[str, Any]:
         rows = summarize(source, curves)
-        host = machine()
+        machine = collect()
         results = {
             "config": asdict(self.config),
             "seed": self.seed,
-            "machine": host,
+            "machine": machine.to_dict(),
             "corpus": corpus,
             "plan": plan_record,
             "growth": checks,
@@ -281,7 +282,7 @@ class _Demo:
         }
         write_json(self.directory / RESULT_FILE, results)
         size = self.config.target
-        title = f"BERT {size.num_hidden_layers} x {size.hidden_size}, {host['cpu']}"
+        title = f"BERT {size.num_hidden_layers} x {size.hidden_size}, {machine.devices[0]}"
         draw(curves, self.directory / PICTURE_FILE, title=title)
         self.console.print(result_table(rows, source))
         for name in (PICTURE_FILE, RESULT_FILE):
