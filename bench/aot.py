@@ -41,9 +41,17 @@ def all_cases() -> list[AotCase]:
     return cases
 
 
-def _places(kinds: tuple[str, ...]) -> list[tuple[tuple[int], str]]:
-    """The members of a tuple argument with their paths in it."""
-    return [((j,), kind) for j, kind in enumerate(kinds)]
+def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """The members of a tuple argument with their paths in it; an argument that is none, whole."""
+    if isinstance(kind, tuple):
+        return [((j,), member) for j, member in enumerate(kind)]
+    return [((), kind)]
+
+
+def _typed(kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(_typed(member) for member in kind)
+    return kind if isinstance(kind, str) else "constexpr"
 
 
 def _source(case: AotCase) -> ASTSource:
@@ -51,14 +59,16 @@ def _source(case: AotCase) -> ASTSource:
     given = {**case.signature, **case.constexprs}
     if sorted(given) != sorted(names):
         raise ValueError(f"{case.name}: arguments {sorted(set(given) ^ set(names))} do not match")
-    signature = {name: case.signature.get(name, "constexpr") for name in names}
-    attrs = {
-        (names.index(name), *place): [["tt.divisibility", 16]]
-        for name, kind in case.signature.items()
-        for place, one in ([((), kind)] if isinstance(kind, str) else _places(kind))
-        if one[0] in "*i" and name not in case.unaligned
-    }
-    return ASTSource(case.kernel, signature, case.constexprs, attrs)
+    signature = {name: _typed(case.signature.get(name)) for name in names}
+    constants, attrs = dict(case.constexprs), {}
+    for name, kind in case.signature.items():
+        for place, one in _places(kind):
+            path = (names.index(name), *place)
+            if not isinstance(one, str):
+                constants[path] = one
+            elif one[0] in "*i" and name not in case.unaligned:
+                attrs[path] = [["tt.divisibility", 16]]
+    return ASTSource(case.kernel, signature, constants, attrs)
 
 
 def _widest_store(ptx: str) -> int:

@@ -28,9 +28,9 @@ class AotCase(NamedTuple):
     """One way to launch a kernel. ``aot_cases()`` of a kernel module lists those that matter.
 
     `signature` has the type of every run-time argument ("*bf16", "i32", "fp32", or a tuple of
-    such); `constexprs` the value of every other one (the constants in capitals, strides that are
-    1, pointers that are None). Pointers and integers are multiples of 16, as the launcher finds
-    them, unless they are in `unaligned`.
+    such, where None and 1 stand for themselves); `constexprs` the value of every other one (the
+    constants in capitals, strides that are 1, pointers that are None). Pointers and integers are
+    multiples of 16, as the launcher finds them, unless they are in `unaligned`.
     """
 
     name: str
