@@ -87,7 +87,7 @@ FULL = DemoConfig(
     source=Size(96, 4, 384, 3),
     target=Size(144, 6, 576, 5),
     source_training=Training(1000, 2e-3, 100, eval_every=100, save_every=200),
-    target_training=Training(1800, 1e-3, 100, eval_every=50, save_every=100),
+    target_training=Training(1500, 1e-3, 100, eval_every=50, save_every=100),
 )
 
 QUICK = DemoConfig(
