@@ -88,13 +88,19 @@ def machine() -> dict[str, Any]:
     return facts
 
 
+def _cell(x: Any) -> str:
+    if x is None:
+        return "-"
+    return f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
 def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
     """Prints the rows as a table and writes them to bench/results/<op>.json."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()))
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()))
+        table.add_row(*(_cell(x) for x in row.values()))
     console.print(table)
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{op}.json"
