@@ -47,7 +47,7 @@ def _width(plan: GrowthPlan) -> list[Finding]:
         return [Finding("exact", what, "extra coordinates carry the mean, the scale the variance")]
     if layout.is_carried:
         delta = options.carry
-        why = f"extra coordinates carry the mean to O(carry^2), carry={delta:g}"
+        why = f"extra coordinates carry the mean to O(carry^2), carry={delta:g} (0.01: to 1e-6)"
         return [Finding("approximate", what, why)]
     why = (
         f"extra coordinates get the mean of the norms' biases only ({layout.why_no_carry}); "

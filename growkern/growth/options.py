@@ -33,8 +33,11 @@ class GrowthOptions:
         noise: size of the noise relative to each weight, at most.
         aki: `unit` whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` contiguous copies, `balanced` random copies with equal counts.
-        carry: size delta of the mean that extra coordinates carry through a post-norm; the error
-            is O(delta^2), the norm's weight there 1/delta. 0 turns it off.
+        carry: at an uneven width extra coordinates carry the mean through a post-norm at a
+            quarter of this amplitude. The error is O(carry^2): 1e-6 and less at 0.01. The norm's
+            weight there is 4/carry, and a weight of 400 does not survive a learning rate of 1e-3
+            (the loss of a small BERT went from 5.5 to 6.0 in 160 steps, to 5.3 at 1.0), hence the
+            default. 0 turns it off.
         seed: of maps, noise, shares and random weights.
     """
 
@@ -45,7 +48,7 @@ class GrowthOptions:
     noise: float = 0.5
     aki: str = "unit"
     maps: str = "cyclic"
-    carry: float = 1e-2
+    carry: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:

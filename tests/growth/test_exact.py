@@ -135,7 +135,7 @@ def test_where_the_mean_cannot_be_carried_the_plan_says_so(config, growth, why):
 
 def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
     source = random_model("BertForMaskedLM", BERT)
-    grown = growkern.grow(source, hidden_size=20, intermediate_size=40)
+    grown = growkern.grow(source, hidden_size=20, intermediate_size=40, carry=1e-2)
     assert {f.what: f.level for f in grown.growth_plan.findings} == {
         "hidden_size 12 -> 20": "approximate",
         "MLM head": "changed",
