@@ -56,9 +56,9 @@ def rows_on_cpu(
         drows_SB = None if drows_SN is None else drows_SN[: 1 + K, where].to(acc)
         rows_SB = None if rows_SN is None else rows_SN.new_zeros(2 + 2 * K, rows_B.numel())
         kind_B, teachers = kind_N[where], blocks[1 : 1 + K]
-        block = (blocks[0], teachers, labels_N[where], kind_B, maths, parts)
-        grad = _block(*block, rows_SB, drows_SB, blocks[1 + K :])
-        if rows_SN is not None:
+        inputs = (blocks[0], teachers, labels_N[where], kind_B, maths, parts)
+        grad = _block(*inputs, rows_SB, drows_SB, blocks[1 + K :])
+        if rows_SN is not None and rows_SB is not None:
             rows_SN[: 2 + 2 * K, where] = rows_SB
         if dstudent_NV is not None and grad is not None:
             dstudent_NV[where, :vocab] = grad.to(dstudent_NV.dtype)
