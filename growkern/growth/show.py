@@ -78,7 +78,9 @@ def verify_table(report: VerifyReport) -> Group:
     for group in report.groups:
         verdict = Text("ok", "green") if group.ok else Text(f"FAIL: {group.worst}", "red")
         fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
-        table.add_row(group.kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
+        # layers are told from the rest by their number
+        kind = group.kind.rpartition("{l}.")[2]
+        table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
     outputs = Table(title=f"outputs on {report.tokens} tokens", title_justify="left")
     outputs.add_column("measure")
     outputs.add_column("value", justify="right")

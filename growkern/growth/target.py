@@ -117,6 +117,9 @@ def _check_sizes(family: Family, source: Any, target: Any) -> None:
         old, new = family.size(source, key), family.size(target, key)
         if new < old:
             raise GrowthError(f"{field}={new} is smaller than the source's {old}; growth widens")
+    fields = growable_fields(family)
+    if all(family.size(source, key) == family.size(target, key) for key in fields.values()):
+        raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     stream, heads = family.size(target, "stream"), family.size(target, "q_heads")
     stream_field, heads_field = family.config_field("stream"), family.config_field("q_heads")
     head_dim = family.head_dim(source)

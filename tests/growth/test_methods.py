@@ -234,6 +234,8 @@ def test_stacked_copies_get_their_own_noise():
         ({"hidden_size": 8}, "hidden_size=8 is smaller than the source's 12"),
         ({"hidden_size": 22}, "nearest sizes are 20 .5 heads. and 24 .6 heads."),
         ({"num_attention_heads": 4}, "head_dim stays 4"),
+        ({"hidden_size": 12}, "nothing grows: give a larger hidden_size, "),
+        ({"seed": 1}, "nothing grows"),
         ({"hiden_size": 24}, "did you mean 'hidden_size'"),
         ({"hidden_size": 24.0}, "whole number"),
         ({"num_hidden_layers": 0}, "positive"),
