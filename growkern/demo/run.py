@@ -19,7 +19,6 @@ import growkern
 from growkern.demo.config import (
     CONTESTANTS,
     FULL,
-    GROWTH,
     QUICK,
     Contestant,
     DemoConfig,
@@ -85,7 +84,6 @@ class _Demo:
     def __init__(self, directory: Path, config: DemoConfig, seed: int, console: Console) -> None:
         identity = {
             "config": asdict(config),
-            "growth": GROWTH,
             "contestants": [asdict(contestant) for contestant in CONTESTANTS],
             "seed": seed,
             "version": growkern.__version__,
@@ -180,7 +178,7 @@ class _Demo:
         return BertForMaskedLM(config)
 
     def _growth(self, method: str) -> dict[str, Any]:
-        return {**GROWTH, **self.grown[method], **asdict(self.config.target), "seed": self.seed}
+        return {**self.grown[method], **asdict(self.config.target), "seed": self.seed}
 
     def _plan(self) -> dict[str, Any]:
         made = plan(self.directory / "source", **self._growth("fpi"))
