@@ -16,11 +16,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run. Every run of the large model has the same one.
+    """A training run: warm-up, then a rate that falls linearly to 0.
 
-    schedule: after the warm-up. The small model's rate falls to 0, as in a finished training. The
-    large model's stays: its runs end at a loss, and with a rate that falls to 0 at a last step the
-    FLOPs to that loss would depend on where the last step was put.
+    The protocol is bert2BERT's: small and large model train for equally many steps, every run of
+    the large model alike, and a run ends where it reaches the loss that scratch ends at.
     """
 
     steps: int
@@ -28,7 +27,6 @@ class Training:
     warmup_steps: int
     eval_every: int
     save_every: int
-    schedule: str = "constant_with_warmup"
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,16 @@ FULL = DemoConfig(
     name="full",
     source=Size(96, 4, 384, 3),
     target=Size(144, 6, 576, 5),
-    source_training=Training(2500, 2e-3, 100, eval_every=250, save_every=250, schedule="linear"),
-    target_training=Training(1500, 7e-4, 100, eval_every=50, save_every=100),
+    source_training=Training(1500, 2e-3, 100, eval_every=100, save_every=300),
+    target_training=Training(1500, 1e-3, 100, eval_every=50, save_every=100),
 )
 
 QUICK = DemoConfig(
     name="quick",
     source=Size(64, 4, 256, 2),
     target=Size(96, 6, 384, 4),
-    source_training=Training(1000, 2e-3, 50, eval_every=100, save_every=200, schedule="linear"),
-    target_training=Training(600, 7e-4, 50, eval_every=25, save_every=100),
+    source_training=Training(600, 2e-3, 50, eval_every=100, save_every=200),
+    target_training=Training(600, 1e-3, 50, eval_every=25, save_every=100),
     vocab_size=512,
     eval_blocks=256,
     max_files=200,
@@ -106,7 +104,7 @@ MICRO = DemoConfig(
     name="micro",
     source=Size(16, 2, 32, 2),
     target=Size(24, 3, 48, 4),
-    source_training=Training(6, 1e-2, 1, eval_every=3, save_every=3, schedule="linear"),
+    source_training=Training(6, 1e-2, 1, eval_every=3, save_every=3),
     target_training=Training(6, 1e-2, 1, eval_every=2, save_every=2),
     vocab_size=300,
     sequence_length=16,
