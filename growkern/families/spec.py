@@ -132,7 +132,7 @@ class Family:
     def config_field(self, key: str) -> str:
         """Name of the config field that holds the size called `key`."""
         entry = self.config[key]
-        return entry if isinstance(entry, str) else entry["field"]
+        return entry["field"] if isinstance(entry, dict) else str(entry)
 
     @property
     def forces_head_dim(self) -> bool:

@@ -47,7 +47,8 @@ def _width(plan: GrowthPlan) -> list[Finding]:
         return [Finding("exact", what, "extra coordinates carry the mean, the scale the variance")]
     if layout.is_carried:
         delta = options.carry
-        why = f"extra coordinates carry the mean to O(carry^2), carry={delta:g} (0.01: to 1e-6)"
+        order = "O(carry^2)" if new % old > 1 else "O(carry), as there is one extra coordinate"
+        why = f"extra coordinates carry the mean to {order}, carry={delta:g}"
         return [Finding("approximate", what, why)]
     why = (
         f"extra coordinates get the mean of the norms' biases only ({layout.why_no_carry}); "
@@ -101,7 +102,7 @@ def _depth(plan: GrowthPlan) -> list[Finding]:
         return [Finding("exact", what, "inserted blocks add zero")]
     eps = getattr(plan.source.config, plan.layout.family.norm_eps)
     why = f"inserted blocks repeat their input up to eps={eps:g} of the norms"
-    return [Finding("exact" if eps <= 1e-9 else "approximate", what, why)]
+    return [Finding("exact" if eps <= 1e-12 else "approximate", what, why)]
 
 
 def _rounding(plan: GrowthPlan) -> list[Finding]:

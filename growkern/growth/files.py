@@ -30,7 +30,7 @@ class Header:
             return shard.get_tensor(self.raw_name)
 
 
-_DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -88,7 +88,7 @@ def _read_shard(file: Path) -> dict[str, Header]:
         with safetensors.safe_open(str(file), framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 piece = shard.get_slice(name)
-                dtype = _DTYPES.get(piece.get_dtype())
+                dtype = STORED_DTYPES.get(piece.get_dtype())
                 if dtype is None:
                     raise GrowthError(
                         f"{file}: {name} has dtype {piece.get_dtype()}; growth handles F64, F32, "

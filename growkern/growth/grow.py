@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
+from growkern.growth.files import STORED_DTYPES
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, plan, plan_growth
 
 LINEAGE_FILE = "lineage.json"
+DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
 # what belongs to a checkpoint besides weights and config; only what exists is copied
 COMPANION_PATTERNS = (
     "tokenizer*",
@@ -155,10 +158,9 @@ def grow_checkpoint(
         lineage = {**grown.to_dict(), "source": str(source_dir.resolve())}
         (staging / LINEAGE_FILE).write_text(json.dumps(lineage, indent=2) + "\n", encoding="utf-8")
         _swap_in(staging, target_dir)
-    except OSError as error:
-        raise GrowthError(
-            f"{target_dir}: {error.strerror or error}; nothing was changed"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise GrowthError(f"{target_dir}: {why}; nothing was changed") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return GrowthReport(target_dir, grown, size, time.perf_counter() - start)
@@ -178,8 +180,8 @@ def plan_from_lineage(source: Any, directory: Path) -> GrowthPlan:
         options = GrowthOptions(**lineage["options"])
         sizes = {name: pair[1] for name, pair in lineage["sizes"].items()}
         before = {name: pair[0] for name, pair in lineage["sizes"].items()}
-        dtype = getattr(torch, lineage["dtype"])
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
+        dtype = DTYPES[lineage["dtype"]]
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
         raise GrowthError(f"{file}: not a growth record: {error!r}") from error
     for name, value in before.items():
         if getattr(source.config, name, None) not in (value, None):
@@ -204,10 +206,17 @@ def copy_companions(source_dir: Path, target_dir: Path) -> None:
 def _check_target(source_dir: Path, target_dir: Path, overwrite: bool) -> None:
     if target_dir.exists() and not overwrite:
         raise GrowthError(f"{target_dir} exists; give another directory or overwrite (--overwrite)")
-    if target_dir.exists() and target_dir.resolve() == source_dir.resolve():
-        raise GrowthError(f"{target_dir} is the source itself; give another directory")
-    if target_dir.exists() and not target_dir.is_dir():
+    if not target_dir.exists():
+        return
+    if not target_dir.is_dir():
         raise GrowthError(f"{target_dir} is a file; give a directory")
+    source, target = source_dir.resolve(), target_dir.resolve()
+    if source == target or target in source.parents:
+        raise GrowthError(f"{target_dir} holds the source itself; give another directory")
+    if any(target_dir.iterdir()) and not (target_dir / "config.json").is_file():
+        raise GrowthError(
+            f"{target_dir} holds something other than a checkpoint; only a checkpoint is replaced"
+        )
 
 
 def _existing_parent(target_dir: Path) -> Path:

@@ -11,7 +11,7 @@ CHOICES = {
     "method": ("fpi", "aki", "direct_copy", "random"),
     "depth": ("stack", "interleave", "identity"),
     "scheme": ("exact", "paper"),
-    "symmetry": ("noise", "split", "none"),
+    "symmetry": ("auto", "noise", "split", "none"),
     "aki": ("unit", "eq16"),
     "maps": ("cyclic", "balanced"),
 }
@@ -29,7 +29,8 @@ class GrowthOptions:
         scheme: `exact` computes the source's function to rounding where that is possible;
             `paper` is bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are told apart, else they stay equal for ever. `noise` cancelling
-            noise on the weights, `split` unequal signed shares, `none`.
+            noise on the weights, `split` unequal signed shares, `none`. `auto` is `noise`, and
+            `none` in the paper's scheme, which knows of neither.
         noise: size of the noise relative to each weight, at most.
         aki: `unit` whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` contiguous copies, `balanced` random copies with equal counts.
@@ -44,7 +45,7 @@ class GrowthOptions:
     method: str = "fpi"
     depth: str = "stack"
     scheme: str = "exact"
-    symmetry: str = "noise"
+    symmetry: str = "auto"
     noise: float = 0.5
     aki: str = "unit"
     maps: str = "cyclic"
@@ -56,6 +57,8 @@ class GrowthOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise GrowthError(f"{name}={value!r}{nearest(str(value), allowed)}")
+        if self.symmetry == "auto":
+            object.__setattr__(self, "symmetry", "none" if self.scheme == "paper" else "noise")
         for name, most in (("noise", 1.0), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.families.load import load_family
 from growkern.families.spec import Family
 from growkern.growth.files import Header, read_headers
@@ -149,6 +150,7 @@ def _open_directory(directory: Path) -> Source:
         )
     class_name = config.architectures[0]
     family.check_config(config, class_name)
+    _check_values(directory / "config.json", family, config)
     headers = read_headers(directory)
     expected = family.shapes(config, class_name)
     names = _canonical_names(family, class_name, headers, expected)
@@ -160,6 +162,18 @@ def _open_directory(directory: Path) -> Source:
 
     dtypes = {name: entry.dtype for name, entry in own.items()}
     return Source(family, config, class_name, dtypes, lambda name: own[name].read(), directory)
+
+
+def _check_values(file: Path, family: Family, config: Any) -> None:
+    for key in family.config:
+        if family.size(config, key) < 1:
+            raise GrowthError(f"{file}: {family.config_field(key)} must be positive")
+    if family.activation is not None:
+        activation = getattr(config, family.activation)
+        if activation not in ACT2FN:
+            raise GrowthError(
+                f"{file}: {family.activation}={activation!r}{nearest(str(activation), ACT2FN)}"
+            )
 
 
 def _read_config(directory: Path) -> Any:
@@ -174,7 +188,7 @@ def _read_config(directory: Path) -> Any:
         raise GrowthError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
         raise GrowthError(f'{file}: no "model_type"')
-    load_family(data["model_type"])
+    load_family(str(data["model_type"]))
     try:
         return transformers.AutoConfig.from_pretrained(directory)
     except Exception as error:

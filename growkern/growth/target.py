@@ -8,6 +8,8 @@ from typing import Any
 from growkern.errors import GrowthError, nearest
 from growkern.families.spec import Family
 
+# beyond any model; a longer number is a slip of the finger
+LARGEST_SIZE = 1 << 24
 GROWABLE = ("stream", "ffn", "q_heads", "kv_heads", "head_dim", "layers")
 
 
@@ -45,7 +47,19 @@ def resolve_target(
     else:
         _check_same_kind(family, source, target)
     _check_sizes(family, source, target)
+    _validate(family, target)
     return target
+
+
+def _validate(family: Family, target: Any) -> None:
+    """Ask the config class itself, which would refuse to load what `save_pretrained` wrote."""
+    try:
+        type(target)(**target.to_dict())
+    except Exception as error:
+        # the library raises several kinds of error here, each with the reason in its last line
+        why = str(error).strip().splitlines()[-1].strip()
+        sizes = {field: getattr(target, field) for field in growable_fields(family)}
+        raise GrowthError(f"{family.model_type} cannot have {sizes}: {why}") from error
 
 
 def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
@@ -58,6 +72,8 @@ def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GrowthError(f"{name}={value!r}: expected a positive whole number")
+        if value > LARGEST_SIZE:
+            raise GrowthError(f"{name}={value} is larger than any model; at most {LARGEST_SIZE}")
         asked[allowed[name]] = value
     return asked
 

@@ -13,18 +13,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
 from growkern.growth.grow import plan_from_lineage
 from growkern.growth.layout import Layout
+from growkern.growth.outputs import check_tokens, compare_outputs, load_model, random_tokens
 from growkern.growth.plan import GrowthPlan, Task
 from growkern.growth.source import Source, open_source
 
@@ -95,9 +93,9 @@ def verify(
     _check_belongs(plan, opened_grown)
     groups = tuple(_check_groups(plan, opened_grown))
     if tokens is None:
-        tokens = _random_tokens(opened)
-    _check_tokens(opened, tokens)
-    outputs = compare_outputs(plan, _model(source), _model(grown), tokens, labels)
+        tokens = random_tokens(opened)
+    check_tokens(opened, tokens)
+    outputs = compare_outputs(plan, load_model(source), load_model(grown), tokens, labels)
     failure = ""
     if bad := [group for group in groups if not group.ok]:
         failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
@@ -167,13 +165,15 @@ def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     eps = torch.finfo(actual.dtype).eps
     actual64, expected64 = actual.double(), expected.double()
     difference = (actual64 - expected64).abs()
-    # 1 step for 16-bit types (1 % is 1.3 steps of bf16); 4 where products round twice
-    steps = 1 if actual.dtype.itemsize == 2 else 4
-    allowed = steps * eps * expected64.abs()
+    # 4 steps where products round twice, 1 for 16-bit types; 1 % of 1.0 is just 1 step of bf16,
+    # but rounding moves few elements, never all of them
+    is_narrow = actual.dtype.itemsize == 2
+    allowed = (1 if is_narrow else 4) * eps * expected64.abs()
+    moved = is_narrow and _relative(actual64, expected64) > eps / 4
     scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
     wrong = (~(difference <= allowed) & ~both_nonfinite).any()
-    return (difference.nan_to_num(0.0).max() / scale).item(), not bool(wrong)
+    return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or moved)
 
 
 def _relative(actual: Tensor, truth: Tensor) -> float:
@@ -224,76 +224,3 @@ def _fold_axis(layout: Layout, task: Task, role: str, name: str, piece: Tensor, 
     size[dim] = space.source
     scaled = piece.index_select(dim, keep) * coefficient.reshape(shape)
     return piece.new_zeros(size).index_add_(dim, space.read_index[keep], scaled)
-
-
-# ------------------------------------------------------------------ outputs
-
-
-def _random_tokens(source: Source) -> Tensor:
-    rng = torch.Generator().manual_seed(0)
-    vocabulary = source.family.size(source.config, "vocab")
-    return torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
-
-
-def _longest(source: Source) -> int:
-    """Most positions the source takes."""
-    known = source.family.config
-    if "positions" in known:
-        return source.family.size(source.config, "positions")
-    return int(source.config.max_position_embeddings)
-
-
-def _check_tokens(source: Source, tokens: Tensor) -> None:
-    vocabulary = source.family.size(source.config, "vocab")
-    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > _longest(source):
-        raise GrowthError(
-            f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
-            f"{_longest(source)}"
-        )
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
-
-
-def _model(model: Any) -> Any:
-    if isinstance(model, (str, Path)):
-        config = transformers.AutoConfig.from_pretrained(model)
-        model_class = getattr(transformers, config.architectures[0])
-        return model_class.from_pretrained(model, dtype=torch.float32).eval()
-    return model
-
-
-@torch.no_grad()
-def compare_outputs(
-    plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
-) -> dict[str, float]:
-    """Outputs of both models on (batch, length) ids, in evaluation mode.
-
-    Returns:
-        "relative error": largest absolute difference over the largest absolute output; for models
-        with a vocabulary head also "KL (nats)", "top-1 agreement" and, given labels, "source loss"
-        and "grown loss".
-    """
-    old, new = _outputs(source, tokens), _outputs(grown, tokens)
-    if old.shape != new.shape:
-        layout = plan.layout
-        space = layout.space("final" if "final" in layout.family.spaces else "stream")
-        new = new[..., : space.source] / space.write[: space.source]
-    result = {"relative error": ((new - old).abs().max() / old.abs().max()).item()}
-    if old.shape[-1] == plan.layout.family.size(plan.source.config, "vocab"):
-        log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
-        result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-        result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
-        if labels is not None:
-            for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
-                result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
-    return result
-
-
-def _outputs(model: Any, tokens: Tensor) -> Tensor:
-    was_training = model.training
-    output = model.eval()(input_ids=tokens.to(model.device))
-    model.train(was_training)
-    for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name).double().cpu()
-    raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")

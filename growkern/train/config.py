@@ -110,7 +110,10 @@ class TrainingSection:
         for name in ("steps", "batch_size", "accumulation", "log_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be positive")
-        for name in ("learning_rate", "warmup_steps", "eval_every", "save_every", "data_workers"):
+        for name in (
+            *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"),
+            *("eval_every", "save_every", "data_workers"),
+        ):
             if getattr(self, name) < 0:
                 raise GrowthError(f"training.{name} is {getattr(self, name)}: it is negative")
 

@@ -50,6 +50,7 @@ def train(
             "pip install 'growkern[train]'"
         )
     output = base / run.output.directory
+    _check_output(output, [base / name for name in _checkpoint_directories(run)], texts)
     identity = _identity(run, base, texts)
     ours = _is_ours(output, identity, overwrite)
     if ours and (output / TRAINER_STATE_NAME).is_file():
@@ -90,6 +91,8 @@ def build_trainer(
     tokenizer = AutoTokenizer.from_pretrained(base / (run.model.tokenizer or run.model.path))
     model = load_language_model(base / run.model.path)
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
+    for directory in (base / run.model.path, *teacher_paths):
+        _check_fits(directory, tokenizer, run.data.sequence_length)
     train_blocks, eval_blocks = (_blocks(texts[name], tokenizer, run.data) for name in texts)
     collator: Any = CausalLMCollator(tokenizer)
     if not is_causal(model):
@@ -149,6 +152,14 @@ def _is_json(path: Path) -> bool:
     return True
 
 
+def _check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
+    """What a run reads must not lie where it writes: overwriting would delete it."""
+    inputs = [*models, *(file for files in texts.values() for file in files)]
+    for path in inputs:
+        if output.resolve() in (path.resolve(), *path.resolve().parents):
+            raise GrowthError(f"output.directory {output} holds {path}, which the run reads")
+
+
 def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     """Whether the directory holds this very run; False where it may be made anew.
 
@@ -193,6 +204,21 @@ def _check_directory(directory: Path) -> None:
         raise GrowthError(f"{directory} is no checkpoint directory: it has no config.json")
 
 
+def _check_fits(directory: Path, tokenizer: Any, length: int) -> None:
+    """Refuse blocks longer, or ids larger, than a model has embeddings for."""
+    config = AutoConfig.from_pretrained(directory)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise GrowthError(
+            f"data.sequence_length is {length}, {directory} has {positions} positions"
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise GrowthError(
+            f"the tokenizer has {len(tokenizer)} ids, {directory} a vocabulary of "
+            f"{config.vocab_size}"
+        )
+
+
 def _has_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer_config.json").is_file()
 
@@ -227,6 +253,7 @@ def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> Train
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
         bf16=training.precision == "bf16",
+        use_cpu=not torch.accelerator.is_available(),
         seed=training.seed,
         data_seed=training.seed,
         logging_steps=training.log_every,

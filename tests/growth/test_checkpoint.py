@@ -3,6 +3,8 @@
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import safetensors
@@ -151,6 +153,9 @@ BREAKAGES = [
     (lambda d: edit_config(d, intermediate_size=41), r"is \[40.*\], config.json says \[41"),
     (lambda d: edit_config(d, num_hidden_layers=1), "no rule for tensor bert.encoder.layer.1"),
     (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
+    (lambda d: edit_config(d, model_type=["bert"]), "has no family table"),
+    (lambda d: edit_config(d, hidden_act="gelo"), "did you mean 'gelu'"),
+    (lambda d: edit_config(d, intermediate_size=0), "intermediate_size must be positive"),
     (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     (lambda d: (d / "config.json").unlink(), "no config.json"),
     (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
@@ -216,13 +221,19 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     (target / "precious.txt").write_text("mine")
     with pytest.raises(growkern.GrowthError, match=r"exists.*overwrite"):
         grow(source, target)
+    with pytest.raises(growkern.GrowthError, match="only a checkpoint is replaced"):
+        grow(source, target, overwrite=True)
+    (target / "config.json").write_text("{}")
     with pytest.raises(growkern.GrowthError, match="smaller"):
         grow(source, target, hidden_size=12, overwrite=True)
-    assert snapshot(target) == {"precious.txt": b"mine"}
+    assert snapshot(target) == {"precious.txt": b"mine", "config.json": b"{}"}
     grow(source, target, overwrite=True)
     assert "precious.txt" not in snapshot(target) and (target / "config.json").is_file()
-    with pytest.raises(growkern.GrowthError, match="the source itself"):
-        grow(source, source, overwrite=True)
+    (tmp_path / "config.json").write_text("{}")
+    for holds_the_source in (source, tmp_path):
+        with pytest.raises(growkern.GrowthError, match="the source itself"):
+            grow(source, holds_the_source, overwrite=True)
+    (tmp_path / "config.json").unlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
 
 
@@ -233,15 +244,20 @@ def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, mon
         grow(source, tmp_path / "grown")
     monkeypatch.undo()
 
-    def no_space(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(grow_module, "copy_companions", no_space)
-    (tmp_path / "grown").mkdir()
-    (tmp_path / "grown" / "old.txt").write_text("old")
-    with pytest.raises(growkern.GrowthError, match="No space left"):
-        grow(source, tmp_path / "grown", overwrite=True)
-    assert snapshot(tmp_path / "grown") == {"old.txt": b"old"}
+    # a real short write: no file may grow beyond 20 kB, the weights need more
+    grow(source, tmp_path / "grown")
+    before = snapshot(tmp_path / "grown")
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "import sys, growkern\n"
+        "how = dict(hidden_size=96, overwrite=True, progress=False)\n"
+        "try: growkern.grow_checkpoint(*sys.argv[1:], **how)\n"
+        "except growkern.GrowthError as error: print(error); sys.exit(2)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "grown")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "nothing was changed" in done.stdout, done.stderr
+    assert snapshot(tmp_path / "grown") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
 
 
@@ -279,6 +295,16 @@ def test_verify_notices_one_percent_on_any_kind_of_tensor(source, tmp_path, how)
         report = growkern.verify(source, tmp_path / "grown")
         assert not report.ok and name in report.failure, name
         (tmp_path / "grown" / "model.safetensors").write_bytes(kept)
+
+
+def test_verify_notices_one_percent_on_untrained_bf16_norms(source, tmp_path):
+    """All ones: 1 % is a single step of bf16 there, for every element alike."""
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    model.save_pretrained(tmp_path / "fresh")
+    grow(tmp_path / "fresh", tmp_path / "grown", dtype=torch.bfloat16)
+    assert growkern.verify(tmp_path / "fresh", tmp_path / "grown").ok
+    perturb(tmp_path / "grown", "bert.embeddings.LayerNorm.weight")
+    assert not growkern.verify(tmp_path / "fresh", tmp_path / "grown").ok
 
 
 def test_fold_alone_notices_a_wrong_weight(source):

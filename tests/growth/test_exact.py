@@ -90,6 +90,8 @@ def test_identity_depth_is_exact(class_name, sizes, growth):
 
 
 def test_identity_blocks_of_a_post_norm_model_with_a_large_eps_are_called_approximate():
+    source = random_model("BertForMaskedLM", BERT, layer_norm_eps=1e-9)
+    assert not growkern.plan(source, depth="identity", num_hidden_layers=4).exact
     source = random_model("BertForMaskedLM", BERT, layer_norm_eps=1e-5)
     grown = growkern.grow(source, depth="identity", num_hidden_layers=4)
     assert not grown.growth_plan.exact

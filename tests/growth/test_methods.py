@@ -8,7 +8,7 @@ from growkern.growth import maps
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 D, HEADS, FFN, HEAD_DIM, LAYERS = 12, 3, 20, 4, 3
-GROWN = {"hidden_size": 20, "intermediate_size": 33, "scheme": "paper", "symmetry": "none"}
+GROWN = {"hidden_size": 20, "intermediate_size": 33, "scheme": "paper"}
 
 
 def bert(**config):
@@ -238,6 +238,7 @@ def test_stacked_copies_get_their_own_noise():
         ({"seed": 1}, "nothing grows"),
         ({"hiden_size": 24}, "did you mean 'hidden_size'"),
         ({"hidden_size": 24.0}, "whole number"),
+        ({"hidden_size": 99999999999996}, "larger than any model"),
         ({"num_hidden_layers": 0}, "positive"),
         ({"method": "fpl"}, "did you mean 'fpi'"),
         ({"depth": "up"}, "depth='up'"),
@@ -257,6 +258,12 @@ def test_lost_query_heads_are_refused():
         growkern.plan(source, num_attention_heads=10, num_key_value_heads=4, hidden_size=20)
     with pytest.raises(growkern.GrowthError, match="add heads instead"):
         growkern.plan(source, head_dim=8)
+
+
+def test_sizes_the_config_class_refuses_are_refused():
+    source = random_model("LlamaForCausalLM", LLAMA)
+    with pytest.raises(growkern.GrowthError, match=r"llama cannot have .*hidden_size': 20"):
+        growkern.plan(source, hidden_size=20, num_attention_heads=6)
 
 
 def test_target_config_must_differ_in_sizes_only():

@@ -1,0 +1,85 @@
+"""Source and grown model on the same tokens: what a user would see of a growth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import nll_loss
+
+from growkern.errors import GrowthError
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.source import Source
+
+
+def random_tokens(source: Source) -> Tensor:
+    rng = torch.Generator().manual_seed(0)
+    vocabulary = source.family.size(source.config, "vocab")
+    return torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
+
+
+def _longest(source: Source) -> int:
+    """Most positions the source takes."""
+    known = source.family.config
+    if "positions" in known:
+        return source.family.size(source.config, "positions")
+    return int(source.config.max_position_embeddings)
+
+
+def check_tokens(source: Source, tokens: Tensor) -> None:
+    vocabulary = source.family.size(source.config, "vocab")
+    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > _longest(source):
+        raise GrowthError(
+            f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
+            f"{_longest(source)}"
+        )
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
+
+
+def load_model(model: Any) -> Any:
+    if isinstance(model, (str, Path)):
+        config = transformers.AutoConfig.from_pretrained(model)
+        model_class = getattr(transformers, config.architectures[0])
+        return model_class.from_pretrained(model, dtype=torch.float32).eval()
+    return model
+
+
+@torch.no_grad()
+def compare_outputs(
+    plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
+) -> dict[str, float]:
+    """Outputs of both models on (batch, length) ids, in evaluation mode.
+
+    Returns:
+        "relative error": largest absolute difference over the largest absolute output; for models
+        with a vocabulary head also "KL (nats)", "top-1 agreement" and, given labels, "source loss"
+        and "grown loss".
+    """
+    old, new = _outputs(source, tokens), _outputs(grown, tokens)
+    if old.shape != new.shape:
+        layout = plan.layout
+        space = layout.space("final" if "final" in layout.family.spaces else "stream")
+        new = new[..., : space.source] / space.write[: space.source]
+    result = {"relative error": ((new - old).abs().max() / old.abs().max()).item()}
+    if old.shape[-1] == plan.layout.family.size(plan.source.config, "vocab"):
+        log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
+        result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+        result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
+        if labels is not None:
+            for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
+                result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
+    return result
+
+
+def _outputs(model: Any, tokens: Tensor) -> Tensor:
+    was_training = model.training
+    output = model.eval()(input_ids=tokens.to(model.device))
+    model.train(was_training)
+    for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name).double().cpu()
+    raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")
