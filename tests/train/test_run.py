@@ -124,7 +124,10 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
         ('paths = ["teacher"]', 'paths = ["none"]', "none is no checkpoint directory"),
         ("text/*.txt", "txet/*.txt", r"no text file matches .*txet"),
         ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
-        ("sequence_length = 16", "sequence_length = 1600", "fewer than one block"),
+        ("sequence_length = 16", "sequence_length = 1600", r"model has \d+ positions"),
+        ("warmup_steps = 2", "weight_decay = -1.0", "weight_decay is -1.0: it is negative"),
+        ('directory = "out"', 'directory = "model"', "model, which the run reads"),
+        ('directory = "out"', 'directory = "."', "which the run reads"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
@@ -132,6 +135,23 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
     with pytest.raises(GrowthError, match=match):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_tokenizer_too_large_for_a_model_is_refused(workplace):
+    build("bert", layers=1, width=8, vocab_size=VOCAB - 1).save_pretrained(workplace / "teacher")
+    with pytest.raises(GrowthError, match=rf"tokenizer has {VOCAB} ids, .*teacher"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_bf16_needs_no_gpu(workplace):
+    text = RUN.replace("steps = 6", 'precision = "bf16"\nsteps = 2').replace(
+        "stage1_steps = 3", "stage1_steps = 1"
+    )
+    (workplace / "run.toml").write_text(text)
+    assert train(workplace / "run.toml", progress=False).global_step == 2
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
