@@ -30,6 +30,19 @@ _KEYS = {
 }
 
 
+_VALUES = {
+    "norm.kind": ("layernorm", "rmsnorm"),
+    "norm.placement": ("pre", "post"),
+    "space.kind": ("stream", "normed", "heads", "units", "tied_output"),
+    "tensor.extra": ("zero", "carry"),
+}
+
+
+def _check_value(key: str, where: str, value: Any) -> None:
+    if value not in _VALUES[key]:
+        raise GrowthError(f"{where}: {value!r}{nearest(str(value), _VALUES[key])}")
+
+
 def _check_keys(kind: str, where: str, table: Mapping[str, Any]) -> None:
     allowed = _KEYS[kind].split()
     for key in table:
@@ -46,6 +59,7 @@ def _refusals(where: str, table: Mapping[str, Any]) -> tuple[Refusal, ...]:
 def _row(where: str, name: str, entry: Mapping[str, Any]) -> Row:
     _check_keys("tensor", f"{where}.{name}", entry)
     values: dict[str, Any] = dict(entry)
+    _check_value("tensor.extra", f"{where}.{name}.extra", values.get("extra", "zero"))
     if "axes" in values:
         values["axes"] = tuple(values["axes"])
     if "norm" in values:
@@ -62,10 +76,13 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     """
     _check_keys("table", where, table)
     _check_keys("norm", f"{where}.norm", table["norm"])
+    for key in ("kind", "placement"):
+        _check_value(f"norm.{key}", f"{where}.norm.{key}", table["norm"][key])
     depth = table.get("depth", {})
     _check_keys("depth", f"{where}.depth", depth)
     for name, entry in table["spaces"].items():
         _check_keys("space", f"{where}.spaces.{name}", entry)
+        _check_value("space.kind", f"{where}.spaces.{name}.kind", entry["kind"])
     for name, entry in table["classes"].items():
         _check_keys("class", f"{where}.classes.{name}", entry)
     family = Family(

@@ -174,6 +174,23 @@ class GrowthPlan:
             for field, key in growable_fields(family).items()
         }
 
+    def maps(self) -> dict[str, dict[str, int]]:
+        """Per space in use: sizes, fewest and most copies of a coordinate, extra coordinates."""
+        axes = {axis.partition(":")[2] for task in self.tasks for axis in task.tensor.axes}
+        used = {name for names in axes for name in names.split("|")}
+        found = {}
+        for name in (name for name in self.source.family.spaces if name in used):
+            space = self.layout.space(name, 0)
+            count = space.write_index[~space.is_extra].bincount(minlength=space.source)
+            found[name] = {
+                "source": space.source,
+                "target": space.target,
+                "fewest": int(count.min()),
+                "most": int(count.max()),
+                "extra": int(space.is_extra.sum()),
+            }
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable summary; with the source it is enough to repeat the growth."""
         return {
@@ -182,6 +199,7 @@ class GrowthPlan:
             "model_class": self.source.class_name,
             "options": self.options.to_dict(),
             "sizes": {name: list(pair) for name, pair in self.size_changes().items()},
+            "maps": self.maps(),
             "layer_map": list(self.layer_map),
             "identity_layers": sorted(self.inserted),
             "parameters": [self.parameters("source"), self.parameters("target")],

@@ -39,10 +39,11 @@ def plan_table(plan: GrowthPlan) -> Group:
     roles = Table(title="maps", title_justify="left")
     for column in ("space", "source", "target", "copies", "extra"):
         roles.add_column(column, justify="left" if column == "space" else "right")
-    used = {n for t in plan.tasks for a in t.tensor.axes for n in a.partition(":")[2].split("|")}
-    for name in plan.source.family.spaces:
-        if name in used:
-            roles.add_row(name, *_map_row(plan, name))
+    for name, row in plan.maps().items():
+        few, most = row["fewest"], row["most"]
+        repeats = str(few) if few == most else f"{few}-{most}"
+        sizes_and_copies = (str(row["source"]), str(row["target"]), repeats)
+        roles.add_row(name, *sizes_and_copies, str(row["extra"] or ""))
     kept = Table(title="what is kept", title_justify="left")
     for column in ("part", "", "why"):
         kept.add_column(column)
@@ -51,15 +52,6 @@ def plan_table(plan: GrowthPlan) -> Group:
         kept.add_row(finding.what, level, finding.why)
     layers = Text(f"layers from: {' '.join(_layer_labels(plan))}")
     return Group(sizes, roles, layers, kept)
-
-
-def _map_row(plan: GrowthPlan, name: str) -> tuple[str, str, str, str]:
-    space = plan.layout.space(name, 0)
-    copied = space.write_index[~space.is_extra]
-    count = copied.bincount(minlength=space.source)
-    low, high = int(count.min()), int(count.max())
-    repeats = str(low) if low == high else f"{low}-{high}"
-    return str(space.source), str(space.target), repeats, str(int(space.is_extra.sum()) or "")
 
 
 def _layer_labels(plan: GrowthPlan) -> list[str]:

@@ -95,6 +95,25 @@ def test_unknown_keys_are_refused(path, message):
         parse_family("bert.toml", table)
 
 
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("norm", "kind"), "batchnorm"),
+        (("norm", "placement"), "sandwich"),
+        (("spaces", "ffn", "kind"), "unit"),
+        (("tensors", "trunk", "embeddings.LayerNorm", "extra"), "cary"),
+    ],
+)
+def test_unknown_values_are_refused(path, value):
+    table = bert_table()
+    inner = table
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(GrowthError, match=f"'{value}'; (did you mean|allowed)"):
+        parse_family("bert.toml", table)
+
+
 def test_undefined_space_is_refused():
     table = bert_table()
     table["tensors"]["trunk"]["embeddings.word_embeddings.weight"]["axes"] = [
