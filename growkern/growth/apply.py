@@ -70,7 +70,7 @@ def build_tensor(
 def _build_weight(
     plan: GrowthPlan, task: Task, read: Read, dtype: torch.dtype, backend: str | None
 ) -> Tensor:
-    layout, tensor = plan.layout, task.tensor
+    tensor = task.tensor
     axes = [_axis_map(plan, task, axis) for axis in tensor.axes]
     mixes = any(
         m.index is not None and bool((m.index >= _source_length(plan, task, a)).any())
@@ -93,7 +93,7 @@ def _build_weight(
         seed=maps.generator(plan.options.seed, "noise", tensor.name).initial_seed(),
         out_dtype=dtype,
         backend=backend,
-    ).reshape(tuple(layout.family.axis_size(plan.target_config, a) for a in tensor.axes))
+    )
 
 
 def _axis_map(plan: GrowthPlan, task: Task, axis: str) -> AxisMap:

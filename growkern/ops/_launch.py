@@ -13,8 +13,6 @@ except ImportError:  # no Triton on this platform: the other backends answer
     tl = SimpleNamespace(constexpr=None)  # the annotations of kernel arguments name it
 
 HAS_TRITON = triton is not None
-MAX_ROW_BLOCK = 8192
-
 if HAS_TRITON:
     jit = triton.jit
 else:
@@ -56,8 +54,3 @@ def acc_dtype(x: torch.Tensor) -> tuple[torch.dtype, Any]:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
-
-
-def row_block(n_cols: int) -> int:
-    """Elements of one row that one program holds: a power of two, at most MAX_ROW_BLOCK."""
-    return min(MAX_ROW_BLOCK, next_power_of_2(n_cols))
