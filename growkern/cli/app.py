@@ -1,0 +1,37 @@
+"""The typer application that the command modules register with, and what they share."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="growkern",
+    help="Grow a trained transformer into a larger one, and train on from where it was.",
+    epilog="Add --debug to any command to see where an error came from.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory.")]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def silence_transformers() -> None:
+    """Its bars for reading and writing say nothing that ours does not."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def show(result: Any, as_json: bool = False) -> None:
+    """Print a plan or report as its table, or as JSON."""
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(result.table())

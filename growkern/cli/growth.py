@@ -1,0 +1,115 @@
+"""`growkern plan`, `grow` and `verify`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from growkern.cli.app import AsJson, Source, Target, app, show, silence_transformers
+from growkern.cli.options import takes_growth
+from growkern.errors import GrowthError, nearest
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@app.command()
+@takes_growth
+def plan(source: Source, growth: dict[str, Any], as_json: AsJson = False) -> None:
+    """Show what growing would do, from the config and the file headers alone."""
+    from growkern.growth.plan import plan as make_plan
+
+    show(make_plan(source, **growth), as_json)
+
+
+@app.command()
+@takes_growth
+def grow(
+    source: Source,
+    target: Target,
+    growth: dict[str, Any],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST if it exists.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{' | '.join(DTYPES)}; else the source's.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of the result.")] = "5GB",
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to report the loss before and after on.")
+    ] = None,
+) -> None:
+    """Grow the checkpoint SRC into the new checkpoint DST."""
+    import torch
+
+    from growkern.growth.grow import grow_checkpoint
+    from growkern.growth.show import human
+
+    silence_transformers()
+    compared = {} if text is None else tokens_of(source, text)
+    if dtype is not None and dtype not in DTYPES:
+        raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    report = grow_checkpoint(
+        source,
+        target,
+        overwrite=overwrite,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        max_shard_size=max_shard_size,
+        allow_nonfinite=allow_nonfinite,
+        progress=sys.stderr.isatty(),
+        **growth,
+    )
+    for finding in report.plan.findings:
+        print(f"{finding.level}: {finding.what} ({finding.why})")
+    speed = report.bytes_written / max(report.seconds, 1e-9)
+    print(f"{report.directory}: {human(report.bytes_written)}B, {human(speed)}B/s")
+    if text is None:
+        print(f"check it with: growkern verify {source} {report.directory}")
+    else:
+        finish(source, report.directory, compared)
+
+
+@app.command()
+def verify(
+    source: Source,
+    target: Target,
+    text: Annotated[Path | None, typer.Option(help="Text to compare the models on.")] = None,
+) -> None:
+    """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
+    silence_transformers()
+    finish(source, target, {} if text is None else tokens_of(source, text))
+
+
+def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
+    """Show how the grown checkpoint compares; exit 1 if it is not what it should be."""
+    from growkern.growth.verify import verify as check
+
+    report = check(source, target, **compared)
+    show(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
+    """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+    from growkern.train.head import align_labels
+
+    config = AutoConfig.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    length = min(length, config.max_position_embeddings)
+    # 16 characters a token: far more than any tokenizer needs on average
+    blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
+    rows = [blocks[i] for i in range(min(len(blocks), most // length))]
+    if not rows:
+        raise GrowthError(f"{text}: less than {length} tokens; give more text")
+    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
+    collate = MaskedLMCollator(tokenizer) if masked else CausalLMCollator(tokenizer)
+    batch = collate(rows)
+    labels = align_labels(batch["labels"], causal=not masked)
+    return {"tokens": batch["input_ids"], "labels": labels}

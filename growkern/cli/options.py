@@ -1,0 +1,61 @@
+"""The growth options of the commands, taken from the definitions they fill."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from growkern.families.load import load_family, supported_families
+from growkern.growth.options import CHOICES, GrowthOptions
+from growkern.growth.target import growable_fields
+
+# the growth options that are numbers; the others list their choices
+OTHER_OPTIONS = {
+    "noise": "Size of the cancelling noise, relative to each weight.",
+    "carry": "Size of the mean that extra coordinates carry through a post-norm; 0: none.",
+    "seed": "Seed of maps, noise, shares and random weights.",
+}
+
+
+def growth_options() -> list[tuple[str, type, Any]]:
+    """Name, type and typer option of everything growth can be told, from its own definitions."""
+    options = []
+    for field in fields(GrowthOptions):
+        text = " | ".join(CHOICES.get(field.name, ())) or OTHER_OPTIONS[field.name]
+        option = typer.Option(help=f"{text}  \\[{field.default}]", rich_help_panel="Growth")
+        options.append((field.name, type(field.default), option))
+    families_with: dict[str, list[str]] = {}
+    for model_type in supported_families():
+        for name in growable_fields(load_family(model_type)):
+            families_with.setdefault(name, []).append(model_type)
+    for name, families in families_with.items():
+        option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
+        options.append((name, int, option))
+    return options
+
+
+def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the growth options and one option per target size, as a dict `growth`."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "growth"]
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+        for name, kind, option in growth_options()
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        values = {p.name: given.pop(p.name) for p in own}
+        command(**values, growth={k: v for k, v in given.items() if v is not None})
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
