@@ -6,13 +6,14 @@ An unknown key or name anywhere is an error: a table is never half understood.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.spec import Family, ModelClass, Refusal, Row, SpaceSpec
+from growkern.families.family import Family
+from growkern.families.spec import Attention, ModelClass, Norm, Refusal, Row, Size, SpaceSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,52 +21,72 @@ else:
     import tomli as tomllib
 
 _KEYS = {
-    "table": "model_type activation ignored norm config refuse spaces classes depth tensors",
-    "norm": "kind placement eps",
-    "space": "kind of untied heads size activated",
-    "class": "prefix body heads",
-    "depth": "zero inner_norm outer_norm refuse",
-    "tensor": "axes norm extra into tied when",
+    "table": "extends model_type activation ignored per_layer norm attention config stacks refuse "
+    "spaces classes depth tensors",
+    "config": "field default plus reserved",
+    "norm": "kind placement eps plus_one bias",
+    "attention": "positions scale when",
+    "space": "kind of untied heads width part weighted size activated scale scale_when",
+    "class": "prefix body heads output",
+    "depth": "zero inner_norms outer_norm refuse",
+    "tensor": "axes norm extra into tied when only stack scale scale_when fallback",
     "refuse": "value why",
 }
 
-
+_ROOTS = ("sqrt(stream)", "float32(sqrt(stream))")
 _VALUES = {
     "norm.kind": ("layernorm", "rmsnorm"),
-    "norm.placement": ("pre", "post"),
-    "space.kind": ("stream", "normed", "heads", "units", "tied_output"),
-    "tensor.extra": ("zero", "carry"),
+    "norm.placement": ("pre", "post", "sandwich", "output"),
+    "attention.positions": ("rotary", "learned", "relative"),
+    "attention.scale": ("head_dim", "constant"),
+    "space.kind": ("stream", "normed", "heads", "head", "units", "fixed", "tied_output"),
+    "space.part": ("value", "query", "key", "before_norm"),
+    "space.scale": _ROOTS,
+    "tensor.extra": ("free", "zero", "carry"),
+    "tensor.only": ("first", "not_first", "last", "not_last"),
+    "tensor.scale": tuple(f"1/{root}" for root in _ROOTS),
 }
 
 
-def _check_value(key: str, where: str, value: Any) -> None:
-    if value not in _VALUES[key]:
-        raise GrowthError(f"{where}: {value!r}{nearest(str(value), _VALUES[key])}")
-
-
-def _check_keys(kind: str, where: str, table: Mapping[str, Any]) -> None:
+def _check(kind: str, where: str, table: Mapping[str, Any]) -> None:
+    """Refuse unknown keys, and values outside the list where there is one."""
     allowed = _KEYS[kind].split()
-    for key in table:
+    for key, value in table.items():
         if key not in allowed:
             raise GrowthError(f"{where}: unknown key {key!r}{nearest(key, allowed)}")
+        values = _VALUES.get(f"{kind}.{key}")
+        if values is not None and value not in values:
+            raise GrowthError(f"{where}.{key}: {value!r}{nearest(str(value), values)}")
+
+
+def _checked(kind: str, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry as keyword arguments: lists become tuples."""
+    _check(kind, where, table)
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 def _refusals(where: str, table: Mapping[str, Any]) -> tuple[Refusal, ...]:
+    return tuple(
+        Refusal(name, **_checked("refuse", f"{where}.{name}", entry))
+        for name, entry in table.items()
+    )
+
+
+def _size(where: str, entry: Any) -> Size:
+    if isinstance(entry, int):
+        return Size(number=entry)
+    if isinstance(entry, str):
+        return Size(field=entry)
+    return Size(**_checked("config", where, entry))
+
+
+def _rows(where: str, table: Mapping[str, Any], placement: str) -> Iterator[Row]:
+    # under a pre-norm the centred extra coordinates are 0, so the norm's weight there is free
+    extra = "free" if placement == "pre" else "zero"
     for name, entry in table.items():
-        _check_keys("refuse", f"{where}.{name}", entry)
-    return tuple(Refusal(name, **entry) for name, entry in table.items())
-
-
-def _row(where: str, name: str, entry: Mapping[str, Any]) -> Row:
-    _check_keys("tensor", f"{where}.{name}", entry)
-    values: dict[str, Any] = dict(entry)
-    _check_value("tensor.extra", f"{where}.{name}.extra", values.get("extra", "zero"))
-    if "axes" in values:
-        values["axes"] = tuple(values["axes"])
-    if "norm" in values:
-        source, _, target = values["norm"].partition(">")
-        values["norm"] = (source, target)
-    return Row(name=name, **values)
+        for values in entry if isinstance(entry, list) else [entry]:
+            given = _checked("tensor", f"{where}.{name}", values)
+            yield Row(name=name, **{"extra": extra, **given})
 
 
 def parse_family(where: str, table: Mapping[str, Any]) -> Family:
@@ -74,41 +95,34 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     Raises:
         GrowthError: an unknown key, or a space, size or part that is used but not defined.
     """
-    _check_keys("table", where, table)
-    _check_keys("norm", f"{where}.norm", table["norm"])
-    for key in ("kind", "placement"):
-        _check_value(f"norm.{key}", f"{where}.norm.{key}", table["norm"][key])
-    depth = table.get("depth", {})
-    _check_keys("depth", f"{where}.depth", depth)
-    for name, entry in table["spaces"].items():
-        _check_keys("space", f"{where}.spaces.{name}", entry)
-        _check_value("space.kind", f"{where}.spaces.{name}.kind", entry["kind"])
-    for name, entry in table["classes"].items():
-        _check_keys("class", f"{where}.classes.{name}", entry)
+    _check("table", where, table)
+    norm = Norm(**_checked("norm", f"{where}.norm", table["norm"]))
+    attention = table.get("attention")
+    depth = _checked("depth", f"{where}.depth", table.get("depth", {}))
     family = Family(
         model_type=table["model_type"],
         activation=table.get("activation"),
         ignored=tuple(table.get("ignored", ())),
-        norm_kind=table["norm"]["kind"],
-        norm_placement=table["norm"]["placement"],
-        norm_eps=table["norm"]["eps"],
-        config=table["config"],
+        per_layer=tuple(table.get("per_layer", ())),
+        norm=norm,
+        attention=attention and Attention(**_checked("attention", f"{where}.attention", attention)),
+        config={k: _size(f"{where}.config.{k}", v) for k, v in table["config"].items()},
+        stacks=table.get("stacks", {"": "layers"}),
         refuse=_refusals(f"{where}.refuse", table.get("refuse", {})),
-        spaces={name: SpaceSpec(name=name, **entry) for name, entry in table["spaces"].items()},
+        spaces={
+            name: SpaceSpec(name=name, **_checked("space", f"{where}.spaces.{name}", entry))
+            for name, entry in table["spaces"].items()
+        },
         classes={
-            name: ModelClass(
-                entry.get("prefix", ""), tuple(entry["body"]), tuple(entry.get("heads", ()))
-            )
+            name: ModelClass(**_checked("class", f"{where}.classes.{name}", entry))
             for name, entry in table["classes"].items()
         },
-        zero_in_identity=tuple(depth.get("zero", ())),
-        inner_norm=depth.get("inner_norm"),
+        zero_in_identity=depth.get("zero", ()),
+        inner_norms=depth.get("inner_norms", ()),
         outer_norm=depth.get("outer_norm"),
         refuse_depth=_refusals(f"{where}.depth.refuse", depth.get("refuse", {})),
         parts={
-            part: tuple(
-                _row(f"{where}.tensors.{part}", name, entry) for name, entry in rows.items()
-            )
+            part: tuple(_rows(f"{where}.tensors.{part}", rows, norm.placement))
             for part, rows in table["tensors"].items()
         },
     )
@@ -117,21 +131,44 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
 
 
 def _check_references(where: str, family: Family) -> None:
-    for model_class in family.classes.values():
+    def known(user: str, name: str, names: Mapping[str, Any]) -> None:
+        if name not in names:
+            raise GrowthError(f"{where}: {user} uses {name!r}{nearest(name, names)}")
+
+    for stack, size in family.stacks.items():
+        known(f"stack {stack}", size, family.config)
+    for name, model_class in family.classes.items():
         for part in (*model_class.body, *model_class.heads):
-            if part not in family.parts:
-                raise GrowthError(f"{where}: part {part!r} has no [tensors.{part}]")
-    for rows in family.parts.values():
-        for row in rows:
-            names = [axis.partition(":") for axis in row.axes]
-            used = [s for _, colon, spaces in names if colon for s in spaces.split("|")]
-            used += row.norm or ()
-            sizes = [name for name, colon, _ in names if not colon]
-            for name, known in [(s, family.spaces) for s in used] + [
-                (s, family.config) for s in sizes
-            ]:
-                if name not in known:
-                    raise GrowthError(f"{where}: {row.name} uses {name!r}{nearest(name, known)}")
+            known(name, part, family.parts)
+    for row in (row for rows in family.parts.values() for row in rows):
+        if row.stack is not None:
+            known(row.name, row.stack, family.stacks)
+        for stack in family.stacks:
+            for space in row.norm.split(">") if row.norm else ():
+                known(row.name, space.replace("{s}", stack), family.spaces)
+            for axis in row.axes:
+                _, colon, names = axis.replace("{s}", stack).partition(":")
+                for used in names.split("|") if colon else [axis]:
+                    known(row.name, used, family.spaces if colon else family.config)
+
+
+def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` over `base`: parts and their entries one by one, classes as a whole."""
+    result = dict(base)
+    for key, value in table.items():
+        deep = key in base and key in ("config", "spaces", "tensors", "depth")
+        if deep and key == "tensors":
+            value = {part: {**base[key].get(part, {}), **rows} for part, rows in value.items()}
+        result[key] = {**base[key], **value} if deep else value
+    return result
+
+
+@cache
+def _table(model_type: str) -> dict[str, Any]:
+    file = resources.files("growkern.families") / f"{model_type}.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    base = table.pop("extends", None)
+    return table if base is None else _merged(_table(base), table)
 
 
 @cache
@@ -146,8 +183,7 @@ def load_family(model_type: str) -> Family:
         raise GrowthError(
             f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
         )
-    file = resources.files("growkern.families") / f"{model_type}.toml"
-    return parse_family(f"{model_type}.toml", tomllib.loads(file.read_text(encoding="utf-8")))
+    return parse_family(f"{model_type}.toml", _table(model_type))
 
 
 @cache

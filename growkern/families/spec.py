@@ -2,36 +2,70 @@
 
 A table holds no code. Its parts:
 
+    extends     another family's table; this one adds to it and replaces what it names again
     [config]    what the sizes of the family are called in its Hugging Face config; a number is
-                itself; `{ field, default }` when the field may be null
+                itself. `{ field, default, plus, reserved }`: `default` when the field is null,
+                `plus` rows more than the field says, `reserved` of them for no position
+    [stacks]    stack of layers -> the size that counts them; one stack of `layers` when left out.
+                `{s}` in a row stands for every stack in turn, `stack` names a single one
+    [norm]      kind, placement (pre, post, sandwich: on both sides, output: of the block), the
+                config field of eps or eps itself, `plus_one` where the norm multiplies by
+                1 + weight, `bias` the config flag of its bias
+    [attention] how scores and positions depend on head_dim; without it head_dim cannot grow
     [spaces]    the activation spaces. kind = stream   the residual stream
                                               normed   output of a norm that reads `of`
-                                              heads    `heads` x head_dim
+                                              heads    `heads` x head_dim (or x `width`)
+                                              head     one head, where all heads share a norm
                                               units    `size` independent units; `activated` when
                                                        an activation sits before the next norm
+                                              fixed    `size` entries that never grow
                                               tied_output  what the norm under a tied LM head must
                                                        output; `untied` names the space otherwise
-    [classes]   model class -> prefix of the body's names, table parts of the body and the heads
-    [depth]     tensors that are zero in an identity block; the two norms of a post-norm block
+                `part`: the part of attention the entries of a head play. `weighted`: heads that
+                enter one norm together. `scale`: see tensors
+    [classes]   model class -> prefix of the body's names, table parts of the body and the heads,
+                the space its hidden states are `output` in
+    [depth]     tensors that are zero in an identity block; the norms of a post-norm block
     [tensors.*] name -> axes in the tensor's own layout: "write:S" is an output axis of space S,
                 "read:S" an input axis, "write:q|k|v" blocks one after another, anything else a
-                size of [config]. `norm = "A>B"` stands for the weight (and, for LayerNorm, bias)
-                of a norm from space A to space B. `into`: the norm that a written vector enters.
-                `extra`: what coordinates beyond whole copies leave that norm as.
-                `tied`: same storage as that tensor while tie_word_embeddings. `when`: exists only
-                with that config flag.
+                size of [config]. `norm = "A>B"` stands for the weight (and bias) of a norm from
+                space A to space B. `into`: the norm that a written vector enters. `extra`: what
+                coordinates beyond whole copies leave that norm as. `tied`: same storage as that
+                tensor while tie_word_embeddings. `when`: exists only under that condition
+                ("flag", "!flag", "field != field"). `only`: in these layers. `scale`: what the
+                model multiplies by, to be undone (`scale_when`: under that flag). `fallback`:
+                what to grow where the source has none. A list: the first row that holds
     [refuse]    config fields whose value makes the table wrong, and why
+    per_layer   config lists with one entry per layer
 
 `growkern.families.load` reads the tables and checks every key and name in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from growkern.errors import GrowthError
+
+@dataclass(frozen=True)
+class Size:
+    """One entry of [config]."""
+
+    field: str | None = None
+    number: int = 0
+    default: str | None = None
+    plus: int = 0
+    reserved: int = 0
+
+    def of(self, config: Any) -> int:
+        if self.field is None:
+            return self.number
+        value = getattr(config, self.field, None)
+        if value is None and self.default is not None:
+            left, sign, right = self.default.split()
+            a, b = (int(x) if x.isdigit() else getattr(config, x) for x in (left, right))
+            value = a * b if sign == "*" else a // b
+        return int(getattr(config, self.field) if value is None else value) + self.plus
 
 
 @dataclass(frozen=True)
@@ -43,8 +77,13 @@ class SpaceSpec:
     of: str | None = None
     untied: str | None = None
     heads: str | None = None
+    width: str = "head_dim"
+    part: str = "value"
+    weighted: bool = False
     size: str | None = None
     activated: bool = False
+    scale: str | None = None
+    scale_when: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,32 +96,94 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """[norm]: what the norms of a family compute."""
+
+    kind: str
+    placement: str
+    eps: str | float
+    plus_one: bool = False
+    bias: str | None = None
+
+    def epsilon(self, config: Any) -> float:
+        return self.eps if isinstance(self.eps, float) else float(getattr(config, self.eps))
+
+    def tensors(self, config: Any) -> tuple[str, ...]:
+        """Names of a norm's own tensors."""
+        has_bias = self.kind == "layernorm" and holds(self.bias, config)
+        return ("weight", "bias") if has_bias else ("weight",)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """[attention]: what a larger head_dim changes.
+
+    Attributes:
+        positions: `rotary` (theta ** (-2 i / head_dim) for pair i and i + head_dim / 2),
+            `learned` or `relative`.
+        scale: scores are divided by the root of `head_dim`, or by a `constant`.
+        when: config flag without which they are not divided.
+    """
+
+    positions: str
+    scale: str
+    when: str | None = None
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of a tensor table."""
 
     name: str
     axes: tuple[str, ...] = ()
-    norm: tuple[str, str] | None = None
-    extra: str = "zero"
+    norm: str | None = None
+    extra: str | None = None
     into: str | None = None
     tied: str | None = None
     when: str | None = None
+    only: str | None = None
+    stack: str | None = None
+    scale: str | None = None
+    scale_when: str | None = None
+    fallback: str | None = None
+
+    def is_in(self, layer: int, layers: int) -> bool:
+        """True where `only` admits this layer."""
+        at = {"first": layer == 0, "last": layer == layers - 1}
+        negated, name = (self.only or "").startswith("not_"), (self.only or "").removeprefix("not_")
+        return self.only is None or at[name] != negated
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A row bound to one tensor of one model: names resolved, layer filled in."""
+    """A row bound to one tensor of one model.
+
+    Attributes:
+        name: in the state dict.
+        template: the same without the class's prefix and with `{l}` for the layer: what this
+            tensor has in common with that of other layers.
+    """
 
     name: str
+    template: str
     row: Row
+    stack: str
     layer: int | None
     axes: tuple[str, ...]
+    norm: tuple[str, str] | None
     into: str | None
+    tied: str | None
+    fallback: str | None
     in_body: bool
 
     @property
     def is_bias(self) -> bool:
         return self.name.endswith(".bias")
+
+    def is_one_of(self, rows: tuple[str, ...]) -> bool:
+        """True when one of these names of rows, of a norm without its weight and bias, is this."""
+        own = (self.template, self.template.rpartition(".")[0] if self.norm else "")
+        return any(row.replace("{s}", self.stack) in own for row in rows)
 
 
 @dataclass(frozen=True)
@@ -92,121 +193,15 @@ class ModelClass:
     prefix: str = ""
     body: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    output: str | None = None
 
 
-@dataclass(frozen=True)
-class Family:
-    """Everything growkern knows about one model family; read by `load_family`."""
-
-    model_type: str
-    activation: str | None
-    ignored: tuple[str, ...]
-    norm_kind: str
-    norm_placement: str
-    norm_eps: str
-    config: Mapping[str, Any]
-    refuse: tuple[Refusal, ...]
-    spaces: Mapping[str, SpaceSpec]
-    classes: Mapping[str, ModelClass]
-    zero_in_identity: tuple[str, ...]
-    inner_norm: str | None
-    outer_norm: str | None
-    refuse_depth: tuple[Refusal, ...]
-    parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
-
-    # ---- sizes
-
-    def size(self, config: Any, key: str) -> int:
-        """The size called `key` in [config], read from a Hugging Face config."""
-        entry = self.config[key]
-        if isinstance(entry, int):
-            return entry
-        if isinstance(entry, str):
-            return int(getattr(config, entry))
-        value = getattr(config, entry["field"])
-        if value is None:
-            factor, of = entry["default"].split(" * ")
-            value = int(factor) * getattr(config, of)
-        return int(value)
-
-    def config_field(self, key: str) -> str:
-        """Name of the config field that holds the size called `key`."""
-        entry = self.config[key]
-        return entry["field"] if isinstance(entry, dict) else str(entry)
-
-    @property
-    def forces_head_dim(self) -> bool:
-        """True where the model computes head_dim as stream / q_heads."""
-        return "head_dim" not in self.config
-
-    def head_dim(self, config: Any) -> int:
-        if self.forces_head_dim:
-            return self.size(config, "stream") // self.size(config, "q_heads")
-        return self.size(config, "head_dim")
-
-    def space_size(self, config: Any, name: str) -> int:
-        spec = self.spaces[name]
-        if spec.kind == "heads":
-            return self.size(config, str(spec.heads)) * self.head_dim(config)
-        return self.size(config, spec.size or "stream")
-
-    def axis_size(self, config: Any, axis: str) -> int:
-        _, _, spaces = axis.partition(":")
-        if not spaces:
-            return self.size(config, axis)
-        return sum(self.space_size(config, name) for name in spaces.split("|"))
-
-    # ---- tensors
-
-    def is_tied(self, config: Any, class_name: str) -> bool:
-        """True when this class has an LM head that shares the token embedding."""
-        model_class = self.classes[class_name]
-        rows = (row for part in model_class.heads for row in self.parts[part])
-        has_tied_head = any(row.tied for row in rows)
-        return has_tied_head and bool(getattr(config, "tie_word_embeddings", False))
-
-    def tensors(self, config: Any, class_name: str) -> Iterator[TensorSpec]:
-        """Every tensor of the class's state dict, tied ones included, layer by layer."""
-        model_class = self.classes[class_name]
-        layers = range(self.size(config, "layers"))
-        for part in (*model_class.body, *model_class.heads):
-            in_body = part in model_class.body
-            prefix = model_class.prefix if in_body else ""
-            for row in self.parts[part]:
-                if row.when is not None and not getattr(config, row.when, False):
-                    continue
-                for layer in layers if "{l}" in row.name else [None]:
-                    yield from self._bind(row, prefix, layer, in_body)
-
-    def _bind(
-        self, row: Row, prefix: str, layer: int | None, in_body: bool
-    ) -> Iterator[TensorSpec]:
-        def resolve(name: str) -> str:
-            return prefix + name.replace("{l}", str(layer))
-
-        into = None if row.into is None else resolve(row.into)
-        if row.norm is None:
-            yield TensorSpec(resolve(row.name), row, layer, row.axes, into, in_body)
-            return
-        names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
-        for name in names:
-            axes = (f"write:{row.norm[1]}",)
-            yield TensorSpec(f"{resolve(row.name)}.{name}", row, layer, axes, into, in_body)
-
-    def shapes(self, config: Any, class_name: str) -> dict[str, tuple[int, ...]]:
-        """Predicted name -> shape of the class's state dict."""
-        return {
-            t.name: tuple(self.axis_size(config, axis) for axis in t.axes)
-            for t in self.tensors(config, class_name)
-        }
-
-    def check_config(self, config: Any, class_name: str) -> None:
-        """Refuse a model the table does not describe."""
-        if class_name not in self.classes:
-            raise GrowthError(
-                f"{class_name}: no table for this {self.model_type} class; supported: "
-                + ", ".join(self.classes)
-            )
-        for refusal in self.refuse:
-            if getattr(config, refusal.field, None) == refusal.value:
-                raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
+def holds(condition: str | None, config: Any) -> bool:
+    """A condition of a table on a config: "flag", "!flag" or "field != field"."""
+    if condition is None:
+        return True
+    left, unequal, right = condition.partition(" != ")
+    if unequal:
+        return bool(getattr(config, left) != getattr(config, right))
+    value = bool(getattr(config, condition.removeprefix("!"), False))
+    return value != condition.startswith("!")

@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 
 def findings(plan: GrowthPlan) -> tuple[Finding, ...]:
-    """Statements on width, head, depth and rounding, in this order."""
+    """Statements on width, heads, vocabulary, head, depth and rounding, in this order."""
     if plan.options.method in ("direct_copy", "random"):
         what = "old block in random weights" if plan.options.method == "direct_copy" else "random"
         return (Finding("changed", "everything", f"{what}: the source's function is not kept"),)
-    return (*_width(plan), *_advanced(plan), *_head(plan), *_depth(plan), *_rounding(plan))
+    parts = (_width, _head_dim, _vocabulary, _advanced, _head, _depth, _rounding)
+    return tuple(finding for part in parts for finding in part(plan))
 
 
 def _width(plan: GrowthPlan) -> list[Finding]:
     layout, options = plan.layout, plan.options
-    norm, placement = layout.family.norm_kind, layout.family.norm_placement
+    norm, placement = layout.family.norm.kind, layout.family.norm.placement
     old, new = layout.stream_sizes
     field = layout.family.config_field("stream")
     what = f"{field} {old} -> {new}"
@@ -43,7 +44,7 @@ def _width(plan: GrowthPlan) -> list[Finding]:
         return [Finding("exact", what, why)]
     if norm == "rmsnorm":
         return [Finding("exact", what, "copies weighted so that the mean square is kept")]
-    if placement == "pre":
+    if placement == "pre" and not layout.family.carries:
         return [Finding("exact", what, "extra coordinates carry the mean, the scale the variance")]
     if layout.is_carried:
         delta = options.carry
@@ -57,6 +58,36 @@ def _width(plan: GrowthPlan) -> list[Finding]:
     return [Finding("approximate", what, why)]
 
 
+def _head_dim(plan: GrowthPlan) -> list[Finding]:
+    layout = plan.layout
+    family, source, target = layout.family, layout.source, plan.target_config
+    found = []
+    for heads in family.query_heads:
+        old, new = (family.head_dim(c, heads) for c in (source, target))
+        if old == new:
+            continue
+        what = f"head_dim {old} -> {new}"
+        if family.attention is None or family.attention.positions != "rotary":
+            found.append(Finding("exact", what, "new query-key products are zero"))
+        elif new % old == 0:
+            why = f"rotary pair i becomes pair {new // old} i, which turns as fast"
+            found.append(Finding("exact", what, why))
+        else:
+            why = "rope_theta changes so that every pair turns as fast, to float32 rounding"
+            found.append(Finding("approximate", what, why))
+    return found
+
+
+def _vocabulary(plan: GrowthPlan) -> list[Finding]:
+    family, config = plan.layout.family, plan.layout.source
+    old, new = (family.size(c, "vocab") for c in (config, plan.target_config))
+    if old == new:
+        return []
+    what = f"{family.config_field('vocab')} {old} -> {new}"
+    why = "logits of the old tokens are kept, those of the new ones start at 0"
+    return [Finding("approximate", what, why)]
+
+
 def _advanced(plan: GrowthPlan) -> list[Finding]:
     if plan.options.method != "aki":
         return []
@@ -66,11 +97,12 @@ def _advanced(plan: GrowthPlan) -> list[Finding]:
         return [
             Finding("changed", "aki", "new output rows of every matrix come from the next layer")
         ]
-    grown = [name for name in ("attn", "ffn") if plan.layout.fresh(name).any()]
-    if not grown:
+    moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
+    kinds = {s.kind for s in moving if s.size != "stream" and plan.layout.fresh(s.name).any()}
+    if not kinds:
         return [Finding("exact", "aki", "no new heads or FFN units: as fpi")]
-    named = {"attn": "heads", "ffn": "FFN units"}
-    what = " and ".join(named[name] for name in grown)
+    named = {"heads": "heads", "units": "FFN units"}
+    what = " and ".join(text for kind, text in named.items() if kind in kinds)
     return [Finding("changed", f"new {what}", "taken from the next layer")]
 
 
@@ -78,7 +110,9 @@ def _head(plan: GrowthPlan) -> list[Finding]:
     layout = plan.layout
     used = {axis for task in plan.tasks for axis in task.tensor.axes}
     activated = [
-        s for s in layout.family.spaces.values() if s.activated and f"write:{s.name}" in used
+        s
+        for s in layout.family.spaces.values()
+        if s.activated and s.kind == "units" and f"write:{s.name}" in used
     ]
     if not activated or layout.is_even or plan.options.scheme == "paper":
         return []
@@ -90,19 +124,24 @@ def _head(plan: GrowthPlan) -> list[Finding]:
 
 
 def _depth(plan: GrowthPlan) -> list[Finding]:
-    old = plan.layout.family.size(plan.source.config, "layers")
-    new = len(plan.layer_map)
-    what = f"{old} -> {new} layers"
-    if new == old:
-        return []
-    if not plan.inserted:
-        verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
-        return [Finding("changed", what, f"layers are {verb}; each runs on inputs it never saw")]
-    if plan.layout.family.norm_placement == "pre":
-        return [Finding("exact", what, "inserted blocks add zero")]
-    eps = getattr(plan.source.config, plan.layout.family.norm_eps)
-    why = f"inserted blocks repeat their input up to eps={eps:g} of the norms"
-    return [Finding("exact" if eps <= 1e-12 else "approximate", what, why)]
+    family = plan.layout.family
+    found = []
+    for stack, key in family.stacks.items():
+        old, new = family.size(plan.source.config, key), len(plan.layer_maps[stack])
+        what = f"{old} -> {new} {stack} layers".replace("  ", " ")
+        if new == old:
+            continue
+        if plan.options.depth != "identity":
+            verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
+            why = f"layers are {verb}; each runs on inputs it never saw"
+            found.append(Finding("changed", what, why))
+        elif family.norm.placement != "post":
+            found.append(Finding("exact", what, "inserted blocks add zero"))
+        else:
+            eps = family.norm.epsilon(plan.source.config)
+            why = f"inserted blocks repeat their input up to eps={eps:g} of the norms"
+            found.append(Finding("exact" if eps <= 1e-12 else "approximate", what, why))
+    return found
 
 
 def _rounding(plan: GrowthPlan) -> list[Finding]:

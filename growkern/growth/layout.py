@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.spec import Family, SpaceSpec
+from growkern.families.family import Family
+from growkern.families.spec import Row, SpaceSpec, holds
 from growkern.growth import maps
 from growkern.growth.options import GrowthOptions
 from growkern.growth.spaces import (
@@ -17,11 +18,16 @@ from growkern.growth.spaces import (
     copies,
     extended,
     normed,
+    outer_product,
     signed_split,
     tied_output,
     weighted,
     with_carry_units,
+    within_head,
 )
+
+# a layer of the source: its number, with the stack's name where there are several
+Layer = int | str | None
 
 
 class Layout:
@@ -32,13 +38,26 @@ class Layout:
     """
 
     def __init__(
-        self, family: Family, source: Any, target: Any, options: GrowthOptions, *, tied: bool
+        self,
+        family: Family,
+        source: Any,
+        target: Any,
+        options: GrowthOptions,
+        *,
+        tied: bool,
+        dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
+        """
+        Args:
+            source, target: configs.
+            tied: the class has an LM head that shares the embedding.
+            dtypes: of the source's weights and of the target's.
+        """
         self.family, self.source, self.target = family, source, target
-        self.options, self.tied = options, tied
-        self._spaces: dict[tuple[str, int | None], Space] = {}
+        self.options, self.tied, self.dtypes = options, tied, dtypes
+        self._spaces: dict[tuple[str, Layer], Space] = {}
 
-    def space(self, name: str, layer: int | None = None) -> Space:
+    def space(self, name: str, layer: Layer = None) -> Space:
         key = (name, layer if self.options.scheme == "paper" else None)
         if key not in self._spaces:
             self._spaces[key] = self._build(self.family.spaces[name], key[1])
@@ -60,21 +79,30 @@ class Layout:
     @property
     def is_extended(self) -> bool:
         """The stream has extra coordinates that carry the mean."""
-        layernorm = self.family.norm_kind == "layernorm"
+        layernorm = self.family.norm.kind == "layernorm"
         return layernorm and not self.is_even and self.options.scheme == "exact"
 
     @property
     def is_carried(self) -> bool:
-        """The extra coordinates carry the mean through post-norms and FFNs."""
-        return self.is_extended and self.family.norm_placement == "post" and not self.why_no_carry
+        """The extra coordinates carry the mean through norms whose output is the stream."""
+        return self.is_extended and self.family.carries and not self.why_no_carry
+
+    @property
+    def has_carry_units(self) -> bool:
+        """Four FFN units carry the mean past the FFN, up to the post-norm behind it."""
+        return self.is_carried and self.family.norm.placement == "post"
 
     @property
     def why_no_carry(self) -> str | None:
-        """Why the mean cannot be carried past a post-norm's FFN, or None."""
-        activation = getattr(self.source, str(self.family.activation), None)
-        spare = self.family.size(self.target, "ffn") - self.family.size(self.source, "ffn")
+        """Why the mean cannot be carried, or None."""
         if self.options.carry == 0:
             return "carry=0"
+        if not self.family.carries:
+            return f"no norm of {self.family.model_type} has room to carry it"
+        if self.family.norm.placement != "post":
+            return None
+        activation = getattr(self.source, str(self.family.activation), None)
+        spare = self.family.size(self.target, "ffn") - self.family.size(self.source, "ffn")
         if spare < CARRY_UNITS:
             field = self.family.config_field("ffn")
             return f"{field} must grow by at least {CARRY_UNITS} (it grows by {spare})"
@@ -84,17 +112,19 @@ class Layout:
 
     # ---- building
 
-    def _build(self, spec: SpaceSpec, layer: int | None) -> Space:
+    def _build(self, spec: SpaceSpec, layer: Layer) -> Space:
         build = {
             "stream": self._stream,
             "normed": self._normed,
             "tied_output": self._tied_output,
             "heads": self._heads,
+            "head": self._head,
             "units": self._units,
+            "fixed": self._fixed,
         }[spec.kind]
         return build(spec, layer)
 
-    def _index(self, spec: SpaceSpec, layer: int | None, source: int, target: int) -> Tensor:
+    def _index(self, spec: SpaceSpec, layer: Layer, source: int, target: int) -> Tensor:
         if self.options.scheme == "paper":
             rng = maps.generator(
                 self.options.seed, "map", spec.kind, spec.heads or spec.size, layer
@@ -106,58 +136,84 @@ class Layout:
         return maps.cyclic(source, target)
 
     def _split(
-        self, name: str, layer: int | None, index: Tensor, where: Tensor | None = None
+        self, name: str, layer: Layer, index: Tensor, where: Tensor | None = None
     ) -> Tensor | None:
         if self.options.symmetry != "split":
             return None
         return signed_split(index, maps.generator(self.options.seed, "split", name, layer), where)
 
-    def _stream(self, spec: SpaceSpec, _layer: int | None) -> Space:
+    def _stream(self, spec: SpaceSpec, _layer: Layer) -> Space:
         source, target = self.stream_sizes
         if self.is_extended:
-            # a pre-norm turns the extra coordinates into zeros before anything reads them
-            free = self.family.norm_placement == "pre"
-            return extended(source, target, free_extra=free)
+            return extended(source, target)
         # one residual map for the whole model: every layer adds to the same stream
         index = self._index(spec, None, source, target)
         split = self._split(spec.name, None, index)
-        rms = self.family.norm_kind == "rmsnorm" and self.options.scheme == "exact"
+        rms = self.family.norm.kind == "rmsnorm" and self.options.scheme == "exact"
         return (weighted if rms else copies)(index, source, split)
 
-    def _normed(self, spec: SpaceSpec, _layer: int | None) -> Space:
+    def _normed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         stream = self.space(str(spec.of))
         split = self._split(spec.name, None, stream.read_index, ~stream.is_extra)
         return normed(stream, split)
 
-    def _tied_output(self, spec: SpaceSpec, layer: int | None) -> Space:
+    def _tied_output(self, spec: SpaceSpec, layer: Layer) -> Space:
         if self.tied or spec.untied is None:
-            return tied_output(self.space(str(spec.of)))
+            return tied_output(self.space(str(spec.of)), self.scale(spec))
         return self.space(spec.untied, layer)
 
-    def head_maps(self, layer: int | None) -> dict[str, Tensor]:
-        """Source head of every target head, by the name of the head count."""
+    def scale(self, row: SpaceSpec | Row) -> float:
+        """What makes up for a factor of the model that changes with the stream's size.
+
+        The model multiplies by a root of its size, rounded to float32 and its dtype in some.
+        """
+        if row.scale is None or not holds(row.scale_when, self.source):
+            return 1.0
+        inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")
+        old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.stream_sizes)
+        if root.startswith("float32"):
+            old, new = (x.float().to(d) for x, d in zip((old, new), self.dtypes, strict=True))
+        ratio = new.item() / old.item()
+        return 1 / ratio if inverse else ratio
+
+    def head_map(self, heads: str, layer: Layer) -> Tensor:
+        """Source head of every target head."""
         family, source, target = self.family, self.source, self.target
-        sizes = [family.size(c, "q_heads") for c in (source, target)]
-        if "kv_heads" in family.config:
-            kv = [family.size(c, "kv_heads") for c in (source, target)]
-            if kv != sizes:
-                q_map, kv_map = maps.grouped_heads(sizes[0], kv[0], sizes[1], kv[1])
-                return {"q_heads": q_map, "kv_heads": kv_map}
-        spec = SpaceSpec("heads", "heads", heads="q_heads")
-        head_map = self._index(spec, layer, sizes[0], sizes[1])
-        return {"q_heads": head_map, "kv_heads": head_map}
+        if heads in ("q_heads", "kv_heads") and "kv_heads" in family.config:
+            q_sizes, kv_sizes = (
+                [family.size(c, key) for c in (source, target)] for key in ("q_heads", "kv_heads")
+            )
+            if kv_sizes != q_sizes:
+                q_map, kv_map = maps.grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
+                return q_map if heads == "q_heads" else kv_map
+            # every head has its own key: one map for both
+            heads = "q_heads"
+        spec = SpaceSpec("heads", "heads", heads=heads)
+        return self._index(spec, layer, family.size(source, heads), family.size(target, heads))
 
-    def _heads(self, spec: SpaceSpec, layer: int | None) -> Space:
+    def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
-        head_dim = self.family.head_dim(self.source)
-        head_map = self.head_maps(layer)[heads]
-        count = self.family.size(self.source, heads)
+        head_map = self.head_map(heads, layer)
+        build = weighted if spec.weighted and self.options.scheme == "exact" else copies
         split = self._split(spec.name, layer, head_map)
-        # one share per head: the dims of a head belong together
-        split = None if split is None else split.repeat_interleave(head_dim)
-        return copies(maps.heads_to_units(head_map, head_dim), count * head_dim, split)
+        # one share per head: the entries of a head belong together
+        whole = build(head_map, self.family.size(self.source, heads), split)
+        return outer_product(whole, self._head(spec, layer))
 
-    def _units(self, spec: SpaceSpec, layer: int | None) -> Space:
+    def _head(self, spec: SpaceSpec, _layer: Layer) -> Space:
+        old, new = (self.family.width(c, spec) for c in (self.source, self.target))
+        attention = self.family.attention
+        if attention is None or old == new:
+            return copies(torch.arange(new) % old, old)
+        divided = attention.scale == "head_dim" and holds(attention.when, self.source)
+        rotary = attention.positions == "rotary"
+        return within_head(old, new, spec.part, rotary=rotary, divided=divided)
+
+    def _fixed(self, spec: SpaceSpec, _layer: Layer) -> Space:
+        size = self.family.space_size(self.source, spec.name)
+        return copies(torch.arange(size), size)
+
+    def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
         source = self.family.space_size(self.source, spec.name)
         target = self.family.space_size(self.target, spec.name)
         if spec.size == "stream":
@@ -165,7 +221,7 @@ class Layout:
             index = self.space("stream").read_index
         else:
             index = self._index(spec, layer, source, target)
-        if spec.size == "ffn" and self.is_carried:
+        if spec.size == "ffn" and self.has_carry_units:
             split = self._split(spec.name, layer, index[:-CARRY_UNITS])
             return with_carry_units(index, source, split)
         return copies(index, source, self._split(spec.name, layer, index))
@@ -178,14 +234,13 @@ class Layout:
         Whole heads and FFN units beyond the source's. With grouped queries a group moves as one:
         a new query head under an old key head would attend with the wrong layer's keys.
         """
-        space, spec = self.space(name), self.family.spaces[name]
-        new = torch.arange(space.target) >= space.source
-        new &= space.write_index < space.source
-        if spec.kind != "heads" or "kv_heads" not in self.family.config:
-            return new
-        head_dim = self.family.head_dim(self.source)
-        kv_source = self.family.size(self.source, "kv_heads")
-        kv_target = self.family.size(self.target, "kv_heads")
-        heads = self.family.size(self.target, str(spec.heads))
-        group = torch.arange(heads) // (heads // kv_target)
-        return (group >= kv_source).repeat_interleave(head_dim)
+        space, spec, family = self.space(name), self.family.spaces[name], self.family
+        if spec.kind != "heads":
+            new = torch.arange(space.target) >= space.source
+            return new & (space.write_index < space.source)
+        heads = family.size(self.target, str(spec.heads))
+        number, old = torch.arange(heads), family.size(self.source, str(spec.heads))
+        if "kv_heads" in family.config:
+            old = family.size(self.source, "kv_heads")
+            number = number // (heads // family.size(self.target, "kv_heads"))
+        return (number >= old).repeat_interleave(space.target // heads)

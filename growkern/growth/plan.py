@@ -6,20 +6,26 @@ Pure: reads configs and headers, touches no weights. `growkern.growth.apply` car
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 import growkern
 from growkern.errors import GrowthError
+from growkern.families.family import Family
 from growkern.families.spec import TensorSpec
 from growkern.growth import maps
-from growkern.growth.layout import Layout
+from growkern.growth.layout import Layer, Layout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Source, open_source
-from growkern.growth.target import growable_fields, resolve_target
+from growkern.growth.target import finish_target, growable_fields, resolve_target
+
+# what a source computes where it lacks a tensor: x and 0
+MADE = ("identity", "zero")
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Task:
     Attributes:
         tensor: its name, axes and layer in the target.
         shape: its shape.
-        source: the source tensor it comes from.
+        source: the source tensor it comes from; "identity" or "zero" where the source has none
+            and computes what that would.
         upper: the same tensor of the next source layer, where AKI mixes it in.
         source_layer: layer of `source`, or None.
         into: the source norm that the written vector enters, where the table names it.
@@ -41,13 +48,18 @@ class Task:
     shape: tuple[int, ...]
     source: str
     upper: str | None
-    source_layer: int | None
+    source_layer: Layer
     into: str | None
     identity: str | None
 
     @property
     def name(self) -> str:
         return self.tensor.name
+
+    @property
+    def is_made(self) -> bool:
+        """The source has no such tensor."""
+        return self.source in MADE
 
 
 @dataclass(frozen=True)
@@ -73,66 +85,76 @@ class GrowthPlan:
         source: the opened source.
         target_config: the target's Hugging Face config.
         options: method, depth, scheme, symmetry, seed.
-        layer_map: source layer of every target layer.
-        inserted: target layers that are identity blocks.
+        layer_maps: per stack, the source layer of every target layer.
+        inserted: (stack, target layer) of the identity blocks.
         dtype: of the grown weights.
     """
 
     source: Source
     target_config: Any
     options: GrowthOptions
-    layer_map: tuple[int, ...]
-    inserted: frozenset[int]
+    layer_maps: Mapping[str, tuple[int, ...]]
+    inserted: frozenset[tuple[str, int]]
     dtype: torch.dtype
 
     # ---- structure
 
     @cached_property
     def layout(self) -> Layout:
-        tied = self.source.family.is_tied(self.source.config, self.source.class_name)
+        source = self.source
         return Layout(
-            self.source.family, self.source.config, self.target_config, self.options, tied=tied
+            source.family,
+            source.config,
+            self.target_config,
+            self.options,
+            tied=source.family.has_tied_head(source.config, source.class_name),
+            dtypes=(source.dtype, self.dtype),
         )
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
         """One task per target tensor; tied duplicates have none."""
         family, class_name = self.source.family, self.source.class_name
-        tied = self.layout.tied
+        shares = family.shares(self.target_config)
         targets = family.tensors(self.target_config, class_name)
-        sources = {
-            (t.row.name, t.layer, t.is_bias): t
-            for t in family.tensors(self.source.config, class_name)
-        }
-        return tuple(self._task(t, sources) for t in targets if not (tied and t.row.tied))
+        sources = {(t.template, t.layer): t for t in family.tensors(self.source.config, class_name)}
+        return tuple(self._task(t, sources) for t in targets if not (shares and t.tied))
 
     def _task(self, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:
         family = self.source.family
         shape = tuple(family.axis_size(self.target_config, axis) for axis in tensor.axes)
-        layer = None if tensor.layer is None else self.layer_map[tensor.layer]
-        source = sources[tensor.row.name, layer, tensor.is_bias]
+        layer = None if tensor.layer is None else self.layer_maps[tensor.stack][tensor.layer]
+        source = sources.get((tensor.template, layer))
         upper = None
-        if self.options.method == "aki" and layer is not None and not tensor.row.norm:
+        # a norm over whole heads goes with them, any other with the stream
+        moves = tensor.norm is None or family.spaces[tensor.norm[1]].kind == "heads"
+        if self.options.method == "aki" and layer is not None and moves:
             # the last source layer has no next one: it is expanded as in FPI
-            above = sources.get((tensor.row.name, layer + 1, tensor.is_bias))
+            above = sources.get((tensor.template, layer + 1))
             upper = above.name if above else None
-        role = self._identity_role(tensor)
-        return Task(tensor, shape, source.name, upper, layer, source.into, role)
+        return Task(
+            tensor,
+            shape,
+            source=str(tensor.fallback) if source is None else source.name,
+            upper=upper,
+            source_layer=f"{tensor.stack}.{layer}" if tensor.stack and layer is not None else layer,
+            into=tensor.into if source is None else source.into,
+            identity=self._identity_role(tensor),
+        )
 
     def _identity_role(self, tensor: TensorSpec) -> str | None:
-        family, layer, row = self.source.family, tensor.layer, tensor.row
+        family, layer = self.source.family, tensor.layer
         if layer is None:
             return None
-        if row.name in family.zero_in_identity:
-            return "zero" if layer in self.inserted else None
-        if family.norm_placement != "post":
-            return None
-        if row.name == family.inner_norm and layer in self.inserted:
+        is_inserted = (tensor.stack, layer) in self.inserted
+        if tensor.is_one_of(family.zero_in_identity):
+            return "zero" if is_inserted else None
+        if tensor.is_one_of(family.inner_norms) and is_inserted:
             return "unit"
-        if row.name == family.outer_norm:
-            if layer + 1 in self.inserted:
+        if family.outer_norm is not None and tensor.is_one_of((family.outer_norm,)):
+            if (tensor.stack, layer + 1) in self.inserted:
                 return "unit"
-            return "affine" if layer in self.inserted else None
+            return "affine" if is_inserted else None
         return None
 
     # ---- what it keeps
@@ -154,9 +176,9 @@ class GrowthPlan:
         """Parameters of the "source" or "target", shared tensors counted once."""
         config = self.target_config if which == "target" else self.source.config
         shapes = self.source.family.shapes(config, self.source.class_name)
-        own = {task.tensor.row.name for task in self.tasks}
+        own = {task.tensor.template for task in self.tasks}
         tensors = self.source.family.tensors(config, self.source.class_name)
-        return sum(torch.Size(shapes[t.name]).numel() for t in tensors if t.row.name in own)
+        return sum(torch.Size(shapes[t.name]).numel() for t in tensors if t.template in own)
 
     def flops_per_token(self, which: str = "target") -> int:
         """Training FLOPs per token, 6 per weight that multiplies a vector (embeddings look up)."""
@@ -200,7 +222,7 @@ class GrowthPlan:
             "options": self.options.to_dict(),
             "sizes": {name: list(pair) for name, pair in self.size_changes().items()},
             "maps": self.maps(),
-            "layer_map": list(self.layer_map),
+            "layer_maps": {stack: list(layers) for stack, layers in self.layer_maps.items()},
             "identity_layers": sorted(self.inserted),
             "parameters": [self.parameters("source"), self.parameters("target")],
             "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
@@ -254,19 +276,28 @@ def plan_growth(
     """`plan` for a source that is already open."""
     family = opened.family
     target = resolve_target(family, opened.config, dims, target_config)
-    layers, target_layers = (family.size(c, "layers") for c in (opened.config, target))
     pick = maps.stack if options.depth == "stack" else maps.interleave
-    layer_map = tuple(pick(layers, target_layers))
-    inserted: frozenset[int] = frozenset()
+    layer_maps = {
+        stack: tuple(pick(*(family.size(c, key) for c in (opened.config, target))))
+        for stack, key in family.stacks.items()
+    }
+    deeper = [key for key in family.stacks.values() if _grows(family, opened.config, target, key)]
+    inserted: set[tuple[str, int]] = set()
     if options.depth == "identity":
-        inserted = frozenset(i for i in range(1, target_layers) if layer_map[i] == layer_map[i - 1])
-    if target_layers != layers:
-        for refusal in family.refuse_depth:
-            if getattr(opened.config, refusal.field, None) == refusal.value:
-                raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
-    target.dtype = dtype or opened.dtype
-    grown = GrowthPlan(opened, target, options, layer_map, inserted, target.dtype)
+        for stack, layers in layer_maps.items():
+            repeats = pairwise(layers)
+            inserted |= {(stack, i) for i, (a, b) in enumerate(repeats, start=1) if a == b}
+    for refusal in family.refuse_depth if deeper else ():
+        if getattr(opened.config, refusal.field, None) == refusal.value:
+            raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
+    dtype = dtype or opened.dtype
+    finish_target(family, opened.config, target, next(iter(layer_maps.values())), dtype)
+    grown = GrowthPlan(opened, target, options, layer_maps, frozenset(inserted), dtype)
     # maps that cannot be built (lost query heads) must fail here, before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
     return grown
+
+
+def _grows(family: Family, source: Any, target: Any, key: str) -> bool:
+    return family.size(source, key) != family.size(target, key)

@@ -50,15 +50,19 @@ def plan_table(plan: GrowthPlan) -> Group:
     for finding in plan.findings:
         level = Text(finding.level, style=LEVEL_STYLE[finding.level])
         kept.add_row(finding.what, level, finding.why)
-    layers = Text(f"layers from: {' '.join(_layer_labels(plan))}")
-    return Group(sizes, roles, layers, kept)
+    layers = [Text(line) for line in _layer_lines(plan)]
+    return Group(sizes, roles, *layers, kept)
 
 
-def _layer_labels(plan: GrowthPlan) -> list[str]:
-    return [
-        f"{source}*" if layer in plan.inserted else str(source)
-        for layer, source in enumerate(plan.layer_map)
-    ]
+def _layer_lines(plan: GrowthPlan) -> list[str]:
+    lines = []
+    for stack, layers in plan.layer_maps.items():
+        labels = (
+            f"{source}*" if (stack, layer) in plan.inserted else str(source)
+            for layer, source in enumerate(layers)
+        )
+        lines.append(f"{stack} layers from: {' '.join(labels)}".lstrip())
+    return lines
 
 
 def verify_table(report: VerifyReport) -> Group:

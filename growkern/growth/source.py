@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from growkern.errors import GrowthError, nearest
+from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.families.spec import Family
 from growkern.growth.files import Header, read_headers
 
 
@@ -113,9 +113,9 @@ def _family_of(config: Any) -> Family:
 
 
 def _tied_names(family: Family, config: Any, class_name: str) -> set[str]:
-    if not family.is_tied(config, class_name):
+    if not family.shares(config):
         return set()
-    return {t.name for t in family.tensors(config, class_name) if t.row.tied}
+    return {t.name for t in family.tensors(config, class_name) if t.tied}
 
 
 def _check_names_and_shapes(

@@ -129,13 +129,8 @@ def carry_signs(extra: int) -> list[float]:
     return signs
 
 
-def extended(source: int, target: int, *, free_extra: bool) -> Space:
-    """floor(n_t / n_s) copies and extra coordinates, scaled so that the variance is kept.
-
-    Args:
-        free_extra: readers see zeros at the extra coordinates, so that their weights there are
-            free; they then stand in for a copy (a zero would never learn).
-    """
+def extended(source: int, target: int) -> Space:
+    """floor(n_t / n_s) copies and extra coordinates, scaled so that the variance is kept."""
     count, extra = divmod(target, source)
     scale = math.sqrt(target / (count * source))
     index = maps.cyclic(source, target)
@@ -145,10 +140,9 @@ def extended(source: int, target: int, *, free_extra: bool) -> Space:
     write_index = index.clone()
     write_index[is_extra] = source + torch.tensor([distinct.index(s) for s in signs])
     read = torch.full((target,), 1 / (count * scale), dtype=torch.float64)
-    if not free_extra:
-        read[is_extra] = 0.0
+    read[is_extra] = 0.0
     write = torch.full((target,), scale, dtype=torch.float64)
-    return Space(source, write_index, write, index, read, distinct, free_extra=free_extra)
+    return Space(source, write_index, write, index, read, distinct)
 
 
 def normed(stream: Space, split: Tensor | None = None) -> Space:
@@ -162,14 +156,63 @@ def normed(stream: Space, split: Tensor | None = None) -> Space:
     return replace(stream, write=ones, read=share, free_extra=True)
 
 
-def tied_output(stream: Space) -> Space:
-    """P^T: with logits = W E^T h, the norm under the head must put out P^T h."""
+def tied_output(stream: Space, scale: float = 1.0) -> Space:
+    """k P^T: with logits = W E^T h / k, the norm under the head must put out k P^T h."""
     return replace(
         stream,
-        write=torch.where(stream.is_extra, 0.0, stream.read),
-        read=stream.write,
+        write=torch.where(stream.is_extra, 0.0, scale * stream.read),
+        read=stream.write / scale,
         free_extra=True,
     )
+
+
+def outer_product(heads: Space, entries: Space) -> Space:
+    """Whole heads, each embedded entry by entry in a larger head."""
+    width = entries.source
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        return (a[:, None] * width + b).reshape(-1)
+
+    return Space(
+        source=heads.source * width,
+        write_index=joined(heads.write_index, entries.write_index),
+        write=torch.kron(heads.write, entries.write),
+        read_index=joined(heads.read_index, entries.read_index),
+        read=torch.kron(heads.read, entries.read),
+    )
+
+
+def within_head(
+    source: int, target: int, part: str, *, rotary: bool = False, divided: bool = True
+) -> Space:
+    """The entries of one head in a larger head: scores and values stay what they were.
+
+    Queries and keys keep their products if only one of them is zero at the new entries: keys are,
+    queries hold copies there, so that both learn. In front of a norm both are zero. Scores are
+    divided by the root of head_dim, which the queries make up for.
+
+    Args:
+        part: "value" (copies), "query", "key", or "before_norm" for both of them.
+        rotary: entries i and i + source / 2 turn with frequency theta ** (-2 i / source); the pair
+            goes to where the target's is the same, i times target / source, or to i where that is
+            no whole number (theta must change then).
+        divided: scores are divided by the root of head_dim.
+    """
+    index = maps.cyclic(source, target)
+    if part == "value" or source == target:
+        return copies(index, source)
+    place = torch.arange(source)
+    if rotary:
+        step = target // source if target % source == 0 else 1
+        pair = torch.arange(source // 2)
+        place = torch.cat([step * pair, step * pair + target // 2])
+    index[place] = torch.arange(source)
+    is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
+    gain = math.sqrt(target / source) if part == "before_norm" or divided else 1.0
+    gain = 1.0 if part == "key" else gain
+    old = torch.where(is_old, gain, 0.0).double()
+    write = torch.full_like(old, gain) if part == "query" else old
+    return Space(source, index, write, index, torch.where(is_old, 1 / gain, 0.0).double())
 
 
 def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) -> Space:

@@ -6,22 +6,23 @@ import copy
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.spec import Family
+from growkern.families.family import Family
 
 # beyond any model; a longer number is a slip of the finger
 LARGEST_SIZE = 1 << 24
-GROWABLE = ("stream", "ffn", "q_heads", "kv_heads", "head_dim", "layers")
+# rotary frequencies that depend on head_dim through theta ** (-2 i / head_dim) alone
+PLAIN_ROTARY = ("default", "linear", "llama3")
 
 
 def growable_fields(family: Family) -> dict[str, str]:
     """Config field -> size, for the sizes a user may set."""
-    return {family.config_field(key): key for key in GROWABLE if key in family.config}
+    return {family.config_field(key): key for key in family.growable}
 
 
 def resolve_target(
     family: Family, source: Any, dims: dict[str, int], target: Any | None = None
 ) -> Any:
-    """The target's Hugging Face config.
+    """The target's sizes, in a config of its own; `finish_target` must follow.
 
     Sizes not given follow a larger hidden size in proportion: the FFN keeps its ratio, the
     number of heads grows with head_dim unchanged, key-value heads keep the group size.
@@ -37,18 +38,62 @@ def resolve_target(
     """
     if target is not None and dims:
         raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
+    asked = _asked(family, dims)
     if target is None:
-        sizes = _complete(family, source, _asked(family, dims))
+        sizes = _complete(family, source, asked)
         target = copy.deepcopy(source)
         # the residual width first: the default of a null field may follow from it
         for key in sorted(sizes, key=lambda key: key != "stream"):
             if family.size(target, key) != sizes[key]:
-                setattr(target, family.config_field(key), sizes[key])
+                setattr(target, family.config_field(key), sizes[key] - family.config[key].plus)
     else:
         _check_same_kind(family, source, target)
-    _check_sizes(family, source, target)
-    _validate(family, target)
+        target = copy.deepcopy(target)
+        asked = dict.fromkeys(family.growable, 0)
+    _check_sizes(family, source, target, asked)
     return target
+
+
+def finish_target(
+    family: Family, source: Any, target: Any, layer_map: tuple[int, ...], dtype: Any
+) -> None:
+    """Write what follows from the sizes into the target's config, and have its class check it.
+
+    Args:
+        layer_map: source layer of every target layer, of the stack that `per_layer` lists follow.
+
+    Raises:
+        GrowthError: sizes the config class refuses, rotary positions head_dim cannot grow with.
+    """
+    for name in family.per_layer:
+        values = getattr(source, name, None)
+        if values is not None:
+            setattr(target, name, [values[layer] for layer in layer_map])
+    _rescale_rotary(family, source, target)
+    target.dtype = dtype
+    _validate(family, target)
+
+
+def _rescale_rotary(family: Family, source: Any, target: Any) -> None:
+    """Keep the frequency of every rotary pair: theta_t ** (1 / n_t) = theta ** (1 / n)."""
+    old, new = (family.head_dim(c, family.query_heads[0]) for c in (source, target))
+    if old == new or family.attention is None or family.attention.positions != "rotary":
+        return
+    if new % 2:
+        raise GrowthError(f"head_dim={new}: rotary positions turn pairs; give an even number")
+    parameters = copy.deepcopy(source.rope_parameters)
+    # one set, or one per kind of layer
+    for rope in [parameters] if "rope_type" in parameters else parameters.values():
+        kind, share = rope["rope_type"], rope.get("partial_rotary_factor") or 1.0
+        allowed = PLAIN_ROTARY if new % old == 0 else PLAIN_ROTARY[:1]
+        if kind not in allowed or share != 1.0:
+            raise GrowthError(
+                f"rope_parameters {kind!r} with partial_rotary_factor={share:g}: head_dim cannot "
+                f"go from {old} to {new}; add heads instead"
+            )
+        if new % old:
+            rope["rope_theta"] **= new / old
+    target.rope_parameters = parameters
 
 
 def _validate(family: Family, target: Any) -> None:
@@ -81,17 +126,19 @@ def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
 def _complete(family: Family, source: Any, asked: dict[str, int]) -> dict[str, int]:
     """Add the sizes that follow from the ones asked for."""
     sizes = dict(asked)
+    if not family.forces_head_dim:
+        # a config may leave it out and would then derive it from the new sizes
+        sizes.setdefault("head_dim", family.head_dim(source))
     if "stream" not in asked:
         return sizes
     old, new = family.size(source, "stream"), asked["stream"]
-
-    def follow(key: str) -> int | None:
-        value, rest = divmod(family.size(source, key) * new, old)
-        return None if rest else value
-
-    sizes.setdefault("ffn", round(family.size(source, "ffn") * new / old))
-    if "q_heads" not in asked and (heads := follow("q_heads")) is not None:
-        sizes["q_heads"] = heads
+    for key in family.unit_sizes:
+        sizes.setdefault(key, round(family.size(source, key) * new / old))
+    for key in family.query_heads:
+        heads, rest = divmod(family.size(source, key) * new, old)
+        if key in asked or rest:
+            continue
+        sizes[key] = heads
         if "kv_heads" in family.config and "kv_heads" not in asked:
             group = family.size(source, "q_heads") // family.size(source, "kv_heads")
             if heads % group == 0:
@@ -109,7 +156,8 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
             "target_config.tie_word_embeddings=False unties the head of a tied source; "
             "set it to True"
         )
-    may_differ = {*growable_fields(family), "architectures", "_name_or_path"}
+    may_differ = {*growable_fields(family), *family.per_layer, "architectures", "_name_or_path"}
+    may_differ |= {"rope_parameters", "dtype"}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name
@@ -128,34 +176,51 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
         )
 
 
-def _check_sizes(family: Family, source: Any, target: Any) -> None:
-    for field, key in growable_fields(family).items():
+def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]) -> None:
+    fields = growable_fields(family)
+    for field, key in fields.items():
         old, new = family.size(source, key), family.size(target, key)
         if new < old:
             raise GrowthError(f"{field}={new} is smaller than the source's {old}; growth widens")
-    fields = growable_fields(family)
     if all(family.size(source, key) == family.size(target, key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
-    stream, heads = family.size(target, "stream"), family.size(target, "q_heads")
-    stream_field, heads_field = family.config_field("stream"), family.config_field("q_heads")
-    head_dim = family.head_dim(source)
-    if family.forces_head_dim and stream != heads * head_dim:
-        allowed = stream // head_dim * head_dim
-        raise GrowthError(
-            f"{stream_field}={stream} with {heads_field}={heads}: {family.model_type} needs "
-            f"{stream_field} = {heads_field} x head_dim and head_dim stays {head_dim}; the nearest "
-            f"sizes are {allowed} ({allowed // head_dim} heads) and {allowed + head_dim} "
-            f"({allowed // head_dim + 1} heads)"
-        )
-    if family.head_dim(target) != head_dim:
-        raise GrowthError(
-            f"{family.config_field('head_dim')}={family.head_dim(target)}: the source's {head_dim} "
-            "must stay; add heads instead"
-        )
+    for heads in family.query_heads:
+        _check_head_dim(family, source, target, heads, asked)
     if "kv_heads" in family.config:
-        kv_heads = family.size(target, "kv_heads")
+        heads, kv_heads = family.size(target, "q_heads"), family.size(target, "kv_heads")
         if heads % kv_heads:
             raise GrowthError(
-                f"{heads_field}={heads} is not a multiple of "
+                f"{family.config_field('q_heads')}={heads} is not a multiple of "
                 f"{family.config_field('kv_heads')}={kv_heads}"
             )
+
+
+def _check_head_dim(
+    family: Family, source: Any, target: Any, heads: str, asked: dict[str, int]
+) -> None:
+    """head_dim may grow where the table knows how and where the user said so."""
+    old, new = family.head_dim(source, heads), family.head_dim(target, heads)
+    stream, count = family.size(target, "stream"), family.size(target, heads)
+    divides = not family.forces_head_dim or stream == count * new
+    if old == new and divides:
+        return
+    can_grow = family.attention is not None
+    if can_grow and new > old and divides and (heads in asked or not family.forces_head_dim):
+        return
+    if not family.forces_head_dim:
+        raise GrowthError(
+            f"{family.config_field('head_dim')}={new}: the source's {old} must stay; add heads "
+            "instead"
+        )
+    stream_field, heads_field = family.config_field("stream"), family.config_field(heads)
+    allowed = stream // old * old
+    fix = (
+        f"the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
+        f"({allowed // old + 1} heads)"
+    )
+    if can_grow and stream % count == 0 and new > old:
+        fix += f"; or give {heads_field}={count} for a head_dim of {new}"
+    raise GrowthError(
+        f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "
+        f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}; {fix}"
+    )

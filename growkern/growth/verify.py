@@ -136,8 +136,7 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
 def _check_groups(plan: GrowthPlan, grown: Source) -> list[TensorGroup]:
     by_kind: dict[str, list[Task]] = {}
     for task in plan.tasks:
-        suffix = ".bias" if task.tensor.is_bias and task.tensor.row.norm else ""
-        by_kind.setdefault(task.tensor.row.name + suffix, []).append(task)
+        by_kind.setdefault(task.tensor.template, []).append(task)
     return [_check_group(plan, grown, kind, tasks) for kind, tasks in by_kind.items()]
 
 
@@ -187,7 +186,7 @@ def _fold_tolerance(dtype: torch.dtype) -> float:
 
 def _folds(plan: GrowthPlan, task: Task) -> bool:
     is_copy = plan.options.method in ("fpi", "aki") and task.identity is None
-    return is_copy and task.upper is None and not task.tensor.row.norm
+    return is_copy and task.upper is None and not task.tensor.norm and not task.is_made
 
 
 def fold_tensor(layout: Layout, task: Task, grown: Tensor) -> Tensor:
@@ -197,10 +196,12 @@ def fold_tensor(layout: Layout, task: Task, grown: Tensor) -> Tensor:
     summed over the copies with the coefficients their writers use. Left out: extra coordinates,
     which hold nothing of their own.
     """
-    folded = grown.double()
+    folded = grown.double() / layout.scale(task.tensor.row)
     for dim, axis in enumerate(task.tensor.axes):
         role, _, names = axis.partition(":")
-        if names:
+        if not names:
+            folded = folded.narrow(dim, 0, layout.family.axis_size(layout.source, axis))
+        else:
             pieces = folded.split(
                 [layout.space(n, task.source_layer).target for n in names.split("|")], dim
             )

@@ -19,23 +19,70 @@ BERT = {
     "num_labels": 7,
 }
 GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
-LLAMA = {
+ENCODER = {
     "hidden_size": 12,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
+    "num_attention_heads": 3,
     "intermediate_size": 20,
     "num_hidden_layers": 2,
     "vocab_size": 50,
     "num_labels": 7,
 }
+GROUPED = {**ENCODER, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA = {**GROUPED, "head_dim": 4}
+T5 = {
+    "d_model": 12,
+    "d_kv": 4,
+    "d_ff": 23,
+    "num_heads": 5,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 9,
+    "vocab_size": 50,
+    "num_labels": 7,
+}
+BART = {
+    "d_model": 12,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 22,
+    "max_position_embeddings": 16,
+    "vocab_size": 50,
+    "num_labels": 7,
+}
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = [
     ("bert", BERT, {}),
-    ("bert", BERT, {"tie_word_embeddings": False}),
+    ("bert", BERT, UNTIED),
+    ("roberta", BERT, {}),
+    ("roberta", BERT, UNTIED),
+    ("electra", {**BERT, "embedding_size": 8}, {}),
+    ("electra", {**BERT, "embedding_size": 12}, UNTIED),
     ("gpt2", {**GPT2, "num_labels": 7}, {}),
-    ("gpt2", {**GPT2, "num_labels": 7}, {"n_inner": 33, "tie_word_embeddings": False}),
+    ("gpt2", {**GPT2, "num_labels": 7}, {"n_inner": 33, **UNTIED}),
+    ("gpt_neox", ENCODER, {}),
+    ("gpt_neox", ENCODER, {"attention_bias": False, **TIED}),
+    ("t5", T5, {}),
+    ("t5", T5, {"feed_forward_proj": "gated-gelu", **UNTIED}),
+    ("bart", BART, {}),
+    ("bart", BART, UNTIED),
+    ("modernbert", {**ENCODER, "pad_token_id": 0}, {}),
+    ("modernbert", {**ENCODER, "pad_token_id": 0}, {**BIASES, "norm_bias": True, "classifier_bias": True, **UNTIED}),
     ("llama", LLAMA, {}),
-    ("llama", LLAMA, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", LLAMA, {**BIASES, **TIED}),
+    ("mistral", LLAMA, {}),
+    ("qwen2", GROUPED, {}),
+    ("qwen2", LLAMA, TIED),
+    ("qwen3", LLAMA, {}),
+    ("qwen3", LLAMA, {"attention_bias": True, **TIED}),
+    ("gemma2", LLAMA, {}),
+    ("gemma3_text", LLAMA, {}),
+    ("olmo2", GROUPED, {}),
+    ("olmo2", GROUPED, {"attention_bias": True, **TIED}),
+    ("phi3", {**GROUPED, "pad_token_id": 0}, {}),
 ]
 
 
@@ -58,9 +105,9 @@ def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
         tied = {
-            t.name: t.row.tied
+            t.name: t.tied
             for t in family.tensors(config, class_name)
-            if t.row.tied and family.is_tied(config, class_name)
+            if t.tied and family.shares(config)
         }
         assert tied == dict(model.all_tied_weights_keys), class_name
 
@@ -99,7 +146,7 @@ def test_unknown_keys_are_refused(path, message):
     "path, value",
     [
         (("norm", "kind"), "batchnorm"),
-        (("norm", "placement"), "sandwich"),
+        (("norm", "placement"), "middle"),
         (("spaces", "ffn", "kind"), "unit"),
         (("tensors", "trunk", "embeddings.LayerNorm", "extra"), "cary"),
     ],
@@ -125,7 +172,7 @@ def test_undefined_space_is_refused():
 
 
 def test_unknown_family_lists_the_supported_ones():
-    with pytest.raises(GrowthError, match="bert, gpt2, llama"):
+    with pytest.raises(GrowthError, match="bart, bert, .*llama"):
         load_family("mamba")
 
 

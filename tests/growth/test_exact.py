@@ -226,7 +226,7 @@ def test_every_weight_matters():
     grown = growkern.grow(source, hidden_size=20, **GQA)
     kinds = {}
     for task in grown.growth_plan.tasks:
-        kinds.setdefault(task.tensor.row.name, task.name)
+        kinds.setdefault(task.tensor.template, task.name)
     # a bias on all keys of a head shifts every score alike: softmax does not see it,
     # except through rotary positions
     for name in itertools.chain(kinds.values()):
