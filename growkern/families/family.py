@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growkern.errors import GrowthError
@@ -161,20 +161,32 @@ class Family:
         def named(text: str | None) -> str | None:
             return None if text is None else prefix + fill(text)
 
-        own, into, tied = row.name.replace("{s}", stack), named(row.into), named(row.tied)
+        own = row.name.replace("{s}", stack)
+        tensor = TensorSpec(
+            name=prefix + fill(own),
+            template=own,
+            row=row,
+            stack=stack,
+            layer=layer,
+            axes=tuple(fill(axis) for axis in row.axes),
+            norm=None,
+            into=named(row.into),
+            tied=named(row.tied),
+            fallback=row.fallback,
+            in_body=in_body,
+        )
         if row.norm is None:
-            axes = tuple(fill(axis) for axis in row.axes)
-            yield TensorSpec(
-                *(prefix + fill(own), own, row, stack, layer, axes, None),
-                *(into, tied, row.fallback, in_body),
-            )
+            yield tensor
             return
         source, _, target = fill(row.norm).partition(">")
         for kind in self.norm.tensors(config):
-            fallback = None if row.fallback is None else f"{named(row.fallback)}.{kind}"
-            yield TensorSpec(
-                *(f"{prefix}{fill(own)}.{kind}", f"{own}.{kind}", row, stack, layer),
-                *((f"write:{target}",), (source, target), into, tied, fallback, in_body),
+            yield replace(
+                tensor,
+                name=f"{tensor.name}.{kind}",
+                template=f"{own}.{kind}",
+                axes=(f"write:{target}",),
+                norm=(source, target),
+                fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
             )
 
     def shapes(self, config: Any, class_name: str) -> dict[str, tuple[int, ...]]:

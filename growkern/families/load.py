@@ -33,7 +33,7 @@ _KEYS = {
     "refuse": "value why",
 }
 
-_ROOTS = ("sqrt(stream)", "float32(sqrt(stream))")
+_ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
 _VALUES = {
     "norm.kind": ("layernorm", "rmsnorm"),
     "norm.placement": ("pre", "post", "sandwich", "output"),

@@ -18,7 +18,8 @@ from growkern.growth import maps
 from growkern.growth.baselines import build_baseline
 from growkern.growth.extras import made_rows
 from growkern.growth.norms import build_norm
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
 Read = Callable[[str], Tensor]
@@ -130,10 +131,13 @@ def _build_weight(
         extra = tuple(is_extra for _, is_extra in block)
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
         rows, cols = (*maps_of_block, {})[:2]
-        sources = [task.source, task.upper] if _mixes(axes, block) else [task.source]
-        weight, upper = (*(made_rows(plan, task, n, read, extra) for n in sources), None)[:2]
+        # the noise of a line hangs on its place in the whole tensor
+        offsets = [where.start for where, _ in block] + [0]
+        upper = None
+        if task.upper is not None and _mixes(axes, block):
+            upper = made_rows(plan, task, task.upper, read, extra)
         expand(
-            weight,
+            made_rows(plan, task, task.source, read, extra),
             rows=rows["index"],
             cols=cols.get("index"),
             row_scale=rows["scale"],
@@ -142,6 +146,8 @@ def _build_weight(
             col_noise=cols.get("noise"),
             upper=upper,
             seed=seed,
+            row_offset=offsets[0],
+            col_offset=offsets[1],
             out=out[_within(part, block)],
             backend=backend,
         )

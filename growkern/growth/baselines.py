@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from growkern.growth import maps
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.tasks import Task
 
 # of models whose config gives none
 INITIALIZER_RANGE = 0.02

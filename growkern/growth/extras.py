@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.tasks import Task
 
 # rows of a source that are summed at a time: its float64 copy stays small beside it
 ROWS_AT_ONCE = 1024

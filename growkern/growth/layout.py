@@ -165,14 +165,14 @@ class Layout:
     def scale(self, row: SpaceSpec | Row) -> float:
         """What makes up for a factor of the model that changes with the stream's size.
 
-        The model multiplies by a root of its size, rounded to float32 and its dtype in some.
+        The model multiplies by the root of its size, in some rounded to the weights' dtype.
         """
         if row.scale is None or not holds(row.scale_when, self.source):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")
         old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.stream_sizes)
-        if root.startswith("float32"):
-            old, new = (x.float().to(d) for x, d in zip((old, new), self.dtypes, strict=True))
+        if root.startswith("rounded"):
+            old, new = (x.to(d) for x, d in zip((old, new), self.dtypes, strict=True))
         ratio = new.item() / old.item()
         return 1 / ratio if inverse else ratio
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
 from growkern.growth.spaces import Space
+from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
 
@@ -29,7 +30,7 @@ def build_norm(
     index, scale, value = _gather(plan, task, value, read)
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
-    upper = _upper(plan, task, value, read, index)
+    upper, index = _upper(plan, task, value, read, index)
     built = expand(
         value, rows=index, row_scale=scale, upper=upper, out_dtype=dtype, backend=backend
     )
@@ -95,16 +96,16 @@ def _extra(
 
 def _upper(
     plan: GrowthPlan, task: Task, value: Tensor, read: Callable[[str], Tensor], index: Tensor
-) -> Tensor | None:
-    """The next layer's norm, where whole heads of it move with AKI; marks them in `index`."""
+) -> tuple[Tensor | None, Tensor]:
+    """The next layer's norm, where whole heads of it move with AKI, and the index that says so."""
     if task.upper is None or plan.options.aki != "unit":
-        return None
+        return None, index
     assert task.tensor.norm is not None
     fresh = plan.layout.fresh(task.tensor.norm[1])
     if not bool(fresh.any()):
-        return None
-    index += len(value) * fresh
-    return read(task.upper).to(value.dtype)
+        return None, index
+    upper = read(task.upper).to(value.dtype) + _offset(plan, task)
+    return upper, index + len(value) * fresh
 
 
 def _unit_gain(plan: GrowthPlan) -> float:

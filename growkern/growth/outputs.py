@@ -18,7 +18,13 @@ from growkern.growth.source import Source
 def random_tokens(source: Source) -> Tensor:
     rng = torch.Generator().manual_seed(0)
     vocabulary = source.family.size(source.config, "vocab")
-    return torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
+    tokens = torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
+    end = source.config.eos_token_id
+    if source.config.is_encoder_decoder and isinstance(end, int):
+        # heads that classify look for the one end of the text
+        tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
+        tokens[:, -1] = end
+    return tokens
 
 
 def _longest(source: Source) -> int:

@@ -17,49 +17,12 @@ import torch
 import growkern
 from growkern.errors import GrowthError
 from growkern.families.family import Family
-from growkern.families.spec import TensorSpec
 from growkern.growth import maps
-from growkern.growth.layout import Layer, Layout
+from growkern.growth.layout import Layout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Source, open_source
 from growkern.growth.target import finish_target, growable_fields, resolve_target
-
-# what a source computes where it lacks a tensor: x and 0
-MADE = ("identity", "zero")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One target tensor.
-
-    Attributes:
-        tensor: its name, axes and layer in the target.
-        shape: its shape.
-        source: the source tensor it comes from; "identity" or "zero" where the source has none
-            and computes what that would.
-        upper: the same tensor of the next source layer, where AKI mixes it in.
-        source_layer: layer of `source`, or None.
-        into: the source norm that the written vector enters, where the table names it.
-        identity: its part in an identity block: "zero", or "unit" / "affine" for the norms that
-            are taken apart so that an inserted post-norm block repeats its input.
-    """
-
-    tensor: TensorSpec
-    shape: tuple[int, ...]
-    source: str
-    upper: str | None
-    source_layer: Layer
-    into: str | None
-    identity: str | None
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def is_made(self) -> bool:
-        """The source has no such tensor."""
-        return self.source in MADE
+from growkern.growth.tasks import Task, make_tasks
 
 
 @dataclass(frozen=True)
@@ -114,48 +77,7 @@ class GrowthPlan:
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
         """One task per target tensor; tied duplicates have none."""
-        family, class_name = self.source.family, self.source.class_name
-        shares = family.shares(self.target_config)
-        targets = family.tensors(self.target_config, class_name)
-        sources = {(t.template, t.layer): t for t in family.tensors(self.source.config, class_name)}
-        return tuple(self._task(t, sources) for t in targets if not (shares and t.tied))
-
-    def _task(self, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:
-        family = self.source.family
-        shape = tuple(family.axis_size(self.target_config, axis) for axis in tensor.axes)
-        layer = None if tensor.layer is None else self.layer_maps[tensor.stack][tensor.layer]
-        source = sources.get((tensor.template, layer))
-        upper = None
-        # a norm over whole heads goes with them, any other with the stream
-        moves = tensor.norm is None or family.spaces[tensor.norm[1]].kind == "heads"
-        if self.options.method == "aki" and layer is not None and moves:
-            # the last source layer has no next one: it is expanded as in FPI
-            above = sources.get((tensor.template, layer + 1))
-            upper = above.name if above else None
-        return Task(
-            tensor,
-            shape,
-            source=str(tensor.fallback) if source is None else source.name,
-            upper=upper,
-            source_layer=f"{tensor.stack}.{layer}" if tensor.stack and layer is not None else layer,
-            into=tensor.into if source is None else source.into,
-            identity=self._identity_role(tensor),
-        )
-
-    def _identity_role(self, tensor: TensorSpec) -> str | None:
-        family, layer = self.source.family, tensor.layer
-        if layer is None:
-            return None
-        is_inserted = (tensor.stack, layer) in self.inserted
-        if tensor.is_one_of(family.zero_in_identity):
-            return "zero" if is_inserted else None
-        if tensor.is_one_of(family.inner_norms) and is_inserted:
-            return "unit"
-        if family.outer_norm is not None and tensor.is_one_of((family.outer_norm,)):
-            if (tensor.stack, layer + 1) in self.inserted:
-                return "unit"
-            return "affine" if is_inserted else None
-        return None
+        return tuple(make_tasks(self))
 
     # ---- what it keeps
 

@@ -210,9 +210,9 @@ def within_head(
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
     gain = math.sqrt(target / source) if part == "before_norm" or divided else 1.0
     gain = 1.0 if part == "key" else gain
-    old = torch.where(is_old, gain, 0.0).double()
+    old = is_old.double() * gain
     write = torch.full_like(old, gain) if part == "query" else old
-    return Space(source, index, write, index, torch.where(is_old, 1 / gain, 0.0).double())
+    return Space(source, index, write, index, is_old.double() / gain)
 
 
 def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) -> Space:

@@ -187,10 +187,10 @@ def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]
     for heads in family.query_heads:
         _check_head_dim(family, source, target, heads, asked)
     if "kv_heads" in family.config:
-        heads, kv_heads = family.size(target, "q_heads"), family.size(target, "kv_heads")
-        if heads % kv_heads:
+        count, kv_heads = family.size(target, "q_heads"), family.size(target, "kv_heads")
+        if count % kv_heads:
             raise GrowthError(
-                f"{family.config_field('q_heads')}={heads} is not a multiple of "
+                f"{family.config_field('q_heads')}={count} is not a multiple of "
                 f"{family.config_field('kv_heads')}={kv_heads}"
             )
 

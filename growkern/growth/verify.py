@@ -23,8 +23,9 @@ from growkern.growth.apply import build_tensor
 from growkern.growth.grow import plan_from_lineage
 from growkern.growth.layout import Layout
 from growkern.growth.outputs import check_tokens, compare_outputs, load_model, random_tokens
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import Source, open_source
+from growkern.growth.tasks import Task
 
 # relative logit error in float32 that rounding explains; a wrong tensor shows as 1e-3 and more
 OUTPUT_TOLERANCE = 1e-4

@@ -70,7 +70,11 @@ CASES = [
     ("bart", BART, {}),
     ("bart", BART, UNTIED),
     ("modernbert", {**ENCODER, "pad_token_id": 0}, {}),
-    ("modernbert", {**ENCODER, "pad_token_id": 0}, {**BIASES, "norm_bias": True, "classifier_bias": True, **UNTIED}),
+    (
+        "modernbert",
+        {**ENCODER, "pad_token_id": 0},
+        {**BIASES, "norm_bias": True, "classifier_bias": True, **UNTIED},
+    ),
     ("llama", LLAMA, {}),
     ("llama", LLAMA, {**BIASES, **TIED}),
     ("mistral", LLAMA, {}),
@@ -172,7 +176,7 @@ def test_undefined_space_is_refused():
 
 
 def test_unknown_family_lists_the_supported_ones():
-    with pytest.raises(GrowthError, match="bart, bert, .*llama"):
+    with pytest.raises(GrowthError, match=r"bart, bert, .*llama"):
         load_family("mamba")
 
 

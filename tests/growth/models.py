@@ -48,7 +48,7 @@ class Float64Everywhere(TorchFunctionMode):
 def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **config):
     """A model of this class whose norms, biases and weights are all away from their defaults."""
     model_class = getattr(transformers, class_name)
-    model = model_class(model_class.config_class(**{**sizes, **config})).to(dtype)
+    model = model_class._from_config(model_class.config_class(**{**sizes, **config}), dtype=dtype)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
@@ -66,8 +66,14 @@ def outputs(model, seed=0):
     ids = torch.randint(3, 50, (3, 9), generator=rng)
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if hasattr(model, "classification_head"):
+        # an encoder-decoder that classifies looks for the end of the text
+        ids[:, 5] = model.config.eos_token_id
+    elif model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
+        inputs["decoder_input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
     with Float64Everywhere():
-        result = model(input_ids=ids, attention_mask=mask)
+        result = model(**inputs)
     names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits")
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
     found = found or {"last_hidden_state": result.last_hidden_state}
@@ -83,8 +89,9 @@ def relative_error(source, grown):
     for name, x in old.items():
         y = new[name]
         if name == "last_hidden_state":
-            layout = grown.growth_plan.layout
-            space = layout.space("final" if "final" in layout.family.spaces else "stream")
+            plan = grown.growth_plan
+            name = plan.layout.family.output_space(plan.source.class_name)
+            space = plan.layout.space(name)
             copy = ~space.is_extra
             y, x = y[..., copy] / space.write[copy], x[..., space.read_index[copy]]
         errors.append(((x - y).abs().max() / x.abs().max()).item())

@@ -6,7 +6,8 @@ import transformers
 
 import growkern
 from growkern.families.load import supported_families
-from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
+from growkern.growth.apply import build_tensor
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 
 EXACT = 1e-12
 
@@ -48,7 +49,11 @@ ALL_BIASES = {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "clas
 GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5}
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 4, "query_pre_attn_scalar": 6}
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "use_sliding_window": True,
+}
 E1 = {"hidden_size": 24, "intermediate_size": 33}
 U1 = {"hidden_size": 20, "intermediate_size": 33, **GROUPS}
 
@@ -84,7 +89,12 @@ CASES = [
     ("ModernBertForMaskedLM", MODERN, ALL_BIASES, {"hidden_size": 36, "intermediate_size": 33}),
     ("ModernBertForSequenceClassification", MODERN, {}, {"hidden_size": 24}),
     ("MistralForCausalLM", ROTARY, {"sliding_window": 4}, U1),
-    ("Qwen2ForCausalLM", {**SQUARE, "num_attention_heads": 6}, LAYERS, {**E1, "num_hidden_layers": 4}),
+    (
+        "Qwen2ForCausalLM",
+        {**SQUARE, "num_attention_heads": 6},
+        LAYERS,
+        {**E1, "num_hidden_layers": 4},
+    ),
     ("Qwen2ForCausalLM", SQUARE, TIED, U1),
     ("Qwen3ForCausalLM", ROTARY, LAYERS, {**U1, "num_hidden_layers": 3}),
     ("Qwen3ForCausalLM", ROTARY, TIED, U1),
@@ -114,3 +124,212 @@ def test_grown_saved_and_loaded_model_is_exact(tmp_path, class_name, sizes, conf
     loaded = getattr(transformers, class_name).from_pretrained(tmp_path, dtype=torch.float64)
     loaded.growth_plan = plan
     assert relative_error(source, loaded.eval()) <= EXACT
+
+
+# ------------------------------------------------------------- larger heads
+
+HEAD_DIM = [
+    ("LlamaForCausalLM", LLAMA, {}, {"head_dim": 8}),
+    ("LlamaForCausalLM", LLAMA, TIED, {"head_dim": 12, **U1}),
+    ("Qwen2ForCausalLM", SQUARE, {}, {"head_dim": 4}),
+    ("Qwen3ForCausalLM", ROTARY, {}, {"head_dim": 8}),
+    ("Qwen3ForCausalLM", ROTARY, {}, {"head_dim": 12, **U1}),
+    ("Gemma2ForCausalLM", ROTARY, WINDOW, {"head_dim": 8, **U1}),
+    ("Gemma3ForCausalLM", ROTARY, WINDOW, {"head_dim": 8}),
+    ("T5ForConditionalGeneration", T5, {}, {"d_kv": 6, "d_model": 20}),
+    ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "num_attention_heads": 3}),
+    ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 21, "n_head": 3}),
+    ("GPT2LMHeadModel", GPT2, {"scale_attn_weights": False}, {"n_embd": 21, "n_head": 3}),
+    ("BartForConditionalGeneration", BART, {}, {"d_model": 24, "decoder_attention_heads": 6}),
+    ("ModernBertForMaskedLM", MODERN, {}, {"hidden_size": 24, "num_attention_heads": 3}),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, config, growth", HEAD_DIM)
+def test_larger_heads_attend_alike(tmp_path, class_name, sizes, config, growth):
+    source = random_model(class_name, sizes, **config)
+    grown = growkern.grow(source, **growth)
+    plan = grown.growth_plan
+    assert plan.exact, plan.findings
+    assert any(finding.what.startswith("head_dim") for finding in plan.findings)
+    grown.save_pretrained(tmp_path)
+    loaded = getattr(transformers, class_name).from_pretrained(tmp_path, dtype=torch.float64)
+    loaded.growth_plan = plan
+    assert relative_error(source, loaded.eval()) <= EXACT
+
+
+def test_a_head_dim_that_is_no_multiple_changes_theta():
+    source = random_model("LlamaForCausalLM", LLAMA)
+    grown = growkern.grow(source, head_dim=6)
+    assert grown.config.rope_parameters["rope_theta"] == pytest.approx(10000.0**1.5)
+    assert source.config.rope_parameters["rope_theta"] == 10000.0
+    assert not grown.growth_plan.exact
+    # transformers computes frequencies in float32
+    assert relative_error(source, grown) <= 1e-7
+
+
+@pytest.mark.parametrize(
+    "rope, growth, why",
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, {"head_dim": 8}, "'yarn'"),
+        ({"rope_type": "linear", "factor": 2.0}, {"head_dim": 6}, "'linear'"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"head_dim": 8}, "factor=0.5"),
+        ({"rope_type": "default"}, {"head_dim": 7}, "even"),
+    ],
+)
+def test_rotary_positions_that_depend_on_more_than_theta_are_refused(rope, growth, why):
+    source = random_model("LlamaForCausalLM", LLAMA)
+    source.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    with pytest.raises(growkern.GrowthError, match=why):
+        growkern.plan(source, **growth)
+
+
+def test_linear_rotary_scaling_keeps_its_frequencies():
+    rope = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+    source = random_model("LlamaForCausalLM", LLAMA, rope_parameters=rope)
+    assert relative_error(source, growkern.grow(source, head_dim=8)) <= EXACT
+
+
+def test_heads_grow_only_where_asked_and_where_the_table_says_how():
+    bert = random_model("BertForMaskedLM", BERT)
+    with pytest.raises(growkern.GrowthError, match="num_attention_heads=3 for a head_dim of 5"):
+        growkern.plan(bert, hidden_size=15)
+    olmo = random_model("Olmo2ForCausalLM", SQUARE)
+    with pytest.raises(growkern.GrowthError, match="nearest sizes are 24"):
+        growkern.plan(olmo, hidden_size=24, num_attention_heads=6)
+    with pytest.raises(growkern.GrowthError, match="add heads instead"):
+        growkern.plan(random_model("Phi3ForCausalLM", SQUARE, pad_token_id=0), head_dim=4)
+
+
+def test_new_query_entries_learn_because_only_the_keys_are_zero():
+    source = random_model("LlamaForCausalLM", LLAMA)
+    grown = growkern.grow(source, head_dim=8)
+    space = grown.growth_plan.layout.space("k")
+    attention = grown.model.layers[0].self_attn
+    assert not bool(attention.k_proj.weight[space.write == 0].any())
+    assert bool((attention.q_proj.weight != 0).all())
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    grown(input_ids=ids, labels=ids).loss.backward()
+    assert bool((attention.k_proj.weight.grad[space.write == 0] != 0).all())
+
+
+# ------------------------------------------------------- the rest of a family
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes", [("BertForMaskedLM", BERT), ("LlamaForCausalLM", LLAMA)]
+)
+def test_a_larger_vocabulary_keeps_the_old_logits(class_name, sizes):
+    source = random_model(class_name, sizes)
+    grown = growkern.grow(source, vocab_size=64, hidden_size=24)
+    old, new = (outputs(model)["logits"] for model in (source, grown))
+    assert new.shape[-1] == 64 and not bool(new[..., 50:].any())
+    assert ((new[..., :50] - old).abs().max() / old.abs().max()).item() <= EXACT
+    assert any(f.level == "approximate" for f in grown.growth_plan.findings)
+
+
+def test_uneven_modernbert_carries_the_mean_through_its_embedding_norm():
+    source = random_model("ModernBertModel", MODERN)
+    coarse, fine = (
+        relative_error(source, growkern.grow(source, hidden_size=20, carry=carry))
+        for carry in (1e-1, 1e-2)
+    )
+    assert fine <= 1e-6
+    assert 80 < coarse / fine < 125
+
+
+@pytest.mark.parametrize("class_name", ["RobertaModel", "ElectraModel"])
+@pytest.mark.parametrize("embedding", [8, 12])
+def test_uneven_encoders_carry_the_mean(class_name, embedding):
+    sizes = {**BERT, "embedding_size": embedding} if "Electra" in class_name else BERT
+    source = random_model(class_name, sizes, pad_token_id=1)
+    grown = growkern.grow(source, hidden_size=20, intermediate_size=40, carry=1e-2)
+    assert relative_error(source, grown) <= 1e-6
+
+
+def test_uneven_bart_says_what_it_cannot_carry():
+    source = random_model("BartForConditionalGeneration", BART)
+    grown = growkern.grow(
+        source, d_model=24 - 4, decoder_attention_heads=10, encoder_attention_heads=5
+    )
+    assert any("no norm of bart" in finding.why for finding in grown.growth_plan.findings)
+    assert 1e-4 < relative_error(source, grown) < 0.6
+
+
+@pytest.mark.parametrize("class_name, sizes, config, growth", CASES)
+def test_blocks_are_the_whole_bit_for_bit(class_name, sizes, config, growth):
+    source = random_model(class_name, sizes, dtype=torch.float32, **config)
+    plan = growkern.plan(source, method="aki", **growth)
+    rng = torch.Generator().manual_seed(0)
+    for task in plan.tasks:
+        whole = build_tensor(plan, task)
+        cuts = [sorted(torch.randint(n + 1, (2,), generator=rng).tolist()) for n in task.shape]
+        part = tuple(slice(a, b) for a, b in cuts)
+        assert torch.equal(build_tensor(plan, task, part=part), whole[part]), task.name
+        out = torch.full_like(whole, torch.nan).t().contiguous().t()
+        assert torch.equal(build_tensor(plan, task, out=out), whole)
+
+
+def test_blocks_of_a_carrying_encoder_and_of_the_baselines_too():
+    source = random_model("BertForMaskedLM", BERT, dtype=torch.float32)
+    for method in ("fpi", "aki", "direct_copy", "random"):
+        plan = growkern.plan(source, method=method, hidden_size=20, intermediate_size=40)
+        for task in plan.tasks:
+            whole = build_tensor(plan, task)
+            for dim, size in enumerate(task.shape):
+                pieces = [
+                    build_tensor(
+                        plan,
+                        task,
+                        part=[
+                            slice(i, i + 7) if d == dim else slice(None) for d in range(whole.ndim)
+                        ],
+                    )
+                    for i in range(0, size, 7)
+                ]
+                assert torch.equal(torch.cat(pieces, dim), whole), (method, task.name)
+
+
+@pytest.mark.parametrize("class_name, sizes, config, growth", CASES)
+def test_verify_passes_and_sees_a_wrong_tensor_of_every_kind(class_name, sizes, config, growth):
+    source = random_model(class_name, sizes, dtype=torch.float32, **config)
+    grown = growkern.grow(source, **growth)
+    report = growkern.verify(source, grown)
+    assert report.ok, report.failure
+    state = grown.state_dict()
+    last = {t.tensor.template: t.name for t in grown.growth_plan.tasks}
+    for name in last.values():
+        state[name].mul_(1.01)
+    for group in growkern.verify(source, grown).groups:
+        assert not group.ok or not bool(state[last[group.kind]].any()), group.kind
+
+
+@pytest.mark.parametrize("class_name, sizes, config, growth", CASES)
+def test_knowledge_of_the_next_layer_moves_whole_units(class_name, sizes, config, growth):
+    """A source whose layers are all alike has nothing to take: AKI must then be FPI."""
+    source = random_model(class_name, sizes, **config)
+    first = {}
+    for task in growkern.plan(source, **growth).tasks:
+        if task.tensor.layer is not None:
+            key = (task.tensor.stack, task.tensor.template)
+            name = first.setdefault(key, task.source)
+            if task.source in dict(source.named_parameters()):
+                source.get_parameter(task.source).data.copy_(source.get_parameter(name).data)
+    fpi, aki = (growkern.grow(source, method=m, symmetry="none", **growth) for m in ("fpi", "aki"))
+    for name, value in fpi.state_dict().items():
+        assert torch.equal(value, aki.state_dict()[name]), name
+
+
+def test_layer_lists_follow_their_layers():
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    source = random_model(
+        "Qwen3ForCausalLM",
+        ROTARY,
+        num_hidden_layers=3,
+        layer_types=layers,
+        sliding_window=4,
+        use_sliding_window=True,
+    )
+    grown = growkern.grow(source, num_hidden_layers=5)
+    assert grown.config.layer_types == [layers[i] for i in (0, 1, 2, 1, 2)]
+    assert source.config.layer_types == layers
