@@ -28,10 +28,18 @@ def silence_transformers() -> None:
 
 
 def show(result: Any, as_json: bool = False) -> None:
-    """Print a plan or report as its table, or as JSON."""
+    """Print a report as its table, or as JSON."""
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print_json(result.to_dict())
     else:
-        from rich.console import Console
+        print_table(result.table())
 
-        Console().print(result.table())
+
+def print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def print_table(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

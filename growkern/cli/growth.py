@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import AsJson, Source, Target, app, show, silence_transformers
+from growkern.cli.app import (
+    AsJson,
+    Source,
+    Target,
+    app,
+    print_json,
+    print_table,
+    show,
+    silence_transformers,
+)
 from growkern.cli.options import takes_growth
 from growkern.errors import GrowthError, nearest
 
@@ -15,11 +24,24 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @app.command()
 @takes_growth
-def plan(source: Source, growth: dict[str, Any], as_json: AsJson = False) -> None:
+def plan(
+    source: Source,
+    growth: dict[str, Any],
+    as_json: AsJson = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to shard over.")] = 1,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens the source was trained on, for advice on depth.")
+    ] = None,
+) -> None:
     """Show what growing would do, from the config and the file headers alone."""
     from growkern.growth.plan import plan as make_plan
 
-    show(make_plan(source, **growth), as_json)
+    made = make_plan(source, **growth)
+    if as_json:
+        cost = {"estimate": made.estimate(ranks), "advice": made.advice(tokens)}
+        print_json({**made.to_dict(), **cost})
+    else:
+        print_table(made.table(ranks, tokens))
 
 
 @app.command()

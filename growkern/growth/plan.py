@@ -94,6 +94,18 @@ class GrowthPlan:
 
     # ---- numbers
 
+    def estimate(self, ranks: int = 1) -> dict[str, Any]:
+        """What carrying it out costs; see `growkern.growth.advice.estimate`."""
+        from growkern.growth.advice import estimate
+
+        return estimate(self, ranks)
+
+    def advice(self, tokens: float | None = None) -> tuple[str, ...]:
+        """What published evidence says of it; see `growkern.growth.advice.advice`."""
+        from growkern.growth.advice import advice
+
+        return advice(self, tokens)
+
     def parameters(self, which: str = "target") -> int:
         """Parameters of the "source" or "target", shared tensors counted once."""
         config = self.target_config if which == "target" else self.source.config
@@ -149,16 +161,15 @@ class GrowthPlan:
             "parameters": [self.parameters("source"), self.parameters("target")],
             "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
             "dtype": str(self.dtype).removeprefix("torch."),
-            "bytes": self.parameters("target") * self.dtype.itemsize,
             "exact": self.exact,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
-    def table(self) -> Any:
-        """The plan as a rich renderable."""
+    def table(self, ranks: int = 1, tokens: float | None = None) -> Any:
+        """The plan as a rich renderable; arguments as in `estimate` and `advice`."""
         from growkern.growth.show import plan_table
 
-        return plan_table(self)
+        return plan_table(self, ranks, tokens)
 
 
 def plan(

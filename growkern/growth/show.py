@@ -24,8 +24,8 @@ def human(number: float) -> str:
     return f"{number:.3g} P"
 
 
-def plan_table(plan: GrowthPlan) -> Group:
-    """Sizes, cost and findings of a plan."""
+def plan_table(plan: GrowthPlan, ranks: int = 1, tokens: float | None = None) -> Group:
+    """Sizes, cost, findings and advice of a plan."""
     sizes = Table(title=f"{plan.source.class_name}: {plan.options.method}", title_justify="left")
     for column in ("", "source", "target"):
         sizes.add_column(column, justify="left" if not column else "right")
@@ -51,7 +51,19 @@ def plan_table(plan: GrowthPlan) -> Group:
         level = Text(finding.level, style=LEVEL_STYLE[finding.level])
         kept.add_row(finding.what, level, finding.why)
     layers = [Text(line) for line in _layer_lines(plan)]
-    return Group(sizes, roles, *layers, kept)
+    cost = Table(title="what it costs", title_justify="left", show_header=False)
+    cost.add_column()
+    cost.add_column(justify="right")
+    numbers = plan.estimate(ranks)
+    each = "" if ranks == 1 else f" on each of {ranks} ranks"
+    cost.add_row(f"weights{each}", f"{human(numbers['rank_bytes'])}B")
+    cost.add_row(
+        f"weights, gradients and AdamW in float32{each}",
+        f"{human(numbers['training_bytes_per_rank'])}B",
+    )
+    cost.add_row("expanding on this CPU, disk apart", f"{numbers['seconds']:.3g} s")
+    warnings = [Text(f"note: {line}", "yellow") for line in plan.advice(tokens)]
+    return Group(sizes, roles, *layers, kept, cost, *warnings)
 
 
 def _layer_lines(plan: GrowthPlan) -> list[str]:

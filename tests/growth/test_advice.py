@@ -1,0 +1,79 @@
+"""Costs against counts made by hand, and advice where and only where it applies."""
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
+
+
+def meta(class_name, **sizes):
+    """A model whose weights take no memory."""
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**sizes))
+
+
+def test_estimate_counts_bytes_and_flops():
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.bfloat16)
+    plan = growkern.plan(source, hidden_size=24)
+    target = growkern.grow(source, hidden_size=24)
+    parameters = sum(p.numel() for p in target.parameters())
+    one, four = plan.estimate(), plan.estimate(ranks=4)
+    assert one["disk_bytes"] == one["rank_bytes"] == 2 * parameters
+    assert four["rank_bytes"] == -(-2 * parameters // 4)
+    assert four["training_bytes_per_rank"] == 4 * parameters
+    matrices = [p for n, p in target.named_parameters() if p.ndim == 2 and "embed" not in n]
+    assert one["flops_per_token"] == 6 * sum(p.numel() for p in matrices)
+    assert one["seconds"] > 0
+
+
+BIG = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "vocab_size": 32000,
+}
+BIG_GPT2 = {"n_embd": 1024, "n_head": 16, "n_layer": 4, "vocab_size": 50257}
+WIDER = {"hidden_size": 2048}
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, growth, tokens, expected",
+    [
+        ("LlamaForCausalLM", BIG, {**WIDER, "method": "aki"}, None, "AquilaMoE"),
+        ("LlamaForCausalLM", BIG, {"hidden_size": 4096}, None, "grows 4.0 times"),
+        (
+            "LlamaForCausalLM",
+            BIG,
+            {"hidden_size": 2048, "num_hidden_layers": 24},
+            None,
+            "width on large decoders",
+        ),
+        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 20}, None, "grows 5.0 times"),
+        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 8}, 1e12, "past 20 per parameter"),
+        (
+            "LlamaForCausalLM",
+            BIG,
+            {"num_hidden_layers": 8, "depth": "interleave"},
+            1e8,
+            "below 20 per parameter",
+        ),
+        ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, None, "equal gradients"),
+        ("Qwen3ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, None, "no gradient"),
+        ("LlamaForCausalLM", BIG, {"intermediate_size": 8200}, None, "8256 should run"),
+        ("GPT2LMHeadModel", BIG_GPT2, {"n_embd": 2048}, None, "vocab_size=50304"),
+    ],
+)
+def test_advice_where_it_applies(class_name, sizes, growth, tokens, expected):
+    plan = growkern.plan(meta(class_name, **sizes), allow_nonfinite=True, **growth)
+    assert any(expected in line for line in plan.advice(tokens)), plan.advice(tokens)
+
+
+def test_no_advice_where_none_applies():
+    plan = growkern.plan(random_model("GPT2LMHeadModel", GPT2), n_embd=24, n_layer=3)
+    assert plan.advice() == ()
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), num_hidden_layers=8)
+    assert plan.advice(tokens=1e8) == ()
