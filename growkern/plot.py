@@ -1,4 +1,4 @@
-"""Loss against FLOPs: what a run has saved, at equal loss, next to another one.
+"""Loss against FLOPs: what a run has saved, at equal loss, next to another one; attention maps.
 
 A run's curve is the log history of its training directory: validation loss where it was measured,
 else training loss. With F(r, l) the FLOPs at which run r first reaches loss l,
@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from torch import Tensor
+
 from growkern.errors import GrowthError
+from growkern.growth.outputs import load_model
 from growkern.train.run import last_checkpoint
 
 STATE_FILE = "trainer_state.json"
@@ -141,6 +146,62 @@ def draw(curves: Sequence[Curve], out: str | Path, *, title: str = "") -> None:
     axes.grid(alpha=0.25)
     axes.legend(fontsize="small", title=f"FLOPs saved at loss {target:.3f}")
     _save(figure, Path(out))
+
+
+# ----------------------------------------------------------------- attention
+
+
+def attention_maps(model: Any, tokens: Tensor) -> Tensor:
+    """What every head attends to: (layers, heads, length, length), float32.
+
+    Args:
+        model: of transformers, loaded with `attn_implementation="eager"`; of an encoder-decoder
+            the encoder is shown.
+        tokens: (1, length) int64.
+    """
+    inputs = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with torch.no_grad():
+        output = model(**inputs, output_attentions=True)
+    maps = getattr(output, "attentions", None) or output.encoder_attentions
+    return torch.stack([layer[0].float() for layer in maps])
+
+
+def plot_attention(
+    checkpoints: Sequence[str | Path], text: str, out: str | Path, *, length: int = 32
+) -> None:
+    """Draw the attention maps of checkpoints side by side (bert2BERT, Figures 9 to 12).
+
+    Args:
+        checkpoints: directories, such as a source and what was grown from it.
+        text: its first `length` tokens are attended to; the first checkpoint's tokenizer is used.
+
+    Raises:
+        GrowthError: an empty text; without matplotlib.
+    """
+    figure = _new_figure()
+    if not text.strip():
+        raise GrowthError("there is no text to attend to")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[0])
+    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
+    models = (load_model(c, attn_implementation="eager") for c in checkpoints)
+    all_maps = [attention_maps(model, ids) for model in models]
+    widths = [maps.shape[1] for maps in all_maps]
+    figure.set_size_inches(0.9 * sum(widths) + 1, 0.9 * max(map(len, all_maps)) + 1)
+    panels = figure.subfigures(1, len(all_maps), width_ratios=widths, squeeze=False)[0]
+    for panel, maps, checkpoint in zip(panels, all_maps, checkpoints, strict=True):
+        panel.suptitle(f"{Path(checkpoint).name}: layers x heads", fontsize="medium")
+        grid = panel.subplots(*maps.shape[:2], squeeze=False)
+        for layer, row in enumerate(grid):
+            row[0].set_ylabel(str(layer), rotation=0, labelpad=8)
+            for head, axes in enumerate(row):
+                axes.imshow(maps[layer, head].numpy(), vmin=0, cmap="viridis")
+                axes.set(xticks=[], yticks=[])
+    _save(figure, Path(out))
+
+
+# -------------------------------------------------------------------- shared
 
 
 def _words(curve: Curve, reference: Curve) -> str:

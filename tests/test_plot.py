@@ -4,9 +4,24 @@ import json
 import math
 
 import pytest
+import torch
+import transformers
 
+import growkern
+from growkern.demo.corpus import train_tokenizer
 from growkern.errors import GrowthError
-from growkern.plot import Curve, curve_of, draw, first_crossing, plot_runs, read_curve, saving
+from growkern.plot import (
+    Curve,
+    attention_maps,
+    curve_of,
+    draw,
+    first_crossing,
+    plot_attention,
+    plot_runs,
+    read_curve,
+    saving,
+)
+from tests.growth.models import BERT, random_model
 
 
 def curve(name, losses, flops=None, seconds=()):
@@ -119,3 +134,37 @@ def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
     slow = curve("slow", [8.0, 7.0])
     draw([SCRATCH, curve("grown", [6.0, 4.5, 3.5]), slow], tmp_path / "plot.png")
     assert texts == ["scratch", "grown: 50%", "slow: not reached"]
+
+
+# ----------------------------------------------------------------- attention
+
+
+def test_attention_maps_are_the_models_own_and_copies_attend_alike(tmp_path):
+    """FPI copies whole heads: the grown model's map of head h is the source's of h mod heads."""
+    source = random_model("BertModel", BERT, dtype=torch.float32)
+    grown = growkern.grow(source, hidden_size=24)
+    tokens = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(0))
+    maps = []
+    for name, model in (("source", source), ("grown", grown)):
+        model.save_pretrained(tmp_path / name)
+        loaded = transformers.BertModel.from_pretrained(
+            tmp_path / name, attn_implementation="eager"
+        )
+        maps.append(attention_maps(loaded.eval(), tokens))
+    assert maps[0].shape == (2, 3, 9, 9) and maps[1].shape == (2, 6, 9, 9)
+    torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 9))
+    torch.testing.assert_close(maps[1], torch.cat([maps[0], maps[0]], 1))
+
+
+def test_attention_is_drawn(tmp_path):
+    corpus = ["attention is drawn for every head of every layer " * 4]
+    tokenizer = train_tokenizer(corpus, 50)
+    source = random_model("BertModel", BERT, vocab_size=len(tokenizer), dtype=torch.float32)
+    for name, model in (("a", source), ("b", growkern.grow(source, hidden_size=24))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    plot_attention([tmp_path / "a", tmp_path / "b"], corpus[0], tmp_path / "a.png", length=16)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(GrowthError, match="no text"):
+        plot_attention([tmp_path / "a"], "", tmp_path / "b.png")
+    assert not (tmp_path / "b.png").exists()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import app
+from growkern.cli.app import app, silence_transformers
 
 
 @app.command()
@@ -27,11 +27,25 @@ def train(
 
 @app.command()
 def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Training directories.")],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("loss_vs_flops.png"),
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Training runs; with --attention checkpoints."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="PNG to write.  \\[loss_vs_flops.png, attention.png]")
+    ] = None,
+    attention: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="Draw what heads attend to in this text.")
+    ] = None,
 ) -> None:
-    """Draw loss against FLOPs for runs side by side."""
-    from growkern.plot import plot_runs
+    """Draw loss against FLOPs of runs, or attention maps of checkpoints, side by side."""
+    from growkern.plot import plot_attention, plot_runs
 
-    plot_runs(runs, out)
+    if attention is None:
+        out = out or Path("loss_vs_flops.png")
+        plot_runs(directories, out)
+    else:
+        out = out or Path("attention.png")
+        silence_transformers()
+        plot_attention(directories, attention.read_text(encoding="utf-8")[:4096], out)
     print(out)

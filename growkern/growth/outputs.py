@@ -47,11 +47,12 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
 
 
-def load_model(model: Any) -> Any:
+def load_model(model: Any, **how: Any) -> Any:
+    """A checkpoint directory as the class it names, float32, for evaluation; models as they are."""
     if isinstance(model, (str, Path)):
         config = transformers.AutoConfig.from_pretrained(model)
         model_class = getattr(transformers, config.architectures[0])
-        return model_class.from_pretrained(model, dtype=torch.float32).eval()
+        return model_class.from_pretrained(model, dtype=torch.float32, **how).eval()
     return model
 
 
