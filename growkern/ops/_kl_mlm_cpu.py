@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW
+from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Maths, Rows
 from growkern.ops._launch import acc_torch_dtype
 
 # elements of one block: five float32 blocks of this size fit the private caches of two cores
@@ -17,13 +17,7 @@ BLOCK_ELEMENTS = 1 << 17
 
 
 def rows_on_cpu(
-    student_NV: Tensor,
-    teachers_NV: Sequence[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    vocab: int,
-    maths: Sequence[float],
-    parts: bool,
+    rows: Rows,
     rows_SN: Tensor | None,
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
@@ -33,6 +27,7 @@ def rows_on_cpu(
     Rows of kind 0 are not read; neither are columns from `vocab` on. `dstudent_NV` may be
     `student_NV` itself.
     """
+    student_NV, teachers_NV, labels_N, kind_N, vocab, maths, parts = rows
     K, acc = len(teachers_NV), acc_torch_dtype(student_NV)
     if rows_SN is not None:
         rows_SN.zero_()
@@ -76,7 +71,7 @@ def _block(
     teachers: Sequence[Tensor],
     labels_B: Tensor,
     kind_B: Tensor,
-    maths: Sequence[float],
+    maths: Maths,
     parts: bool,
     rows_SB: Tensor | None,
     drows_SB: Tensor | None,

@@ -4,10 +4,9 @@ Equations are numbered in `kl_mlm_loss.py`. Shape letters used in this file: N r
 K teachers, S statistics per row in the order of `row_layout`.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from growkern.ops._kl_mlm_options import Rows
 from growkern.ops._launch import acc_dtype, jit, next_power_of_2, tl
 
 # 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
@@ -245,26 +244,20 @@ def _kl_mlm_rows_kernel(
 
 
 def rows_on_triton(
-    student_NV: Tensor,
-    teachers_NV: Sequence[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    vocab: int,
-    maths: Sequence[float],
-    parts: bool,
+    rows: Rows,
     rows_SN: Tensor,
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
     have_rows: bool = False,
 ) -> None:
     """Fill `rows_SN` (unless it is filled) and, given the rows' gradient, `dstudent_NV`."""
+    _, _, labels_N, kind_N, vocab, maths, parts = rows
+    student_NV, *teachers_NV = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
+    )
     N = student_NV.shape[0]
     if N == 0:
         return
-    temperature, cap, teacher_cap = maths
-    student_NV, *teachers_NV = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (student_NV, *teachers_NV)
-    )
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = rows_SN if drows_SN is None else drows_SN.contiguous()
     if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
@@ -280,7 +273,7 @@ def rows_on_triton(
         tuple(x.stride(0) for x in (student_NV, grad_NV, *teachers_NV)),
         N,
         vocab,
-        MATHS=(1 / temperature, cap, teacher_cap),
+        MATHS=(1 / maths.temperature, maths.softcap, maths.teacher_softcap),
         STEPS=(not have_rows, dstudent_NV is not None, parts),
         ACC=acc_dtype(student_NV)[1],
         BLOCK_V=min(MAX_BLOCK_V, next_power_of_2(vocab)),

@@ -1,6 +1,6 @@
-"""What the two doors of the KL + MLM loss share: checks, row masks, row weights and the parts.
+"""What the doors of the KL + MLM loss share: checks, row masks, row weights and the parts.
 
-Shape letters used in this file: N rows (tokens), K teachers.
+Shape letters used in this file: N rows (tokens), V vocabulary, K teachers.
 """
 
 import math
@@ -32,13 +32,31 @@ class LossParts(NamedTuple):
     entropy: Tensor
 
 
+class Maths(NamedTuple):
+    """The numbers of a row's terms; a custom op takes them as a list of floats."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0  # 0: none
+    teacher_softcap: float = 0.0
+
+
+class Rows(NamedTuple):
+    """What the row functions of every backend work on."""
+
+    student_NV: Tensor
+    teachers_NV: Sequence[Tensor]
+    labels_N: Tensor
+    kind_N: Tensor
+    vocab: int  # columns from here on are padding
+    maths: Maths
+    parts: bool  # whether entropy and top-1 agreement are wanted
+
+
 class Options(NamedTuple):
     """The checked options of one call; the tensors among them are 0-d or (N,)."""
 
     alpha: float | Tensor
-    temperature: float
-    softcap: float
-    teacher_softcap: float
+    maths: Maths
     teacher_weights: tuple[float, ...]
     reduction: str
     num_items: Any
@@ -74,7 +92,8 @@ def check_options(
     num_items: Any,
     parts: bool,
 ) -> Options:
-    if not temperature > 0 or math.isinf(temperature):
+    # a comparison, as math.isinf cannot be traced
+    if not 0 < temperature < math.inf:
         raise GrowthError(f"temperature must be positive and finite, got {temperature}")
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
         if cap is not None and not cap > 0:
@@ -94,9 +113,7 @@ def check_options(
             )
     return Options(
         alpha,
-        float(temperature),
-        float(softcap or 0.0),
-        float(teacher_softcap or 0.0),
+        Maths(float(temperature), float(softcap or 0.0), float(teacher_softcap or 0.0)),
         weights,
         reduction,
         num_items,
@@ -175,7 +192,7 @@ def row_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
         alpha = alpha.to(device=kind_N.device, dtype=dtype)
     weights = [mlm_N.to(dtype) * (1 - alpha) / n_mlm]
     kl_weight_N = kl_N.to(dtype) * alpha / n_kl
-    weights += [kl_weight_N * (w * options.temperature**2) for w in options.teacher_weights]
+    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 
 
@@ -190,6 +207,14 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     kl = top1 = None
     if K:
         weighted = list(zip(options.teacher_weights, sums[1 : 1 + K], sums[2 + K :], strict=True))
-        kl = sum(w * kl_k for w, kl_k, _ in weighted) * options.temperature**2 / n_kl
+        kl = sum(w * kl_k for w, kl_k, _ in weighted) * options.maths.temperature**2 / n_kl
         top1 = sum(w * top1_k for w, _, top1_k in weighted) / n_kl
     return LossParts(sums[0] / n_mlm, kl, top1, sums[1 + K] / n_any)
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    """The backward of every backward op: gradients come from a kernel, not from a graph."""
+    raise GrowthError(
+        "this loss can be differentiated once only: for the gradient of a gradient "
+        "(create_graph=True) use backend='reference', which is plain PyTorch"
+    )

@@ -1,25 +1,54 @@
-"""The checks of the linear loss's heads: hidden states, weights and biases of everybody.
+"""What the linear loss is called with: the heads of everybody, checked, and its limits.
 
 Shape letters used in this file: N rows, H width, V vocabulary, K teachers.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops._launch import acc_torch_dtype
 
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
+# a GEMM in float32 leaves 8e-5 in the KL gradient at 1 % drift, one in float64 3e-7; it costs a
+# CPU twice the time, a GPU between that and 64 times
+LOGITS_DTYPE = {("cpu", torch.float32): torch.float64}
 
-def check_limits(chunk_bytes: int | None, max_rows: int | None) -> tuple[int, int]:
+
+class Settings(NamedTuple):
+    """All of a call that is not a tensor, in the order of the custom op's arguments."""
+
+    vocab: int  # columns from here on are padding
+    maths: Sequence[float]  # `Maths`
+    parts: bool
+    per_row: bool  # the loss of every row, and no gradient yet
+    want: Sequence[bool]  # dX, dW, db
+    limits: Sequence[int]  # chunk_bytes, max_rows; 0: none
+    logits_dtype: torch.dtype
+    backend: str
+
+
+def check_limits(chunk_bytes: int | None, max_rows: int | None) -> list[int]:
     """The limits as numbers, 0 for none."""
     for name, limit in (("chunk_bytes", chunk_bytes), ("max_rows", max_rows)):
         if limit is not None and limit <= 0:
             raise GrowthError(f"{name} must be positive, got {limit}")
-    return chunk_bytes or 0, max_rows or 0
+    return [chunk_bytes or 0, max_rows or 0]
+
+
+def check_logits_dtype(asked: torch.dtype | None, student_NH: Tensor) -> torch.dtype:
+    """The dtype logits are computed and kept in."""
+    least = acc_torch_dtype(student_NH)
+    if asked not in (None, least, torch.float64):
+        raise GrowthError(
+            f"logits_dtype must be {least} or torch.float64 for {student_NH.dtype} hidden states, "
+            f"got {asked}"
+        )
+    return asked or LOGITS_DTYPE.get((student_NH.device.type, student_NH.dtype), least)
 
 
 def checked_heads(

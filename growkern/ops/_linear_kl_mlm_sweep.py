@@ -14,33 +14,37 @@ from torch.nn import functional as F
 from growkern.errors import GrowthError
 from growkern.ops._kl_mlm_cpu import rows_on_cpu
 from growkern.ops._kl_mlm_kernel import rows_on_triton
+from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._linear_kl_mlm_heads import Settings
 
 # GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
 # 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 5 GB/s of read-modify-write on two cores
 BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8}
 CPU_BALANCE = 20
-# elements of the head upcast at a time on a CPU: 12 MiB in float32
-TILE_ELEMENTS = 3 << 20
+# of the head, upcast at a time: in cache it costs 10 % of the GEMM, through memory 60 %
+TILE_BYTES = 4 << 20
 
 
 def chunk_rows(
-    rows: int, vocab: int, head_widths: Sequence[int], x: Tensor, chunk_bytes: int
+    rows: int, vocab: int, head_widths: Sequence[int], x: Tensor, chunk_bytes: int, element: int = 4
 ) -> int:
     """Rows per chunk: what `chunk_bytes` holds, or enough to make dW's accumulation cheap.
 
     A chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
-    second is under a tenth of the first from C = 80 H balance / (6 H + 2 sum H_k) on.
+    second is under a tenth of the first from C = 80 H balance / (6 H + 2 sum H_k) on. `element`
+    is the size of a logit in bytes: GEMMs of float64 logits take twice the time and the room.
     """
     if rows == 0:
         return 1
     if chunk_bytes:
-        row_bytes = vocab * acc_torch_dtype(x).itemsize * len(head_widths)
+        row_bytes = vocab * element * len(head_widths)
         size = max(1, chunk_bytes // row_bytes)
     else:
         H, *others = head_widths
         balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
         size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
+        size = -(-size // 2) if element > x.element_size() == 4 else size
     n_chunks = -(-rows // size)
     return -(-rows // n_chunks)
 
@@ -78,44 +82,46 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
 def sweep(
     heads: Sequence[Sequence[Tensor]],
     row_inputs: Sequence[Tensor],
-    vocab: int,
-    maths: Sequence[float],
-    parts: bool,
+    settings: Settings,
     rows_SN: Tensor,
     grads: Sequence[Tensor | None],
-    limits: tuple[int, int],
-    backend: str,
 ) -> None:
     """Fill `rows_SN`, (2 W, N), and the wanted ones of dX, dW, db, all of them zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
-    x_NH, (W, N) = heads[0][0], weight_WN.shape
-    acc, (chunk_bytes, max_rows) = acc_torch_dtype(x_NH), limits
+    x_NH, (W, N), vocab = heads[0][0], weight_WN.shape, settings.vocab
+    acc, (chunk_bytes, max_rows) = settings.logits_dtype, settings.limits
     rows_R, R = live_rows(kind_N, max_rows)
-    C = chunk_rows(R, vocab, [head[0].shape[1] for head in heads], x_NH, chunk_bytes)
+    widths = [head[0].shape[1] for head in heads]
+    C = chunk_rows(R, vocab, widths, x_NH, chunk_bytes, acc.itemsize)
     logits = [x_NH.new_empty(C, vocab, dtype=acc) for _ in heads]
-    sums = _Sums(grads, vocab, acc, not may_ask(x_NH.device))
+    sums = _Sums(grads, vocab, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))
     rows_SP = F.pad(rows_SN, (0, 1))
+    run = rows_on_triton if settings.backend == "triton" else rows_on_cpu
     for rows_C in rows_R.split(C) if R else ():
         source_C = rows_C.clamp(max=N - 1)
         hidden = [head[0].index_select(0, source_C) for head in heads]
-        buffers = [buffer[: rows_C.numel()] for buffer in logits]
-        for x_CH, (_, weight, bias), z_CV in zip(hidden, heads, buffers, strict=True):
-            _project(x_CH, weight[:vocab], bias[:vocab], z_CV)
-        dz_CV = _gradient_place(buffers[0], x_NH.dtype, backend) if sums.wanted else None
-        rows_SC = x_NH.new_empty(2 + 4 * W, rows_C.numel(), dtype=acc)
-        run = rows_on_triton if backend == "triton" else rows_on_cpu
+        z_CV, *teachers_CV = (buffer[: rows_C.numel()] for buffer in logits)
+        for x_CH, (_, weight, bias), out in zip(hidden, heads, (z_CV, *teachers_CV), strict=True):
+            _project(x_CH, weight[:vocab], bias[:vocab], out)
+        dz_CV = _gradient_place(z_CV, gemm_dtype(x_NH)) if sums.wanted else None
+        rows_SC = z_CV.new_empty(2 + 4 * W, rows_C.numel())
         labels_C, kind_C, drows_WC = (x[..., rows_C] for x in (labels_P, kind_P, weight_WP))
-        run(
-            buffers[0], buffers[1:], labels_C, kind_C, vocab, maths, parts, rows_SC, drows_WC, dz_CV
-        )
-        rows_SP[:, rows_C] = rows_SC[: 2 * W]
+        maths = Maths(*settings.maths)
+        rows = Rows(z_CV, teachers_CV, labels_C, kind_C, vocab, maths, settings.parts)
+        run(rows, rows_SC, drows_WC, dz_CV)
+        rows_SP[:, rows_C] = rows_SC[: 2 * W].to(rows_SP.dtype)
         if dz_CV is not None:
             sums.add(rows_C, dz_CV, hidden[0], heads[0][1][:vocab], unscale)
     rows_SN.copy_(rows_SP[:, :N])
     sums.store(unscale)
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """What dX and dW are multiplied in: the inputs' own dtype, but float32 at least on a CPU."""
+    return acc_torch_dtype(x) if x.device.type == "cpu" else x.dtype
 
 
 def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -130,49 +136,46 @@ def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return weight_WN * power.exp2(), (-power).exp2()
 
 
-def _gradient_place(z_CV: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+def _gradient_place(z_CV: Tensor, dtype: torch.dtype) -> Tensor:
     """Where the gradient overwrites the logits: the head of each row if it is narrower."""
-    if backend != "triton" or dtype == z_CV.dtype:
-        return z_CV
-    return z_CV.view(dtype)[:, : z_CV.shape[1]]
+    return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
 
 
 def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """The head in `dtype`, a few rows at a time unless it already is."""
     V, H = weight_VH.shape
-    size = V if weight_VH.dtype == dtype else max(1, TILE_ELEMENTS // H)
+    if weight_VH.dtype == dtype:
+        yield slice(0, V), weight_VH
+        return
+    size = min(V, max(1, TILE_BYTES // (H * dtype.itemsize)))
+    buffer = weight_VH.new_empty(size, H, dtype=dtype)
     for start in range(0, V, size):
         tile = slice(start, min(V, start + size))
-        yield tile, weight_VH[tile].to(dtype)
+        yield tile, buffer[: tile.stop - start].copy_(weight_VH[tile])
 
 
 def _project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
     """(1) into `z_CV`, accumulated and left in its dtype."""
-    if x_CH.device.type == "cpu":
+    if x_CH.is_cuda and x_CH.element_size() == 2 and z_CV.dtype == torch.float32:
+        torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
+    else:
         x_CH = x_CH.to(z_CV.dtype)
         for tile, weight in _tiles(weight_VH, z_CV.dtype):
             torch.mm(x_CH, weight.t(), out=z_CV[:, tile])
-    elif x_CH.dtype == z_CV.dtype:
-        torch.mm(x_CH, weight_VH.t(), out=z_CV)
-    else:
-        torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
     if bias_V.numel():
         z_CV.add_(bias_V)
 
 
 class _Sums:
-    """dX, dW and db of (2) while the chunks come by; dW and db are summed in `acc`."""
+    """dX, dW and db of (2) while the chunks come by; dW and db are summed wide."""
 
-    def __init__(
-        self, grads: Sequence[Tensor | None], vocab: int, acc: torch.dtype, padded: bool
-    ) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], vocab: int, padded: bool) -> None:
         self.grads = grads
         dx, *by_column = grads
         self.wanted = any(grad is not None for grad in grads)
         self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
         self.dw, self.db = (
-            grad if grad is None or grad.dtype == acc else torch.zeros_like(grad, dtype=acc)
-            for grad in by_column
+            grad if grad is None else grad.to(acc_torch_dtype(grad)) for grad in by_column
         )
         self.vocab = vocab
 
@@ -180,9 +183,9 @@ class _Sums:
         self, rows_C: Tensor, dz_CV: Tensor, x_CH: Tensor, weight: Tensor, unscale: Tensor | None
     ) -> None:
         acc, on_cpu = acc_torch_dtype(x_CH), x_CH.device.type == "cpu"
-        mixed: dict[str, Any] = {} if on_cpu or x_CH.dtype == acc else {"out_dtype": acc}
+        mixed: dict[str, Any] = {} if gemm_dtype(x_CH) == acc else {"out_dtype": acc}
         if on_cpu:
-            dz_CV, x_CH = dz_CV.to(acc), x_CH.to(acc)
+            x_CH = x_CH.to(acc)
         if self.dx is not None:
             if on_cpu:
                 dx_CH = x_CH.new_zeros(x_CH.shape)

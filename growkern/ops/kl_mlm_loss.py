@@ -35,11 +35,14 @@ from growkern.ops._kl_mlm_options import (
     KL_ROW,
     MLM_ROW,
     LossParts,
+    Maths,
+    Rows,
     as_teachers,
     check_labels,
     check_options,
     check_vocabulary,
     loss_parts,
+    refuse_second_derivative,
     row_kinds,
     row_weights,
 )
@@ -53,9 +56,7 @@ def kl_mlm_rows_reference(
     teachers_NV: Sequence[Tensor],
     labels_N: Tensor,
     kind_N: Tensor,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
-    teacher_softcap: float = 0.0,
+    maths: Maths,
 ) -> Tensor:
     """Plain PyTorch definition: (1), then (2) per teacher, student entropy, top-1 per teacher.
 
@@ -67,15 +68,15 @@ def kl_mlm_rows_reference(
         return cap * torch.tanh(x / cap) if cap else x
 
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    z_NV = capped(student_NV, softcap)
+    z_NV = capped(student_NV, maths.softcap)
     log_q_NV = z_NV.log_softmax(-1)
-    log_qT_NV = (z_NV / temperature).log_softmax(-1)
+    log_qT_NV = (z_NV / maths.temperature).log_softmax(-1)
     label_N1 = torch.where(mlm_N, labels_N, 0)[:, None]
     rows = [torch.where(mlm_N, -log_q_NV.gather(1, label_N1).squeeze(1), 0)]
     agreement = []
     for teacher_NV in teachers_NV:
-        u_NV = capped(teacher_NV, teacher_softcap)
-        log_p_NV = (u_NV / temperature).log_softmax(-1)
+        u_NV = capped(teacher_NV, maths.teacher_softcap)
+        log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
         p_NV = log_p_NV.exp()
         kl_NV = torch.where(p_NV > 0, p_NV * (log_p_NV - log_qT_NV), 0)
         rows.append(torch.where(kl_N, kl_NV.sum(-1), 0))
@@ -110,7 +111,7 @@ def kl_mlm_rows_op(
 ) -> Tensor:
     rows_SN = _empty_rows(student_NV, teachers_NV)
     run = rows_on_triton if backend == "triton" else rows_on_cpu
-    run(student_NV, teachers_NV, labels_N, kind_N, vocab, maths, parts, rows_SN)
+    run(Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), parts), rows_SN)
     return rows_SN
 
 
@@ -137,12 +138,12 @@ def kl_mlm_rows_backward_op(
     backend: str,
 ) -> Tensor:
     dstudent_NV = torch.empty_like(student_NV, memory_format=torch.contiguous_format)
-    inputs = (student_NV, teachers_NV, labels_N, kind_N, vocab, maths, False)
+    rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), False)
     if backend == "triton":
-        rows_on_triton(*inputs, rows_SN, drows_SN, dstudent_NV, have_rows=True)
+        rows_on_triton(rows, rows_SN, drows_SN, dstudent_NV, have_rows=True)
     else:
         # a CPU has the row in cache when it needs the sums: again is cheaper than from memory
-        rows_on_cpu(*inputs, None, drows_SN, dstudent_NV)
+        rows_on_cpu(rows, None, drows_SN, dstudent_NV)
     return dstudent_NV
 
 
@@ -169,6 +170,7 @@ def _backward(ctx, drows_SN) -> tuple:
 
 
 kl_mlm_rows_op.register_autograd(_backward, setup_context=_setup_context)
+kl_mlm_rows_backward_op.register_autograd(refuse_second_derivative)
 
 
 # ------------------------------------------------------------------- public
@@ -242,15 +244,13 @@ def kl_mlm_loss(
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
 
     student_NV, *teachers_NV = (x.reshape(-1, x.shape[-1]) for x in (student_logits, *teachers))
-    maths = [options.temperature, options.softcap, options.teacher_softcap]
     chosen = choose_backend(backend, student_logits.device, library=False)
     if chosen == "reference":
         z_NV, *u_NV = (x[:, :vocab] for x in (student_NV, *teachers_NV))
-        rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, *maths)
+        rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, options.maths)
     else:
-        rows_SN = kl_mlm_rows_op(
-            student_NV, teachers_NV, labels_N, kind_N, vocab, maths, return_parts, chosen
-        )
+        rows = (student_NV, teachers_NV, labels_N, kind_N, vocab, list(options.maths), return_parts)
+        rows_SN = kl_mlm_rows_op(*rows, chosen)
     weight_WN = row_weights(kind_N, options, rows_SN.dtype)
     loss_N = (weight_WN * rows_SN[: 1 + len(teachers)]).sum(0)
     loss = loss_N.reshape(labels.shape) if reduction == "none" else loss_N.sum()

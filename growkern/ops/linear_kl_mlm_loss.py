@@ -14,7 +14,8 @@ backward multiplies by the incoming scalar. With reduction="none" the rows' grad
 only in backward, which then repeats the sweep.
 
 Logits leave the GEMM in float32 also for bfloat16 inputs: beside a close teacher bfloat16 logits
-carry 69-80 % error into the KL gradient at 1 % drift, float32 logits 0.2 %.
+carry 69-80 % error into the KL gradient at 1 % drift, float32 logits 0.2 %. For float32 inputs the
+GEMM of the logits is what is left, 8e-5 at 1 % drift: there they can be float64.
 
 Shape letters used in this file: N rows, R live rows, C rows of one chunk, H student width, V
 vocabulary, K teachers, W = 1 + K terms, S statistics per row.
@@ -31,17 +32,24 @@ from growkern.ops._backend import choose_backend
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     LossParts,
-    Options,
+    Maths,
     as_teachers,
     check_labels,
     check_options,
     check_vocabulary,
     loss_parts,
+    refuse_second_derivative,
     row_kinds,
     row_weights,
 )
 from growkern.ops._launch import acc_torch_dtype
-from growkern.ops._linear_kl_mlm_heads import Head, check_limits, checked_heads
+from growkern.ops._linear_kl_mlm_heads import (
+    Head,
+    Settings,
+    check_limits,
+    check_logits_dtype,
+    checked_heads,
+)
 from growkern.ops._linear_kl_mlm_sweep import sweep
 from growkern.ops.kl_mlm_loss import kl_mlm_rows_reference
 
@@ -54,18 +62,18 @@ def linear_kl_mlm_rows_reference(
     labels_N: Tensor,
     kind_N: Tensor,
     vocab: int,
-    maths: Sequence[float],
+    maths: Maths,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Plain PyTorch definition: (1) in float32 (float64), then the rows of `kl_mlm_loss`."""
+    """Plain PyTorch definition: (1) in `dtype`, then the rows of `kl_mlm_loss`."""
 
     def logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
-        acc = acc_torch_dtype(hidden_NH)
-        bias = bias_V[:vocab].to(acc) if bias_V.numel() else None
-        return F.linear(hidden_NH.to(acc), weight_VH[:vocab].to(acc), bias)
+        bias = bias_V[:vocab].to(dtype) if bias_V.numel() else None
+        return F.linear(hidden_NH.to(dtype), weight_VH[:vocab].to(dtype), bias)
 
     with torch.autocast(labels_N.device.type, enabled=False):
         teachers_NV = [logits(*teacher) for teacher in teachers]
-        return kl_mlm_rows_reference(logits(*student), teachers_NV, labels_N, kind_N, *maths)
+        return kl_mlm_rows_reference(logits(*student), teachers_NV, labels_N, kind_N, maths)
 
 
 # ----------------------------------------------------------------------- op
@@ -78,20 +86,22 @@ def linear_kl_mlm_op(
     labels_N: Tensor,
     kind_N: Tensor,
     weight_WN: Tensor,
+    anchor: Tensor,
     vocab: int,
     maths: list[float],
     parts: bool,
     per_row: bool,
     want: list[bool],
-    chunk_bytes: int,
-    max_rows: int,
+    limits: list[int],
+    logits_dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, rows, dX, dW, db. Heads are (hidden, weight, bias), a missing bias has no elements.
 
     `want` asks for dX, dW, db; what is not wanted comes back empty. `per_row` gives the loss of
-    every row and no gradient.
+    every row and no gradient. `anchor` is `_anchor` of the student.
     """
+    settings = Settings(vocab, maths, parts, per_row, want, limits, logits_dtype, backend)
     outputs = _empty_outputs(student, weight_WN, per_row, want)
     for x in outputs:
         x.zero_()
@@ -101,17 +111,7 @@ def linear_kl_mlm_op(
         grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
     ]
     with torch.autocast(labels_N.device.type, enabled=False):
-        sweep(
-            heads,
-            (labels_N, kind_N, weight_WN),
-            vocab,
-            maths,
-            parts,
-            rows_SN,
-            wanted,
-            (chunk_bytes, max_rows),
-            backend,
-        )
+        sweep(heads, (labels_N, kind_N, weight_WN), settings, rows_SN, wanted)
     loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
     loss.copy_(loss_N if per_row else loss_N.sum())
     return outputs
@@ -135,62 +135,68 @@ def _empty_outputs(
 
 
 @linear_kl_mlm_op.register_fake
-def _(
-    student, teachers, labels_N, kind_N, weight_WN, vocab, maths, parts, per_row, want, *_
-) -> tuple:
+def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
+    _, _, _, per_row, want, *_ = settings
     return _empty_outputs(student, weight_WN, per_row, want)
 
 
 @torch.library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
 def linear_kl_mlm_backward_op(
-    dloss: Tensor, grads: list[Tensor], dtype: torch.dtype
+    dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The gradients of forward times the incoming scalar: new tensors, so it can run twice."""
+    """The gradients of forward times the incoming scalar: new tensors, so it can run twice.
+
+    `anchor` ties them to the student under create_graph, so that a second derivative is refused
+    and not silently zero.
+    """
     return [(grad * dloss.to(grad.dtype)).to(dtype) for grad in grads]
 
 
 @linear_kl_mlm_backward_op.register_fake
-def _(dloss, grads, dtype) -> list:
+def _(dloss, grads, anchor, dtype) -> list:
     return [torch.empty_like(grad, dtype=dtype) for grad in grads]
 
 
 # ----------------------------------------------------------------- autograd
 
 
+def _anchor(student: Sequence[Tensor]) -> Tensor:
+    """No elements, but a function of the whole student: saved for backward it holds no memory."""
+    return torch.cat([x[:0].reshape(0) for x in student])
+
+
 def _setup_context(ctx, inputs, output) -> None:
-    student, teachers, labels_N, kind_N, weight_WN, *options = inputs
+    student, teachers, labels_N, kind_N, weight_WN, anchor, *settings = inputs
     _, rows_SN, *grads = output
     ctx.mark_non_differentiable(rows_SN, *grads)
     ctx.set_materialize_grads(False)
-    ctx.n_teachers, ctx.options = len(teachers), options
-    ctx.dtype = student[0].dtype
-    ctx.per_row, ctx.want = options[3], options[4]
-    if ctx.per_row:
-        ctx.save_for_backward(labels_N, kind_N, weight_WN, *student, *teachers)
+    ctx.n_teachers, ctx.dtype = len(teachers), student[0].dtype
+    ctx.settings = Settings(*settings)
+    if ctx.settings.per_row:
+        ctx.save_for_backward(anchor, labels_N, kind_N, weight_WN, *student, *teachers)
     else:
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(anchor, *grads)
 
 
 def _backward(ctx, dloss, *_) -> tuple:
-    none = [None] * 11
+    none = [None] * (4 + len(Settings._fields))
     if dloss is None:
         return [None] * 3, [None] * ctx.n_teachers, *none
-    if ctx.per_row:
-        labels_N, kind_N, weight_WN, *heads = ctx.saved_tensors
-        vocab, maths, _parts, _per_row, *rest = ctx.options
-        rows = (labels_N, kind_N, weight_WN * dloss)
-        _, _, *grads = linear_kl_mlm_op(
-            heads[:3], heads[3:], *rows, vocab, maths, False, False, *rest
-        )
-    else:
-        grads = linear_kl_mlm_backward_op(dloss, ctx.saved_tensors, ctx.dtype)
-    student = [
-        grad.to(ctx.dtype) if wish else None for grad, wish in zip(grads, ctx.want, strict=True)
-    ]
+    anchor, *saved = ctx.saved_tensors
+    if ctx.settings.per_row:
+        labels_N, kind_N, weight_WN, *heads = saved
+        settings = ctx.settings._replace(parts=False, per_row=False)
+        with torch.no_grad():
+            rows = (labels_N, kind_N, weight_WN * dloss)
+            _, _, *saved = linear_kl_mlm_op(heads[:3], heads[3:], *rows, anchor, *settings)
+        dloss = dloss.new_ones(())
+    grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
+    student = [grad if wish else None for grad, wish in zip(grads, ctx.settings.want, strict=True)]
     return student, [None] * ctx.n_teachers, *none
 
 
 linear_kl_mlm_op.register_autograd(_backward, setup_context=_setup_context)
+linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)
 
 
 # ------------------------------------------------------------------- public
@@ -218,6 +224,7 @@ def linear_kl_mlm_loss(
     return_parts: bool = False,
     chunk_bytes: int | None = None,
     max_rows: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LossParts]:
     """`kl_mlm_loss` of the logits ``hidden @ weight.T + bias``, which never exist all at once.
@@ -236,6 +243,11 @@ def linear_kl_mlm_loss(
             rows enough that accumulating dW costs under a tenth of the chunk's GEMMs.
         max_rows: the most rows that carry a term. Without it a GPU, which must not be asked how
             many there are, reserves work for all N. More rows than this are an error.
+        logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
+            inputs and, on a CPU, for float32 ones. For float32 inputs the KL gradient is then
+            within 1e-5 of exact at 1 % drift (3e-7 measured; 8e-5 with torch.float32). On a CPU
+            float64 takes twice the time of a logits GEMM and twice the bytes per logit; a GPU
+            without fast float64 pays far more, so there it has to be asked for.
         backend: "reference", "cpu" or "triton". Default: what fits the device.
 
     Returns:
@@ -263,11 +275,18 @@ def linear_kl_mlm_loss(
     vocab = check_vocabulary(vocab_size, student[1].shape[0], [t[1].shape[0] for t in teachers])
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden")
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    limits = check_limits(chunk_bytes, max_rows)
     weight_WN = row_weights(kind_N, options, acc_torch_dtype(student[0]))
-    chosen = choose_backend(backend, labels.device, library=False)
-    rows = (labels_N, kind_N, weight_WN)
-    loss, rows_SN = _loss_and_rows(student, teachers, rows, vocab, options, limits, chosen)
+    settings = Settings(
+        vocab,
+        list(options.maths),
+        return_parts,
+        reduction == "none",
+        [torch.is_grad_enabled() and x.requires_grad for x in student],
+        check_limits(chunk_bytes, max_rows),
+        check_logits_dtype(logits_dtype, student[0]),
+        choose_backend(backend, labels.device, library=False),
+    )
+    loss, rows_SN = _loss_and_rows(student, teachers, (labels_N, kind_N, weight_WN), settings)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss
 
@@ -276,21 +295,16 @@ def _loss_and_rows(
     student: Head,
     teachers: Sequence[Head],
     rows: tuple[Tensor, Tensor, Tensor],
-    vocab: int,
-    options: Options,
-    limits: tuple[int, int],
-    backend: str,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    labels_N, kind_N, weight_WN = rows
-    maths = [options.temperature, options.softcap, options.teacher_softcap]
-    per_row = options.reduction == "none"
-    if backend == "reference":
-        rows_SN = linear_kl_mlm_rows_reference(student, teachers, labels_N, kind_N, vocab, maths)
+    if settings.backend == "reference":
+        labels_N, kind_N, weight_WN = rows
+        rows_SN = linear_kl_mlm_rows_reference(
+            student, teachers, labels_N, kind_N, settings.vocab, Maths(*settings.maths),
+            settings.logits_dtype,
+        ).to(weight_WN.dtype)  # fmt: skip
         loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
-        return loss_N if per_row else loss_N.sum(), rows_SN
-    want = [torch.is_grad_enabled() and x.requires_grad for x in student]
+        return loss_N if settings.per_row else loss_N.sum(), rows_SN
     flat = [x for teacher in teachers for x in teacher]
-    loss, rows_SN, *_ = linear_kl_mlm_op(
-        list(student), flat, *rows, vocab, maths, options.parts, per_row, want, *limits, backend
-    )
+    loss, rows_SN, *_ = linear_kl_mlm_op(list(student), flat, *rows, _anchor(student), *settings)
     return loss, rows_SN

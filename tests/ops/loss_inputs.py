@@ -53,3 +53,22 @@ def truth_of(student, teachers, labels, *, alpha, temperature=1.0, softcap=None,
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth."""
     return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
+def check_compiled(compiled, make, call, expect, values=((0.0, 6), (2.5, 9), (5.0, 13), (10.0, 4))):
+    """Values and gradients of `compiled` at other alphas and sizes, with nothing compiled anew.
+
+    make(N) gives (student tensors, teachers, labels); call(compiled, student, teachers, labels, a)
+    the loss; expect(student, teachers, labels, a) the eager loss and gradients.
+    """
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for a, N in values:
+            student, teachers, labels = make(N)
+            inputs = [x.detach().clone().requires_grad_() for x in student]
+            loss = call(compiled, inputs, teachers, labels, a)
+            grads = torch.autograd.grad(loss, inputs)
+            expected = expect(student, teachers, labels, a)
+            torch.testing.assert_close(loss.detach(), expected[0])
+            for actual, grad in zip(grads, expected[1], strict=True):
+                torch.testing.assert_close(actual, grad)

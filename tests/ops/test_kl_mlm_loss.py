@@ -6,7 +6,14 @@ import torch
 import growkern
 from growkern.ops.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_backward_op, kl_mlm_rows_op
 from tests.numerics import assert_no_worse_than_eager
-from tests.ops.loss_inputs import BACKENDS, IGNORED, make_logits, relative_error, truth_of
+from tests.ops.loss_inputs import (
+    BACKENDS,
+    IGNORED,
+    check_compiled,
+    make_logits,
+    relative_error,
+    truth_of,
+)
 
 SHAPES = [(1, 8), (3, 1000), (4, 8193)]  # one block, ragged block, several blocks
 OPTIONS = [
@@ -264,19 +271,43 @@ def test_backward_twice_is_the_same_twice(backend, device):
     assert torch.equal(first, second)
 
 
-def test_compiles_whole_and_once_for_every_alpha(device):
-    student, teachers, labels = make_logits(4, 33, torch.float32, device)
-    torch._dynamo.reset()
-    compiled = torch.compile(kl_mlm_loss, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for alpha in (0.0, 0.2, 0.5, 0.9, 1.0):
-            given = torch.tensor(alpha, device=device)
-            z = student.clone().requires_grad_()
-            loss = compiled(z, teachers, labels, alpha=given)
-            (grad,) = torch.autograd.grad(loss, z)
-            expected = loss_and_grad(student, teachers, labels, alpha=alpha)
-            torch.testing.assert_close(loss.detach(), expected[0])
-            torch.testing.assert_close(grad, expected[1])
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_second_derivative_is_refused(backend, device):
+    student, teachers, labels = make_logits(4, 33, torch.float64, device)
+    _, expected = loss_and_grad(student, teachers, labels, backend=backend)
+    loss = kl_mlm_loss(student.requires_grad_(), teachers, labels, backend=backend)
+    (grad,) = torch.autograd.grad(loss, student, create_graph=True)
+    torch.testing.assert_close(grad.detach(), expected)
+    with pytest.raises(growkern.errors.GrowthError, match="differentiated once"):
+        torch.autograd.grad(grad.square().sum(), student)
+
+
+def test_reference_can_be_differentiated_twice(device):
+    student, teachers, labels = make_logits(2, 5, torch.float64, device)
+
+    def loss(z):
+        return kl_mlm_loss(z, teachers, labels, backend="reference")
+
+    assert torch.autograd.gradgradcheck(loss, (student.requires_grad_(),))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "float"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_whole_and_once_for_every_alpha_and_size(backend, kind, device):
+    """A float alpha is one graph as well, if torch.compile is told dynamic=True."""
+
+    def given(a):
+        return torch.tensor(a / 10, device=device) if kind == "tensor" else a / 10
+
+    check_compiled(
+        torch.compile(kl_mlm_loss, fullgraph=True, backend=backend, dynamic=True),
+        lambda N: (lambda z, ts, y: ([z], ts, y))(*make_logits(N, 33, torch.float32, device)),
+        lambda c, z, ts, labels, a: c(*z, ts, labels, alpha=given(a)),
+        lambda z, ts, labels, a: [
+            [x] if i else x for i, x in enumerate(loss_and_grad(*z, ts, labels, alpha=a / 10))
+        ],
+        [(1.0, 6), (2.5, 9), (5.0, 13), (9.0, 4)],
+    )
 
 
 def test_alpha_zero_reads_no_teacher_and_one_no_label(device):
