@@ -203,8 +203,10 @@ def kl_mlm_loss(
         student_logits: logits being trained, (..., V), any float dtype.
         teacher_logits: frozen logits (..., V_k), a list of them, or None with ``alpha=0.0``.
         labels: integer token ids, (...); ``ignore_index`` outside the MLM mask.
-        alpha: weight of the KL term, 0 to 1; a float or a 0-d tensor (new values then neither
-            recompile nor synchronise). The float 0 reads no teacher, the float 1 no label.
+        alpha: weight of the KL term, 0 to 1. The float 0 reads no teacher, the float 1 no label.
+            Or a 0-d tensor: under torch.compile one graph serves all its values, and nothing
+            waits for it. A changing float needs ``dynamic=True`` for that and compiles anew at 0
+            and 1.
         temperature: T of (2) and (3).
         kl_rows: rows that carry the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.

@@ -19,7 +19,8 @@ GEMM of the logits is what is left, 8e-5 at 1 % drift: there they can be float64
 
 Shape letters used in this file: N rows, R live rows, C rows of one chunk, H student width, V
 vocabulary, K teachers, W = 1 + K terms, S statistics per row.
-Read on in this order: reference, op, autograd, public function; then `_linear_kl_mlm_sweep.py`.
+Read on in this order: reference, public function; then `_linear_kl_mlm_op.py` and
+`_linear_kl_mlm_sweep.py`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,6 @@ from growkern.ops._kl_mlm_options import (
     check_options,
     check_vocabulary,
     loss_parts,
-    refuse_second_derivative,
     row_kinds,
     row_weights,
 )
@@ -50,7 +50,7 @@ from growkern.ops._linear_kl_mlm_heads import (
     check_logits_dtype,
     checked_heads,
 )
-from growkern.ops._linear_kl_mlm_sweep import sweep
+from growkern.ops._linear_kl_mlm_op import anchor_of, linear_kl_mlm_op
 from growkern.ops.kl_mlm_loss import kl_mlm_rows_reference
 
 # ---------------------------------------------------------------- reference
@@ -74,129 +74,6 @@ def linear_kl_mlm_rows_reference(
     with torch.autocast(labels_N.device.type, enabled=False):
         teachers_NV = [logits(*teacher) for teacher in teachers]
         return kl_mlm_rows_reference(logits(*student), teachers_NV, labels_N, kind_N, maths)
-
-
-# ----------------------------------------------------------------------- op
-
-
-@torch.library.custom_op("growkern::linear_kl_mlm", mutates_args=())
-def linear_kl_mlm_op(
-    student: list[Tensor],
-    teachers: list[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    weight_WN: Tensor,
-    anchor: Tensor,
-    vocab: int,
-    maths: list[float],
-    parts: bool,
-    per_row: bool,
-    want: list[bool],
-    limits: list[int],
-    logits_dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, rows, dX, dW, db. Heads are (hidden, weight, bias), a missing bias has no elements.
-
-    `want` asks for dX, dW, db; what is not wanted comes back empty. `per_row` gives the loss of
-    every row and no gradient. `anchor` is `_anchor` of the student.
-    """
-    settings = Settings(vocab, maths, parts, per_row, want, limits, logits_dtype, backend)
-    outputs = _empty_outputs(student, weight_WN, per_row, want)
-    for x in outputs:
-        x.zero_()
-    loss, rows_SN, *grads = outputs
-    heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
-    wanted = [
-        grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
-    ]
-    with torch.autocast(labels_N.device.type, enabled=False):
-        sweep(heads, (labels_N, kind_N, weight_WN), settings, rows_SN, wanted)
-    loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
-    loss.copy_(loss_N if per_row else loss_N.sum())
-    return outputs
-
-
-def _empty_outputs(
-    student: Sequence[Tensor], weight_WN: Tensor, per_row: bool, want: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    W, N = weight_WN.shape
-    loss = weight_WN.new_empty((N,) if per_row else ())
-    rows_SN = weight_WN.new_empty(2 * W, N)
-    # a loss scaler acts in backward: until then float16 gradients would fall under 6e-8
-    dtype = weight_WN.dtype if student[0].dtype == torch.float16 else student[0].dtype
-    dx, dw, db = (
-        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        if wish and not per_row
-        else x.new_empty(0)
-        for x, wish in zip(student, want, strict=True)
-    )
-    return loss, rows_SN, dx, dw, db
-
-
-@linear_kl_mlm_op.register_fake
-def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
-    _, _, _, per_row, want, *_ = settings
-    return _empty_outputs(student, weight_WN, per_row, want)
-
-
-@torch.library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
-def linear_kl_mlm_backward_op(
-    dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype
-) -> list[Tensor]:
-    """The gradients of forward times the incoming scalar: new tensors, so it can run twice.
-
-    `anchor` ties them to the student under create_graph, so that a second derivative is refused
-    and not silently zero.
-    """
-    return [(grad * dloss.to(grad.dtype)).to(dtype) for grad in grads]
-
-
-@linear_kl_mlm_backward_op.register_fake
-def _(dloss, grads, anchor, dtype) -> list:
-    return [torch.empty_like(grad, dtype=dtype) for grad in grads]
-
-
-# ----------------------------------------------------------------- autograd
-
-
-def _anchor(student: Sequence[Tensor]) -> Tensor:
-    """No elements, but a function of the whole student: saved for backward it holds no memory."""
-    return torch.cat([x[:0].reshape(0) for x in student])
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    student, teachers, labels_N, kind_N, weight_WN, anchor, *settings = inputs
-    _, rows_SN, *grads = output
-    ctx.mark_non_differentiable(rows_SN, *grads)
-    ctx.set_materialize_grads(False)
-    ctx.n_teachers, ctx.dtype = len(teachers), student[0].dtype
-    ctx.settings = Settings(*settings)
-    if ctx.settings.per_row:
-        ctx.save_for_backward(anchor, labels_N, kind_N, weight_WN, *student, *teachers)
-    else:
-        ctx.save_for_backward(anchor, *grads)
-
-
-def _backward(ctx, dloss, *_) -> tuple:
-    none = [None] * (4 + len(Settings._fields))
-    if dloss is None:
-        return [None] * 3, [None] * ctx.n_teachers, *none
-    anchor, *saved = ctx.saved_tensors
-    if ctx.settings.per_row:
-        labels_N, kind_N, weight_WN, *heads = saved
-        settings = ctx.settings._replace(parts=False, per_row=False)
-        with torch.no_grad():
-            rows = (labels_N, kind_N, weight_WN * dloss)
-            _, _, *saved = linear_kl_mlm_op(heads[:3], heads[3:], *rows, anchor, *settings)
-        dloss = dloss.new_ones(())
-    grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
-    student = [grad if wish else None for grad, wish in zip(grads, ctx.settings.want, strict=True)]
-    return student, [None] * ctx.n_teachers, *none
-
-
-linear_kl_mlm_op.register_autograd(_backward, setup_context=_setup_context)
-linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)
 
 
 # ------------------------------------------------------------------- public
@@ -306,5 +183,5 @@ def _loss_and_rows(
         loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
         return loss_N if settings.per_row else loss_N.sum(), rows_SN
     flat = [x for teacher in teachers for x in teacher]
-    loss, rows_SN, *_ = linear_kl_mlm_op(list(student), flat, *rows, _anchor(student), *settings)
+    loss, rows_SN, *_ = linear_kl_mlm_op(list(student), flat, *rows, anchor_of(student), *settings)
     return loss, rows_SN

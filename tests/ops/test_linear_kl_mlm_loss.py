@@ -8,11 +8,8 @@ from torch.nn import functional as F
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
 from growkern.ops._linear_kl_mlm_heads import Settings
-from growkern.ops.linear_kl_mlm_loss import (
-    linear_kl_mlm_backward_op,
-    linear_kl_mlm_loss,
-    linear_kl_mlm_op,
-)
+from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
+from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss_inputs import (
     BACKENDS,
     IGNORED,
