@@ -1,7 +1,7 @@
 """The rows of the KL + MLM loss on a CPU: a few rows at a time, so that a pass stays in cache.
 
 Equations are numbered in `kl_mlm_loss.py`. Shape letters used in this file: B rows of one block,
-N rows, V vocabulary, K teachers, S statistics per row (`row_layout`).
+N rows, V vocabulary, K teachers, S numbers of a row (`_kl_mlm_state.py`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Maths, Rows
+from growkern.ops._kl_mlm_state import STUDENT_NUMBERS, TEACHER_NUMBERS, Steps, clear
 from growkern.ops._launch import acc_torch_dtype
 
 # elements of one block: five float32 blocks of this size fit the private caches of two cores
@@ -18,26 +19,27 @@ BLOCK_ELEMENTS = 1 << 17
 
 def rows_on_cpu(
     rows: Rows,
-    rows_SN: Tensor | None,
+    state_SN: Tensor,
+    steps: Steps,
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
 ) -> None:
-    """Fill `rows_SN` (unless None), (2 + 2K, N) or more, and, given its gradient, `dstudent_NV`.
+    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` asks.
 
-    Rows of kind 0 are not read; neither are columns from `vocab` on. `dstudent_NV` may be
-    `student_NV` itself.
+    Rows of kind 0 are not read; neither are columns from `vocab` on. `dstudent_NV` may be the
+    memory of `student_NV`.
     """
-    student_NV, teachers_NV, labels_N, kind_N, vocab, maths, parts = rows
+    student_NV, teachers_NV, labels_N, kind_N, vocab, _, _ = rows
     K, acc = len(teachers_NV), acc_torch_dtype(student_NV)
-    if rows_SN is not None:
-        rows_SN.zero_()
+    if steps.sums:
+        clear(state_SN)
     in_place = dstudent_NV is not None and dstudent_NV.data_ptr() == student_NV.data_ptr()
     if dstudent_NV is not None and not in_place:
         dstudent_NV.zero_()
     live_R = kind_N.nonzero().squeeze(1)
     if dstudent_NV is not None and in_place and live_R.numel() < kind_N.numel():
         dstudent_NV[kind_N == 0] = 0
-    if live_R.numel() == 0:
+    if live_R.numel() == 0 or vocab == 0:
         return
     size = min(max(1, BLOCK_ELEMENTS // vocab), live_R.numel())
     scratch = [student_NV.new_empty(size, vocab, dtype=acc) for _ in range(5 + K)]
@@ -48,89 +50,172 @@ def rows_on_cpu(
         where = slice(first, last + 1) if last - first + 1 == rows_B.numel() else rows_B
         for block, logits in zip(blocks, (student_NV, *teachers_NV), strict=False):
             block.copy_(logits[where, :vocab])
+        block_rows = rows._replace(
+            student_NV=blocks[0],
+            teachers_NV=blocks[1 : 1 + K],
+            labels_N=labels_N[where],
+            kind_N=kind_N[where],
+        )
+        state_SB = state_SN[:, where].clone()
         drows_SB = None if drows_SN is None else drows_SN[: 1 + K, where].to(acc)
-        rows_SB = None if rows_SN is None else rows_SN.new_zeros(2 + 2 * K, rows_B.numel())
-        kind_B, teachers = kind_N[where], blocks[1 : 1 + K]
-        inputs = (blocks[0], teachers, labels_N[where], kind_B, maths, parts)
-        grad = _block(*inputs, rows_SB, drows_SB, blocks[1 + K :])
-        if rows_SN is not None and rows_SB is not None:
-            rows_SN[: 2 + 2 * K, where] = rows_SB
+        grad = _block(block_rows, state_SB, steps, drows_SB, blocks[1 + K :])
+        if steps.sums or steps.diverge:
+            state_SN[:, where] = state_SB
         if dstudent_NV is not None and grad is not None:
             dstudent_NV[where, :vocab] = grad.to(dstudent_NV.dtype)
 
 
-def _top(x: Tensor, cap: float) -> Tensor:
-    """Cap the logits in place; every row's maximum, (B, 1)."""
-    if cap:
-        x.div_(cap).tanh_().mul_(cap)
-    return x.amax(-1, keepdim=True)
-
-
 def _block(
-    s: Tensor,
-    teachers: Sequence[Tensor],
-    labels_B: Tensor,
-    kind_B: Tensor,
-    maths: Maths,
-    parts: bool,
-    rows_SB: Tensor | None,
+    rows: Rows,
+    state_SB: Tensor,
+    steps: Steps,
     drows_SB: Tensor | None,
     scratch: Sequence[Tensor],
 ) -> Tensor | None:
-    """Fill `rows_SB` (2 + 2K, B), return the gradient (B, V); overwrites s, teachers, scratch."""
-    temperature, cap, teacher_cap = maths
-    K = len(teachers)
+    """Fill `state_SB`, return the gradient (B, V); overwrites the logits and `scratch`."""
+    s, teachers, labels_B, kind_B, V, maths, parts = rows
     e, x, t, grad = scratch
     mlm_B, kl_B = (kind_B & MLM_ROW) > 0, (kind_B & KL_ROW) > 0
-    label_B1 = torch.where(mlm_B, labels_B, 0)[:, None]
+    here_B1 = (mlm_B & (labels_B >= 0) & (labels_B < V))[:, None]
+    label = (torch.where(here_B1, labels_B[:, None], 0), here_B1)
 
-    m_s = _top(s, cap)
-    student_top = s.argmax(-1) if rows_SB is not None and parts and K else None
-    torch.sub(s, m_s, out=e).exp_()
-    e_y = e.gather(1, label_B1)
-    # the mass beside the label is summed on its own: 1 - q[y] would lose it when q[y] is near 1
-    rest = e.scatter_(1, label_B1, 0).sum(-1, keepdim=True)
-    d = rest + e_y
-    if rows_SB is not None:
-        mlm = d.log() + m_s - s.gather(1, label_B1)  # (1)
-        rows_SB[0] = torch.where(mlm_B, mlm.squeeze(1), 0)
+    _cap(s, maths.softcap)
+    if steps.sums:
+        state_SB[0] = _top(s)
+    torch.sub(s, state_SB[0][:, None], out=e).exp_()
+    if steps.sums:
+        _student_sums(s, e, t, label, parts, maths, state_SB)
     if drows_SB is not None:
-        dmlm_B1 = torch.where(mlm_B, drows_SB[0], 0)[:, None]
-        torch.mul(e, dmlm_B1 / d, out=grad)
-        grad.scatter_(1, label_B1, -dmlm_B1 * rest / d)  # (4)
-    e.scatter_(1, label_B1, e_y)
-    if rows_SB is not None and parts:
-        rows_SB[1 + K] = torch.special.entr(torch.div(e, d, out=x), out=t).sum(-1)
+        _label_gradient(e, label, torch.where(mlm_B, drows_SB[0], 0), state_SB, maths, grad)
 
-    if K and temperature != 1:
-        d = torch.sub(s, m_s, out=e).mul_(1 / temperature).exp_().sum(-1, keepdim=True)
+    inv_t = 1 / maths.temperature
+    if teachers and inv_t != 1:
+        torch.sub(s, state_SB[0][:, None], out=e).mul_(inv_t).exp_()
+        if steps.sums:
+            state_SB[2] = e.sum(-1)
     for k, u in enumerate(teachers):
-        m_u = _top(u, teacher_cap)
-        if rows_SB is not None and student_top is not None:
-            rows_SB[2 + K + k] = (u.argmax(-1) == student_top) & kl_B
-        if rows_SB is not None:
+        numbers = state_SB[STUDENT_NUMBERS + TEACHER_NUMBERS * k :][:TEACHER_NUMBERS]
+        _cap(u, maths.teacher_softcap)
+        if steps.sums:
+            numbers[0] = _top(u)
+            if parts:
+                numbers[3] = u.argmax(-1)
+        if steps.sums or maths.beta:
             # before any maximum is taken off: beside a close teacher this difference is exact
-            torch.sub(s, u, out=x).mul_(1 / temperature)
-        w = u.sub_(m_u).mul_(1 / temperature).exp_()
-        d_u = w.sum(-1, keepdim=True)
-        if rows_SB is not None:
-            log_ratio = x.sub_((m_s - m_u) / temperature + (d / d_u).log())
-            kl = _divergence(w, d_u, log_ratio, t)
-            rows_SB[1 + k] = torch.where(kl_B, kl.squeeze(1), 0)
+            torch.sub(s, u, out=x).mul_(inv_t)
+        w = u.sub_(numbers[0][:, None]).mul_(inv_t).exp_()
+        if steps.sums:
+            numbers[1] = w.sum(-1)
+            if not maths.beta:
+                numbers[2] = -_sum_product(w, x, t)
+        dkl_B1 = None
         if drows_SB is not None:
-            dkl_B1 = torch.where(kl_B, drows_SB[1 + k], 0)[:, None] / temperature
-            grad.addcmul_(torch.div(e, d, out=t).sub_(w.div_(d_u)), dkl_B1)  # (5)
+            dkl_B1 = torch.where(kl_B, drows_SB[1 + k], 0)[:, None] * inv_t
+        if maths.beta and (steps.diverge or dkl_B1 is not None):
+            _other_divergence((e, w, x, t), state_SB, numbers, maths, dkl_B1, grad, steps)
+        elif dkl_B1 is not None:
+            q = torch.div(e, state_SB[2][:, None], out=t)
+            grad.addcmul_(q.sub_(w.div_(numbers[1][:, None])), dkl_B1)  # (5)
     if drows_SB is None:
         return None
-    if cap:
-        grad.mul_(1 - (s / cap).square_())  # (6)
+    if maths.softcap:
+        grad.mul_(1 - (s / maths.softcap).square_())  # (6)
     return grad
 
 
-def _divergence(w: Tensor, d_u: Tensor, log_ratio: Tensor, t: Tensor) -> Tensor:
-    """(2) as -sum p * (log q_T - log p), p = w / d_u: (B, 1)."""
-    kl = -torch.mul(w, log_ratio, out=t).sum(-1, keepdim=True) / d_u
-    if not kl.isfinite().all():
-        # a token the teacher rules out costs nothing: 0 * inf is 0 here, not NaN
-        kl = -t.masked_fill_(w == 0, 0).sum(-1, keepdim=True) / d_u
-    return kl
+def _cap(x: Tensor, cap: float) -> None:
+    if cap:
+        x.div_(cap).tanh_().mul_(cap)
+
+
+def _top(x: Tensor) -> Tensor:
+    """Every row's maximum, 0 where no logit is finite."""
+    top = x.amax(-1)
+    return top.masked_fill_(top == float("-inf"), 0)
+
+
+def _sum_product(weight: Tensor, x: Tensor, t: Tensor) -> Tensor:
+    """Sum of weight * x over columns, where a weight of 0 silences even an infinity."""
+    total = torch.mul(weight, x, out=t).sum(-1)
+    if not total.isfinite().all():
+        total = t.masked_fill_(weight == 0, 0).sum(-1)
+    return total
+
+
+def _student_sums(
+    s: Tensor,
+    e: Tensor,
+    t: Tensor,
+    label: tuple[Tensor, Tensor],
+    parts: bool,
+    maths: Maths,
+    state_SB: Tensor,
+) -> None:
+    label_B1, here_B1 = label
+    e_first = e.gather(1, label_B1)
+    e_y = torch.where(here_B1, e_first, 0)
+    # the mass beside the label is summed on its own: 1 - q[y] would lose it when q[y] is near 1
+    rest = e.scatter_(1, label_B1, e_first - e_y).sum(-1)
+    e.scatter_(1, label_B1, e_first)
+    state_SB[1] = rest
+    state_SB[2] = rest + e_y.squeeze(1)
+    state_SB[3] = torch.where(here_B1, s.gather(1, label_B1), float("-inf")).squeeze(1)
+    if parts:
+        state_SB[4] = _sum_product(e, s, t)
+        state_SB[5] = s.argmax(-1)
+    if maths.label_smoothing:
+        state_SB[6] = s.sum(-1)
+    state_SB[7] = s.shape[1]
+
+
+def _label_gradient(
+    e: Tensor,
+    label: tuple[Tensor, Tensor],
+    dmlm_B: Tensor,
+    state_SB: Tensor,
+    maths: Maths,
+    grad: Tensor,
+) -> None:
+    """(4) and (8) into `grad`."""
+    (label_B1, here_B1), (m, rest, _, z_y) = label, state_SB[:4]
+    e_y = (z_y - m).exp()
+    d = rest + e_y
+    pull = dmlm_B * 2 * maths.z_loss * (d.log() + m) if maths.z_loss else torch.zeros_like(d)
+    smooth = dmlm_B * maths.label_smoothing
+    torch.mul(e, ((dmlm_B + pull) / d)[:, None], out=grad)
+    at_y = ((pull * e_y - dmlm_B * rest) / d + smooth)[:, None]
+    grad.scatter_(1, label_B1, torch.where(here_B1, at_y, grad.gather(1, label_B1)))
+    if maths.label_smoothing:
+        grad.sub_((smooth / state_SB[7])[:, None])
+
+
+def _other_divergence(
+    blocks: tuple[Tensor, Tensor, Tensor, Tensor],
+    state_SB: Tensor,
+    numbers: Tensor,
+    maths: Maths,
+    dkl_B1: Tensor | None,
+    grad: Tensor,
+    steps: Steps,
+) -> None:
+    """Centre and spread of (7), and its gradient (9) added to `grad`."""
+    e, w, x, t = blocks
+    (m, _, d_t), (m_u, d_u), beta = state_SB[:3], numbers[:2], maths.beta
+    log_ratio = x.sub_(((m - m_u) / maths.temperature + (d_t / d_u).log())[:, None])
+    p = w.div_(d_u[:, None])
+    q = torch.div(e, d_t[:, None])
+    if beta == 1:
+        log_qm, log_pm = log_ratio, None
+    else:
+        # of the larger of q and p, so that nothing overflows; exact where both are close
+        gap = log_ratio.abs().neg_().expm1_()
+        above = -torch.log1p(gap * torch.where(log_ratio < 0, 1 - beta, beta))
+        log_qm = torch.where(log_ratio < 0, above + log_ratio, above)
+        log_pm = torch.where(log_ratio < 0, above, above - log_ratio)
+    if steps.diverge:
+        numbers[4] = _sum_product(q, log_qm, t)
+        numbers[5] = 0 if log_pm is None else _sum_product(p, log_pm, t)
+    if dkl_B1 is not None:
+        pull = torch.sub(log_qm, numbers[4][:, None], out=t).mul_(q)
+        pull.masked_fill_(q == 0, 0)
+        grad.addcmul_(pull, dkl_B1 * (1 if beta == 1 else 1 - beta))  # (9)

@@ -1,38 +1,19 @@
 """The rows of the KL + MLM loss in Triton: online sums first, the gradient in a second read.
 
 Equations are numbered in `kl_mlm_loss.py`. Shape letters used in this file: N rows, V vocabulary,
-K teachers, S statistics per row in the order of `row_layout`.
+K teachers, S = 8 + 6 K numbers of a row in the order of `_kl_mlm_state.py`.
+`_kl_mlm_launch.py` launches them.
 """
 
-from torch import Tensor
-
-from growkern.ops._kl_mlm_options import Rows
-from growkern.ops._launch import acc_dtype, jit, next_power_of_2, tl
-
-# 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
-MAX_BLOCK_V = 4096
-# left to itself ptxas aims at 80 registers on sm_80 and spills
-MAX_REGISTERS = 128
-
-
-@jit
-def _tanh(x, ACC: tl.constexpr):
-    e = tl.exp(-2 * tl.abs(x))
-    far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
-    if tl.float64 == ACC:
-        return far
-    # near 0 the line above loses the digits of 1 - e; the series is exact to 2e-10 below 0.25
-    y = x * x
-    near = 62.0 / 2835 + y * (-1382.0 / 155925)
-    near = x * (1 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * near))))
-    return tl.where(y < 0.0625, near, far)
+from growkern.ops._launch import jit, tl
+from growkern.ops._special import expm1, log1p, tanh
 
 
 @jit
 def _load_logits(row_ptr, v, V, CAP: tl.constexpr, ACC: tl.constexpr):
     x = tl.load(row_ptr + v, mask=v < V, other=float("-inf")).to(ACC)
     if CAP != 0:
-        x = tl.where(v < V, CAP * _tanh(x / CAP, ACC), float("-inf"))
+        x = tl.where(v < V, CAP * tanh(x / CAP, ACC), float("-inf"))
     return x
 
 
@@ -52,17 +33,18 @@ def _first_of(m, best, x, v, V):
 
 @jit
 def _student_pass(
-    student_ptr, rows_ptr, label, kind, N, V,
-    K: tl.constexpr, MATHS: tl.constexpr, PARTS: tl.constexpr,
-    ACC: tl.constexpr, BLOCK_V: tl.constexpr,
+    student_ptr, state_ptr, label, N, V,
+    MATHS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Sums of (1): store mlm, entropy and the student's state; return maximum, sum_T, top token."""
+    """Numbers 0 to 7."""
     INV_T: tl.constexpr = MATHS[0]
     CAP: tl.constexpr = MATHS[1]
+    SMOOTHING: tl.constexpr = MATHS[4]
     m = tl.full((), float("-inf"), ACC)
-    rest = tl.zeros((), ACC)  # sum exp(z - m) beside the label
+    rest = tl.zeros((), ACC)
     d_t = tl.zeros((), ACC)
-    moment = tl.zeros((), ACC)  # sum exp(z - m) * z
+    moment = tl.zeros((), ACC)
+    total = tl.zeros((), ACC)
     best = V
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
@@ -78,39 +60,39 @@ def _student_pass(
             d_t = d_t * rescale_t + tl.sum(tl.exp((s - m_new) * INV_T), axis=0)
         if PARTS:
             moment = moment * rescale + tl.sum(tl.where(e > 0, e * s, 0.0), axis=0)
+        if SMOOTHING != 0:
+            total += tl.sum(tl.where(v < V, s, 0.0), axis=0)
         m = m_new
 
-    z_y = _load_logits(student_ptr, label, V, CAP, ACC)
-    d = rest + tl.exp(z_y - m)
+    # a row without a label in these columns has none to lift out of the sum
+    here = (label >= 0) & (label < V)
+    z_y = _load_logits(student_ptr, tl.where(here, label, V), V, CAP, ACC)
     if INV_T == 1:
-        d_t = d
-    tl.store(rows_ptr, tl.where((kind & 1) != 0, tl.log(d) + m - z_y, 0.0))  # (1)
-    if PARTS:
-        tl.store(rows_ptr + (1 + K) * N, tl.log(d) + m - moment / d)
-    else:
-        tl.store(rows_ptr + (1 + K) * N, 0.0)
-    state_ptr = rows_ptr + (2 + 2 * K) * N
+        d_t = rest + tl.exp(z_y - m)
     tl.store(state_ptr, m)
-    tl.store(state_ptr + N, d)
-    tl.store(state_ptr + 2 * N, rest)
-    tl.store(state_ptr + 3 * N, d_t)
-    return m, d_t, best
+    tl.store(state_ptr + N, rest)
+    tl.store(state_ptr + 2 * N, d_t)
+    tl.store(state_ptr + 3 * N, z_y)
+    tl.store(state_ptr + 4 * N, moment)
+    tl.store(state_ptr + 5 * N, best.to(ACC))
+    tl.store(state_ptr + 6 * N, total)
+    tl.store(state_ptr + 7 * N, V.to(ACC))
 
 
 @jit
 def _teacher_pass(
-    student_ptr, teacher_ptr, V,
+    student_ptr, teacher_ptr, numbers_ptr, N, V,
     MATHS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Sums of (2): the teacher's maximum, its sum_T, the cross term before division, top token."""
+    """The teacher's numbers 0 to 3; 4 and 5 are 0 until the second reading."""
     INV_T: tl.constexpr = MATHS[0]
+    BETA: tl.constexpr = MATHS[3]
     m = tl.full((), float("-inf"), ACC)
     d = tl.zeros((), ACC)
-    cross = tl.zeros((), ACC)  # sum exp((u - m) / T) * (u - z) / T
+    cross = tl.zeros((), ACC)
     best = V
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        s = _load_logits(student_ptr, v, V, MATHS[1], ACC)
         u = _load_logits(teacher_ptr, v, V, MATHS[2], ACC)
         if PARTS:
             best = _first_of(m, best, u, v, V)
@@ -118,53 +100,103 @@ def _teacher_pass(
         w = tl.exp((u - m_new) * INV_T)
         rescale = tl.exp((m - m_new) * INV_T)
         d = d * rescale + tl.sum(w, axis=0)
-        # 0 * (-inf - z) is 0 here, not NaN: a token the teacher rules out costs nothing
-        cross = cross * rescale + tl.sum(tl.where(w > 0, w * (u - s) * INV_T, 0.0), axis=0)
+        if BETA == 0:
+            s = _load_logits(student_ptr, v, V, MATHS[1], ACC)
+            # 0 * (-inf - z) is 0 here, not NaN: a token the teacher rules out costs nothing
+            cross = cross * rescale + tl.sum(tl.where(w > 0, w * (u - s) * INV_T, 0.0), axis=0)
         m = m_new
-    return m, d, cross, best
+    tl.store(numbers_ptr, m)
+    tl.store(numbers_ptr + N, d)
+    tl.store(numbers_ptr + 2 * N, cross)
+    tl.store(numbers_ptr + 3 * N, best.to(ACC))
+    tl.store(numbers_ptr + 4 * N, 0.0)
+    tl.store(numbers_ptr + 5 * N, 0.0)
 
 
 @jit
-def _difference(q, p, log_ratio, ACC: tl.constexpr):
-    """q - p of (5); where they are close as p * expm1(log q - log p), exact to 4e-11 below 0.25."""
-    if tl.float64 == ACC:
-        return q - p
-    r = log_ratio
-    tail = 1 + r / 5 * (1 + r / 6 * (1 + r / 7 * (1 + r / 8)))
-    near = p * r * (1 + r / 2 * (1 + r / 3 * (1 + r / 4 * tail)))
-    # False for NaN: both sides rule the token out
-    return tl.where(tl.abs(r) < 0.25, near, q - p)
+def _against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
+    """log(q / m) and log(p / m) of (7), given r = log(q / p)."""
+    if BETA == 1:
+        return r, tl.zeros_like(r)
+    # of the larger of q and p, so that nothing overflows; exact where both are close
+    above = -log1p(expm1(-tl.abs(r), ACC) * tl.where(r < 0, 1 - BETA, BETA), ACC)
+    return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)
+
+
+@jit
+def _ratio(
+    student_ptr, teacher_ptr, state_ptr, numbers_ptr, v, N, V,
+    MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of a block of columns at temperature T: q, p and log(q / p)."""
+    INV_T: tl.constexpr = MATHS[0]
+    s = _load_logits(student_ptr, v, V, MATHS[1], ACC)
+    u = _load_logits(teacher_ptr, v, V, MATHS[2], ACC)
+    m = tl.load(state_ptr)
+    d_t = tl.load(state_ptr + 2 * N)
+    m_u = tl.load(numbers_ptr)
+    d_u = tl.load(numbers_ptr + N)
+    q = tl.exp((s - m) * INV_T) / d_t
+    p = tl.exp((u - m_u) * INV_T) / d_u
+    return q, p, (s - u) * INV_T - ((m - m_u) * INV_T + tl.log(d_t / d_u))
+
+
+@jit
+def _second_reading(
+    student_ptr, teacher_ptr, state_ptr, numbers_ptr, N, V,
+    MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The teacher's numbers 4 and 5, centre and spread of (7)."""
+    centre = tl.zeros((), ACC)
+    spread = tl.zeros((), ACC)
+    for start in range(0, V, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, numbers_ptr, v, N, V, MATHS, ACC)
+        log_qm, log_pm = _against_mixture(r, MATHS[3], ACC)
+        centre += tl.sum(tl.where(q > 0, q * log_qm, 0.0), axis=0)
+        spread += tl.sum(tl.where(p > 0, p * log_pm, 0.0), axis=0)
+    tl.store(numbers_ptr + 4 * N, centre)
+    tl.store(numbers_ptr + 5 * N, spread)
+
+
+@jit
+def _pull(q, p, r, numbers_ptr, N, BETA: tl.constexpr, ACC: tl.constexpr):
+    """(5), or (9): the divergence's gradient before 1 / T."""
+    if BETA == 0:
+        # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
+        return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
+    log_qm, _ = _against_mixture(r, BETA, ACC)
+    share: tl.constexpr = 1 if BETA == 1 else 1 - BETA
+    return tl.where(q > 0, share * q * (log_qm - tl.load(numbers_ptr + 4 * N)), 0.0)
 
 
 @jit
 def _gradient_pass(
-    student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr, rows_ptr, strides, n, label, kind, N, V,
+    student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr, state_ptr, strides, n, label, kind, N, V,
     MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """(4) to (6): write one row of the gradient, onto the student's own row if need be."""
-    K: tl.constexpr = len(teacher_ptrs)
-    INV_T: tl.constexpr = MATHS[0]
+    """(4) to (6), (8), (9): write one row of the gradient, onto the student's row if need be."""
     CAP: tl.constexpr = MATHS[1]
-    state_ptr = rows_ptr + (2 + 2 * K) * N
     m = tl.load(state_ptr)
-    d = tl.load(state_ptr + N)
-    rest = tl.load(state_ptr + 2 * N)
-    d_t = tl.load(state_ptr + 3 * N)
+    rest = tl.load(state_ptr + N)
+    e_y = tl.exp(tl.load(state_ptr + 3 * N) - m)
+    d = rest + e_y
     dmlm = tl.where((kind & 1) != 0, tl.load(drows_ptr).to(ACC), 0.0)
+    pull = dmlm * 2 * MATHS[5] * (tl.log(d) + m)
+    smooth = dmlm * MATHS[4]
+    at_y = (pull * e_y - dmlm * rest) / d + smooth
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         s = _load_logits(student_ptr, v, V, CAP, ACC)  # (BLOCK_V,)
-        g = dmlm * tl.where(v == label, -rest / d, tl.exp(s - m) / d)  # (4)
-        if K > 0:
-            q = tl.exp((s - m) * INV_T) / d_t
-        for k in tl.static_range(K):
-            u = _load_logits(teacher_ptrs[k] + n * strides[2 + k], v, V, MATHS[2], ACC)
-            m_u = tl.load(state_ptr + (4 + 2 * k) * N)
-            d_u = tl.load(state_ptr + (5 + 2 * k) * N)
+        g = tl.where(v == label, at_y, (dmlm + pull) * (tl.exp(s - m) / d))  # (4)
+        if MATHS[4] != 0:
+            g -= smooth / tl.load(state_ptr + 7 * N)  # (8)
+        for k in tl.static_range(len(teacher_ptrs)):
+            teacher_ptr = teacher_ptrs[k] + n * strides[2 + k]
+            numbers_ptr = state_ptr + (8 + 6 * k) * N
+            q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, numbers_ptr, v, N, V, MATHS, ACC)
             dkl = tl.where((kind & 2) != 0, tl.load(drows_ptr + (1 + k) * N).to(ACC), 0.0)
-            log_ratio = (s - u) * INV_T - ((m - m_u) * INV_T + tl.log(d_t / d_u))
-            p = tl.exp((u - m_u) * INV_T) / d_u
-            g += dkl * INV_T * _difference(q, p, log_ratio, ACC)  # (5)
+            g += dkl * MATHS[0] * _pull(q, p, r, numbers_ptr, N, MATHS[3], ACC)
         if CAP != 0:
             g *= 1 - (s / CAP) * (s / CAP)  # (6)
         # the gradient may be narrower than the logits it overwrites: all of this block is read
@@ -181,102 +213,61 @@ def _zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
 
 
 @jit
-def _kl_mlm_rows_kernel(
+def kl_mlm_rows_kernel(
     student_ptr,  # (N, V)
     teacher_ptrs,  # K times (N, V)
     labels_ptr,  # (N,)
     kind_ptr,  # (N,)
     drows_ptr,  # (1 + K, N)
-    rows_ptr,  # (S, N)  out with SUMS
+    state_ptr,  # (S, N)  in and out
     dstudent_ptr,  # (N, V)  out with GRAD
     strides,  # rows of student, dstudent, teachers
     N,
     V,
-    MATHS: tl.constexpr,  # 1 / T, softcap, teacher_softcap; 0: no cap
-    STEPS: tl.constexpr,  # SUMS, GRAD, PARTS: what to compute
+    MATHS: tl.constexpr,  # 1 / T, then as in `Maths`; caps of 0: none
+    STEPS: tl.constexpr,  # SUMS, DIVERGE, GRAD of `Steps`, then PARTS
     ACC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     K: tl.constexpr = len(teacher_ptrs)
-    SUMS: tl.constexpr = STEPS[0]
-    GRAD: tl.constexpr = STEPS[1]
-    PARTS: tl.constexpr = STEPS[2]
     # int64: n * stride passes 2**31 at 65k rows x 32k vocabulary
     n = tl.program_id(0).to(tl.int64)
     student_ptr += n * strides[0]
-    rows_ptr += n
+    state_ptr += n
     kind = tl.load(kind_ptr + n)
-    label = tl.where((kind & 1) != 0, tl.load(labels_ptr + n), 0)
-    tl.device_assert((label >= 0) & (label < V), "label outside the vocabulary")
+    label = tl.where((kind & 1) != 0, tl.load(labels_ptr + n), -1)
 
-    if SUMS:
+    if STEPS[0]:
         if kind == 0:
-            for j in tl.static_range(6 + 4 * K):
-                tl.store(rows_ptr + j * N, 0.0)
+            for j in tl.static_range(8 + 6 * K):
+                tl.store(state_ptr + j * N, float("-inf") if j == 3 else 0.0)
         else:
-            m, d_t, best = _student_pass(
-                student_ptr, rows_ptr, label, kind, N, V, K, MATHS, PARTS, ACC, BLOCK_V
-            )
+            _student_pass(student_ptr, state_ptr, label, N, V, MATHS, STEPS[3], ACC, BLOCK_V)
             for k in tl.static_range(K):
                 teacher_ptr = teacher_ptrs[k] + n * strides[2 + k]
-                m_u, d_u, cross, best_u = _teacher_pass(
-                    student_ptr, teacher_ptr, V, MATHS, PARTS, ACC, BLOCK_V
+                numbers_ptr = state_ptr + (8 + 6 * k) * N
+                _teacher_pass(
+                    student_ptr, teacher_ptr, numbers_ptr, N, V, MATHS, STEPS[3], ACC, BLOCK_V
                 )
-                kl = cross / d_u + ((m - m_u) * MATHS[0] + tl.log(d_t / d_u))  # (2)
-                agree = tl.where(best == best_u, 1.0, 0.0) if PARTS else 0.0
-                in_kl = (kind & 2) != 0
-                tl.store(rows_ptr + (1 + k) * N, tl.where(in_kl, kl, 0.0))
-                tl.store(rows_ptr + (2 + K + k) * N, tl.where(in_kl, agree, 0.0))
-                tl.store(rows_ptr + (6 + 2 * K + 2 * k) * N, m_u)
-                tl.store(rows_ptr + (7 + 2 * K + 2 * k) * N, d_u)
-        # the gradient below reads the sums other threads of this program have just stored
+        # what follows reads the sums other threads of this program have just stored
         tl.debug_barrier()
 
-    if GRAD:
+    if STEPS[1]:
+        if kind != 0:
+            for k in tl.static_range(K):
+                teacher_ptr = teacher_ptrs[k] + n * strides[2 + k]
+                numbers_ptr = state_ptr + (8 + 6 * k) * N
+                _second_reading(
+                    student_ptr, teacher_ptr, state_ptr, numbers_ptr, N, V, MATHS, ACC, BLOCK_V
+                )
+        tl.debug_barrier()
+
+    if STEPS[2]:
         dstudent_ptr += n * strides[1]
         if kind == 0:
             _zero_row(dstudent_ptr, V, BLOCK_V)
         else:
             _gradient_pass(
-                student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr + n, rows_ptr, strides,
+                student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr + n, state_ptr, strides,
                 n, label, kind, N, V, MATHS, ACC, BLOCK_V,
             )  # fmt: skip
-
-
-def rows_on_triton(
-    rows: Rows,
-    rows_SN: Tensor,
-    drows_SN: Tensor | None = None,
-    dstudent_NV: Tensor | None = None,
-    have_rows: bool = False,
-) -> None:
-    """Fill `rows_SN` (unless it is filled) and, given the rows' gradient, `dstudent_NV`."""
-    _, _, labels_N, kind_N, vocab, maths, parts = rows
-    student_NV, *teachers_NV = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
-    )
-    N = student_NV.shape[0]
-    if N == 0:
-        return
-    grad_NV = student_NV if dstudent_NV is None else dstudent_NV
-    drows_SN = rows_SN if drows_SN is None else drows_SN.contiguous()
-    if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
-        dstudent_NV[:, vocab:] = 0
-    _kl_mlm_rows_kernel[(N,)](
-        student_NV,
-        tuple(teachers_NV),
-        labels_N,
-        kind_N,
-        drows_SN,
-        rows_SN,
-        grad_NV,
-        tuple(x.stride(0) for x in (student_NV, grad_NV, *teachers_NV)),
-        N,
-        vocab,
-        MATHS=(1 / maths.temperature, maths.softcap, maths.teacher_softcap),
-        STEPS=(not have_rows, dstudent_NV is not None, parts),
-        ACC=acc_dtype(student_NV)[1],
-        BLOCK_V=min(MAX_BLOCK_V, next_power_of_2(vocab)),
-        num_warps=8,
-        maxnreg=MAX_REGISTERS,
-    )

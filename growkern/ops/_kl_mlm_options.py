@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops._vocab_parallel import WHOLE, Shard
 
 IGNORE_INDEX = -100
 MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row carries; 0 costs nothing
 REDUCTIONS = ("mean", "sum", "none")
+DIVERGENCES = ("forward", "reverse", "jsd")
 
 
 class LossParts(NamedTuple):
@@ -38,6 +40,9 @@ class Maths(NamedTuple):
     temperature: float = 1.0
     softcap: float = 0.0  # 0: none
     teacher_softcap: float = 0.0
+    beta: float = 0.0  # of the divergence: 0 forward, 1 reverse, between them Jensen-Shannon
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
 
 class Rows(NamedTuple):
@@ -45,7 +50,7 @@ class Rows(NamedTuple):
 
     student_NV: Tensor
     teachers_NV: Sequence[Tensor]
-    labels_N: Tensor
+    labels_N: Tensor  # columns of these logits; one outside of them is on another slice
     kind_N: Tensor
     vocab: int  # columns from here on are padding
     maths: Maths
@@ -61,6 +66,7 @@ class Options(NamedTuple):
     reduction: str
     num_items: Any
     parts: bool
+    row_weights: Tensor | None
 
 
 def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
@@ -91,6 +97,12 @@ def check_options(
     reduction: str,
     num_items: Any,
     parts: bool,
+    *,
+    divergence: str = "forward",
+    beta: float | None = None,
+    row_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Options:
     # a comparison, as math.isinf cannot be traced
     if not 0 < temperature < math.inf:
@@ -102,6 +114,10 @@ def check_options(
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+    if not 0 <= label_smoothing < 1:
+        raise GrowthError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
+    if not 0 <= z_loss < math.inf:
+        raise GrowthError(f"z_loss must be 0 or more, got {z_loss}")
     if teacher_weights is None or n_teachers == 0:
         weights = (1.0 / n_teachers,) * n_teachers if n_teachers else ()
     else:
@@ -113,26 +129,61 @@ def check_options(
             )
     return Options(
         alpha,
-        Maths(float(temperature), float(softcap or 0.0), float(teacher_softcap or 0.0)),
+        Maths(
+            float(temperature),
+            float(softcap or 0.0),
+            float(teacher_softcap or 0.0),
+            _beta(divergence, beta),
+            float(label_smoothing),
+            float(z_loss),
+        ),
         weights,
         reduction,
         num_items,
         parts,
+        row_weights,
     )
 
 
-def check_vocabulary(vocab_size: int | None, student: int, teachers: Sequence[int]) -> int:
-    """The number of real columns; what lies beyond is padding on either side."""
+def _beta(divergence: str, beta: float | None) -> float:
+    if divergence not in DIVERGENCES:
+        raise GrowthError(f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
+    if divergence != "jsd":
+        if beta is not None:
+            raise GrowthError(f"beta belongs to divergence='jsd', not to {divergence!r}")
+        return float(divergence == "reverse")
+    beta = 0.5 if beta is None else float(beta)
+    if not 0 < beta < 1:
+        raise GrowthError(
+            f"beta must lie between 0 and 1, got {beta}: at both ends the divergence is 0; "
+            "use 'forward' or 'reverse'"
+        )
+    return beta
+
+
+def check_vocabulary(
+    vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard = WHOLE
+) -> int:
+    """The number of real columns here; what lies beyond is padding on either side."""
+    widths = (student, *teachers)
+    if shard.group:
+        here = max(0, shard.vocab - shard.start)
+        if here > min(widths) and max(widths) > min(widths):
+            raise GrowthError(
+                f"the slice from column {shard.start} has {student} columns of the student and "
+                f"{list(teachers)} of the teachers: cut all heads at the same columns"
+            )
+        return min(here, student)
     if vocab_size is None:
         if any(width != student for width in teachers):
             raise GrowthError(
                 f"student has {student} columns, teachers {list(teachers)}: pass vocab_size="
-                f"{min(student, *teachers)} if the rest is padding"
+                f"{min(widths)} if the rest is padding"
             )
         vocab_size = student
-    if not 0 < vocab_size <= min(student, *teachers, student):
+    if not 0 < vocab_size <= min(widths):
         raise GrowthError(
-            f"vocab_size={vocab_size} must lie in 1..{min(student, *teachers, student)}: student "
+            f"vocab_size={vocab_size} must lie in 1..{min(widths)}: student "
             f"has {student} columns, teachers {list(teachers)}"
         )
     return vocab_size
@@ -175,7 +226,19 @@ def row_kinds(
     return kind_N
 
 
-def row_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Row weights as (N,)."""
+    if weights is None:
+        return None
+    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
+        raise GrowthError(
+            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
+            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)
+
+
+def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
     """What each row's MLM and each teacher's KL (before T^2) count for in the loss, (1 + K, N)."""
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
     n_mlm: Any = 1
@@ -190,8 +253,9 @@ def row_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
     alpha = options.alpha
     if isinstance(alpha, Tensor):
         alpha = alpha.to(device=kind_N.device, dtype=dtype)
-    weights = [mlm_N.to(dtype) * (1 - alpha) / n_mlm]
-    kl_weight_N = kl_N.to(dtype) * alpha / n_kl
+    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
+    weights = [mlm_N.to(dtype) * row_N * (1 - alpha) / n_mlm]
+    kl_weight_N = kl_N.to(dtype) * row_N * alpha / n_kl
     weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._vocab_parallel import Shard, check_shard, is_dtensor, local, shard_of
 
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
@@ -27,17 +28,47 @@ class Settings(NamedTuple):
     parts: bool
     per_row: bool  # the loss of every row, and no gradient yet
     want: Sequence[bool]  # dX, dW, db
-    limits: Sequence[int]  # chunk_bytes, max_rows; 0: none
+    limits: Sequence[int]  # `Limits`
     logits_dtype: torch.dtype
+    group: str  # of the ranks that hold the other columns; "": none
     backend: str
 
 
-def check_limits(chunk_bytes: int | None, max_rows: int | None) -> list[int]:
-    """The limits as numbers, 0 for none."""
-    for name, limit in (("chunk_bytes", chunk_bytes), ("max_rows", max_rows)):
+class Limits(NamedTuple):
+    """What bounds the memory of a call, 0 for what is not limited."""
+
+    chunk_bytes: int = 0
+    max_rows: int = 0
+    vocab_tile: int = 0
+    columns: int = 0  # of a chunk's row, as all ranks of a group agree on
+
+
+def check_limits(
+    chunk_bytes: int | None, max_rows: int | None, vocab_tile: int | None, columns: int
+) -> Limits:
+    given = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
+    for name, limit in given.items():
         if limit is not None and limit <= 0:
             raise GrowthError(f"{name} must be positive, got {limit}")
-    return [chunk_bytes or 0, max_rows or 0]
+    return Limits(*(limit or 0 for limit in given.values()), columns)
+
+
+def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:
+    """The slice of the vocabulary that is here: as DTensors say, or group, start, vocab_size."""
+    group, start, vocab_size = given
+    if not any(is_dtensor(x) for x in weights):
+        return check_shard(group, start, vocab_size)
+    if group is not None or start is not None:
+        raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
+    if not all(is_dtensor(x) for x in weights):
+        raise GrowthError("some heads are DTensors and some are not: cut all of them or none")
+    group, start, V = shard_of(weights[0])
+    if any(shard_of(x)[1] != start for x in weights):
+        raise GrowthError(
+            f"heads of {[len(x) for x in weights]} rows are cut at different ones: pad all to one "
+            "size"
+        )
+    return check_shard(group, start, vocab_size or V)
 
 
 def check_logits_dtype(asked: torch.dtype | None, student_NH: Tensor) -> torch.dtype:
@@ -56,9 +87,14 @@ def checked_heads(
     hiddens: Sequence[Tensor],
     weights: Any,
     biases: Any,
-) -> list[Head]:
-    """Checked (hidden (N, H), weight, bias) of the student and each teacher, as autocast casts."""
+    sharding: tuple[Any, int | None, int | None],
+) -> tuple[list[Head], Shard]:
+    """Checked (hidden (N, H), weight, bias) of the student and each teacher, as autocast casts.
+
+    Of sharded heads, what this rank holds; `sharding` is group, vocab_start and vocab_size.
+    """
     K = len(hiddens)
+    named = []
     if K:
         weights = list(weights) if isinstance(weights, (list, tuple)) else [weights]
         biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * K
@@ -71,9 +107,13 @@ def checked_heads(
             (f"teacher[{k}]", *head)
             for k, head in enumerate(zip(hiddens, weights, biases, strict=True))
         ]
-    heads: list[Head] = []
-    for name, hidden, weight, bias in [("student", *student), *(named if K else [])]:
+    named = [("student", *student), *named]
+    for name, hidden, weight, bias in named:
         _check_head(name, hidden, weight, bias, student[0])
+    shard = _check_shards([weight for _, _, weight, _ in named], sharding)
+    heads: list[Head] = []
+    for name, *given in named:
+        hidden, weight, bias = (local(x) for x in given)
         bias = weight.new_empty(0) if bias is None else bias
         head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         device = hidden.device.type
@@ -86,7 +126,7 @@ def checked_heads(
                 f"{[str(x.dtype) for x in head]}: cast them, or run under autocast"
             )
         heads.append(head)
-    return heads
+    return heads, shard
 
 
 def _check_head(

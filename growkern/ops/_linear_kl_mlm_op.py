@@ -31,6 +31,7 @@ def linear_kl_mlm_op(
     want: list[bool],
     limits: list[int],
     logits_dtype: torch.dtype,
+    group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, rows, dX, dW, db. Heads are (hidden, weight, bias), a missing bias has no elements.
@@ -38,7 +39,7 @@ def linear_kl_mlm_op(
     `want` asks for dX, dW, db; what is not wanted comes back empty. `per_row` gives the loss of
     every row and no gradient. `anchor` is `anchor_of` of the student.
     """
-    settings = Settings(vocab, maths, parts, per_row, want, limits, logits_dtype, backend)
+    settings = Settings(vocab, maths, parts, per_row, want, limits, logits_dtype, group, backend)
     outputs = _empty_outputs(student, weight_WN, per_row, want)
     for x in outputs:
         x.zero_()
@@ -48,7 +49,7 @@ def linear_kl_mlm_op(
         grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
     ]
     with torch.autocast(labels_N.device.type, enabled=False):
-        sweep(heads, (labels_N, kind_N, weight_WN), settings, rows_SN, wanted)
+        rows_SN.copy_(sweep(heads, (labels_N, kind_N, weight_WN), settings, wanted))
     loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
     loss.copy_(loss_N if per_row else loss_N.sum())
     return outputs

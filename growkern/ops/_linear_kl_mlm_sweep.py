@@ -4,6 +4,7 @@ Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this fi
 rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K terms.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.errors import GrowthError
-from growkern.ops._kl_mlm_cpu import rows_on_cpu
-from growkern.ops._kl_mlm_kernel import rows_on_triton
 from growkern.ops._kl_mlm_options import Maths, Rows
+from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
+from growkern.ops._kl_mlm_state import Steps, clear, n_numbers, needs_second_reading, terms
 from growkern.ops._launch import acc_torch_dtype
-from growkern.ops._linear_kl_mlm_heads import Settings
+from growkern.ops._linear_kl_mlm_heads import Limits, Settings
+from growkern.ops._vocab_parallel import add_up
 
 # GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
 # 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 5 GB/s of read-modify-write on two cores
@@ -26,27 +28,32 @@ CPU_BALANCE = 20
 TILE_BYTES = 4 << 20
 
 
-def chunk_rows(
-    rows: int, vocab: int, head_widths: Sequence[int], x: Tensor, chunk_bytes: int, element: int = 4
-) -> int:
-    """Rows per chunk: what `chunk_bytes` holds, or enough to make dW's accumulation cheap.
+# fewer rows than this in a chunk waste the GEMMs: better to cut the vocabulary
+LEAST_ROWS = 32
+
+
+def chunk_size(
+    rows: int, head_widths: Sequence[int], x: Tensor, element: int, limits: Limits
+) -> tuple[int, int]:
+    """Rows per chunk, columns per tile (0: all): what `chunk_bytes` holds or makes dW cheap.
 
     A chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
     second is under a tenth of the first from C = 80 H balance / (6 H + 2 sum H_k) on. `element`
     is the size of a logit in bytes: GEMMs of float64 logits take twice the time and the room.
     """
-    if rows == 0:
-        return 1
-    if chunk_bytes:
-        row_bytes = vocab * element * len(head_widths)
-        size = max(1, chunk_bytes // row_bytes)
-    else:
-        H, *others = head_widths
-        balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
-        size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
-        size = -(-size // 2) if element > x.element_size() == 4 else size
-    n_chunks = -(-rows // size)
-    return -(-rows // n_chunks)
+    H, *others = head_widths
+    balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
+    size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
+    size = -(-size // 2) if element > x.element_size() == 4 else size
+    tile = limits.vocab_tile or limits.columns
+    held = limits.chunk_bytes // (element * len(head_widths))  # logits of everybody
+    if held and (limits.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
+        size = max(1, held // tile)
+    elif held:
+        size = min(size, max(LEAST_ROWS, math.isqrt(held)))
+        tile = max(1, held // min(size, rows))
+    n_chunks = -(-max(rows, 1) // size)
+    return max(1, -(-rows // n_chunks)), tile if tile < limits.columns else 0
 
 
 def may_ask(device: torch.device) -> bool:
@@ -79,44 +86,82 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
     return rows_R[:R], R
 
 
+class _Chunk:
+    """Some rows of all heads, whose logits are made tile by tile."""
+
+    def __init__(
+        self,
+        heads: Sequence[Sequence[Tensor]],
+        source_C: Tensor,
+        row_inputs: Sequence[Tensor],
+        settings: Settings,
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self.hidden = [head[0].index_select(0, source_C) for head in heads]
+        self.heads, self.settings = heads, settings
+        self.labels_C, self.kind_C, self.drows_WC = row_inputs
+        # tiles stand side by side in memory, so that rows of one are next to each other
+        self.buffers = [buffer[: len(source_C)] for buffer in buffers]
+        self.made: slice | None = None
+
+    def tile(self, columns: slice) -> Rows:
+        """The logits of some columns; made again unless they still are what the buffers hold."""
+        logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
+        if self.made != columns:
+            for x_CH, (_, weight, bias), z_CV in zip(self.hidden, self.heads, logits, strict=True):
+                _project(x_CH, weight[columns], bias[columns], z_CV)
+            self.made = columns
+        z_CV, *teachers_CV = logits
+        maths, V = Maths(*self.settings.maths), z_CV.shape[1]
+        labels_C = self.labels_C - columns.start
+        return Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, self.settings.parts)
+
+
 def sweep(
     heads: Sequence[Sequence[Tensor]],
     row_inputs: Sequence[Tensor],
     settings: Settings,
-    rows_SN: Tensor,
     grads: Sequence[Tensor | None],
-) -> None:
-    """Fill `rows_SN`, (2 W, N), and the wanted ones of dX, dW, db, all of them zeros on entry."""
+) -> Tensor:
+    """The terms of all rows, (2 W, N), and the wanted ones of dX, dW, db, zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
-    x_NH, (W, N), vocab = heads[0][0], weight_WN.shape, settings.vocab
-    acc, (chunk_bytes, max_rows) = settings.logits_dtype, settings.limits
-    rows_R, R = live_rows(kind_N, max_rows)
+    x_NH, (W, N), vocab, group = heads[0][0], weight_WN.shape, settings.vocab, settings.group
+    limits, maths = Limits(*settings.limits), Maths(*settings.maths)
+    rows_R, R = live_rows(kind_N, limits.max_rows)
     widths = [head[0].shape[1] for head in heads]
-    C = chunk_rows(R, vocab, widths, x_NH, chunk_bytes, acc.itemsize)
-    logits = [x_NH.new_empty(C, vocab, dtype=acc) for _ in heads]
-    sums = _Sums(grads, vocab, not may_ask(x_NH.device))
+    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, limits)
+    size = size or max(vocab, 1)
+    tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
+    shape = (min(C, R), tiles[0].stop)
+    buffers = [x_NH.new_empty(shape, dtype=settings.logits_dtype) for _ in heads]
+    sums = _Sums(grads, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
-    labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))
-    rows_SP = F.pad(rows_SN, (0, 1))
-    run = rows_on_triton if settings.backend == "triton" else rows_on_cpu
+    padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
+    state_SP = weight_WN.new_empty(n_numbers(W - 1), N + 1, dtype=settings.logits_dtype)
+    clear(state_SP)
+    run = ROW_FUNCTIONS[settings.backend]
     for rows_C in rows_R.split(C) if R else ():
-        source_C = rows_C.clamp(max=N - 1)
-        hidden = [head[0].index_select(0, source_C) for head in heads]
-        z_CV, *teachers_CV = (buffer[: rows_C.numel()] for buffer in logits)
-        for x_CH, (_, weight, bias), out in zip(hidden, heads, (z_CV, *teachers_CV), strict=True):
-            _project(x_CH, weight[:vocab], bias[:vocab], out)
-        dz_CV = _gradient_place(z_CV, gemm_dtype(x_NH)) if sums.wanted else None
-        rows_SC = z_CV.new_empty(2 + 4 * W, rows_C.numel())
-        labels_C, kind_C, drows_WC = (x[..., rows_C] for x in (labels_P, kind_P, weight_WP))
-        maths = Maths(*settings.maths)
-        rows = Rows(z_CV, teachers_CV, labels_C, kind_C, vocab, maths, settings.parts)
-        run(rows, rows_SC, drows_WC, dz_CV)
-        rows_SP[:, rows_C] = rows_SC[: 2 * W].to(rows_SP.dtype)
-        if dz_CV is not None:
-            sums.add(rows_C, dz_CV, hidden[0], heads[0][1][:vocab], unscale)
-    rows_SN.copy_(rows_SP[:, :N])
+        inputs_C = [x[..., rows_C] for x in padded]
+        chunk = _Chunk(heads, rows_C.clamp(max=N - 1), inputs_C, settings, buffers)
+        state_SC = buffers[0].new_empty(len(state_SP), rows_C.numel())
+        # whole rows are read and written in one go
+        whole = len(tiles) == 1 and not group
+        if not whole:
+            read_slices(run, lambda chunk=chunk: map(chunk.tile, tiles), group, state_SC)
+        steps = Steps(whole, whole and needs_second_reading(W - 1, maths), sums.wanted)
+        for columns in tiles if whole or sums.wanted else ():
+            rows = chunk.tile(columns)
+            dz_CV = _gradient_place(rows.student_NV, gemm_dtype(x_NH)) if sums.wanted else None
+            drows_WC = chunk.drows_WC if sums.wanted else None
+            run(rows, state_SC, steps, drows_WC, dz_CV)
+            if dz_CV is not None:
+                chunk.made = None
+                sums.add(dz_CV, chunk.hidden[0], heads[0][1], columns)
+        state_SP[:, rows_C] = state_SC
+        sums.store_rows(rows_C, group, unscale)
     sums.store(unscale)
+    return terms(state_SP[:, :N], kind_N, maths, settings.parts)
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
@@ -169,7 +214,7 @@ def _project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> N
 class _Sums:
     """dX, dW and db of (2) while the chunks come by; dW and db are summed wide."""
 
-    def __init__(self, grads: Sequence[Tensor | None], vocab: int, padded: bool) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], padded: bool) -> None:
         self.grads = grads
         dx, *by_column = grads
         self.wanted = any(grad is not None for grad in grads)
@@ -177,29 +222,35 @@ class _Sums:
         self.dw, self.db = (
             grad if grad is None else grad.to(acc_torch_dtype(grad)) for grad in by_column
         )
-        self.vocab = vocab
+        self.dx_CH: Tensor | None = None
 
-    def add(
-        self, rows_C: Tensor, dz_CV: Tensor, x_CH: Tensor, weight: Tensor, unscale: Tensor | None
-    ) -> None:
+    def add(self, dz_CV: Tensor, x_CH: Tensor, weight_VH: Tensor, columns: slice) -> None:
         acc, on_cpu = acc_torch_dtype(x_CH), x_CH.device.type == "cpu"
         mixed: dict[str, Any] = {} if gemm_dtype(x_CH) == acc else {"out_dtype": acc}
-        if on_cpu:
-            x_CH = x_CH.to(acc)
         if self.dx is not None:
+            if self.dx_CH is None:
+                self.dx_CH = x_CH.new_zeros(x_CH.shape, dtype=acc)
             if on_cpu:
-                dx_CH = x_CH.new_zeros(x_CH.shape)
-                for tile, rows in _tiles(weight, acc):
-                    dx_CH.addmm_(dz_CV[:, tile], rows)
+                for tile, rows in _tiles(weight_VH[columns], acc):
+                    self.dx_CH.addmm_(dz_CV[:, tile], rows)
             else:
-                dx_CH = torch.mm(dz_CV, weight, **mixed)
-            dx_CH = dx_CH if unscale is None else dx_CH * unscale
-            self.dx.index_copy_(0, rows_C, dx_CH.to(self.dx.dtype))
+                torch.addmm(self.dx_CH, dz_CV, weight_VH[columns], **mixed, out=self.dx_CH)
         if self.dw is not None:
-            dw = self.dw[: self.vocab]
+            dw = self.dw[columns]
+            x_CH = x_CH.to(acc) if on_cpu else x_CH
             torch.addmm(dw, dz_CV.t(), x_CH, **mixed, out=dw)
         if self.db is not None:
-            self.db[: self.vocab] += dz_CV.sum(0, dtype=acc)
+            self.db[columns] += dz_CV.sum(0, dtype=acc)
+
+    def store_rows(self, rows_C: Tensor, group: str, unscale: Tensor | None) -> None:
+        """dX of the rows whose tiles have all been added, here and on the ranks of `group`."""
+        if self.dx is None or self.dx_CH is None:
+            return
+        if group:
+            add_up(self.dx_CH, group)
+        dx_CH = self.dx_CH if unscale is None else self.dx_CH * unscale
+        self.dx.index_copy_(0, rows_C, dx_CH.to(self.dx.dtype))
+        self.dx_CH = None
 
     def store(self, unscale: Tensor | None) -> None:
         dx, *by_column = self.grads

@@ -16,37 +16,51 @@ c * tanh(z / c) and the gradient gains the factor 1 - tanh(z / c)^2 (6).
 A GPU's exp is good to 4e-7 only, so there (5) is p_k * expm1(log q_T - log p_k) / T where the two
 are close: a grown student starts beside its teacher.
 
-Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, S statistics per row.
-Read on in this order: reference, op, autograd, public function; then `_kl_mlm_kernel.py` for a
-GPU, `_kl_mlm_cpu.py` for a CPU.
+In place of the forward KL of (2) stands, with m = beta p + (1 - beta) q_T and its gradient,
+
+    JSD      = beta * sum_v p log(p / m) + (1 - beta) * sum_v q_T log(q_T / m)              (7)
+    dJSD/dz  = (1 - beta) * q_T * (log(q_T / m) - sum_v q_T log(q_T / m)) / T               (9)
+
+after Agarwal et al. 2024 (GKD): symmetric at beta = 0.5, over beta it tends to the forward KL as
+beta goes to 0, over 1 - beta to the reverse KL sum_v q_T log(q_T / p) as beta goes to 1. The
+reverse KL is (9) with m = p, without its factor 1 - beta.
+Label smoothing e and a z-loss c change the MLM term to
+
+    MLM = lse(z) - (1 - e) z[y] - e * mean_v z + c * lse(z)^2                               (8)
+
+Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms and
+S numbers of a row.
+Read on in this order: reference, public function; then `_kl_mlm_op.py`, `_kl_mlm_state.py`, and
+`_kl_mlm_kernel.py` for a GPU, `_kl_mlm_cpu.py` for a CPU.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_cpu import rows_on_cpu
-from growkern.ops._kl_mlm_kernel import rows_on_triton
+from growkern.ops._kl_mlm_op import kl_mlm_rows_op
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     KL_ROW,
     MLM_ROW,
     LossParts,
     Maths,
-    Rows,
     as_teachers,
     check_labels,
     check_options,
+    check_row_weights,
     check_vocabulary,
     loss_parts,
-    refuse_second_derivative,
     row_kinds,
-    row_weights,
+    term_weights,
 )
 from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._vocab_parallel import check_shard, refuse_sharded_reference
 
 # ---------------------------------------------------------------- reference
 
@@ -58,7 +72,7 @@ def kl_mlm_rows_reference(
     kind_N: Tensor,
     maths: Maths,
 ) -> Tensor:
-    """Plain PyTorch definition: (1), then (2) per teacher, student entropy, top-1 per teacher.
+    """Plain PyTorch definition: (8), then (2) or (7) per teacher, entropy, top-1 per teacher.
 
     Any float dtype, differentiable in `student_NV`; (2 + 2K, N), 0 outside a row's kind.
     """
@@ -72,105 +86,32 @@ def kl_mlm_rows_reference(
     log_q_NV = z_NV.log_softmax(-1)
     log_qT_NV = (z_NV / maths.temperature).log_softmax(-1)
     label_N1 = torch.where(mlm_N, labels_N, 0)[:, None]
-    rows = [torch.where(mlm_N, -log_q_NV.gather(1, label_N1).squeeze(1), 0)]
+    mlm = -(1 - maths.label_smoothing) * log_q_NV.gather(1, label_N1).squeeze(1)
+    if maths.label_smoothing:
+        mlm = mlm - maths.label_smoothing * log_q_NV.mean(-1)
+    rows = [torch.where(mlm_N, mlm + maths.z_loss * z_NV.logsumexp(-1).square(), 0)]
     agreement = []
     for teacher_NV in teachers_NV:
         u_NV = capped(teacher_NV, maths.teacher_softcap)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
-        p_NV = log_p_NV.exp()
-        kl_NV = torch.where(p_NV > 0, p_NV * (log_p_NV - log_qT_NV), 0)
-        rows.append(torch.where(kl_N, kl_NV.sum(-1), 0))
+        rows.append(torch.where(kl_N, _divergence(log_p_NV, log_qT_NV, maths.beta), 0))
         agreement.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
     entropy_N = torch.special.entr(log_q_NV.detach().exp()).sum(-1)
     rows.append(torch.where(kind_N > 0, entropy_N, 0))
     return torch.stack(rows + agreement)
 
 
-# ----------------------------------------------------------------------- op
+def _divergence(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
+    """(2), (7) or the reverse KL, (N,)."""
 
+    def kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
+        a_NV = log_a_NV.exp()
+        return torch.where(a_NV > 0, a_NV * (log_a_NV - log_b_NV), 0).sum(-1)
 
-def row_layout(n_teachers: int) -> int:
-    """S: mlm, kl per teacher, entropy, top-1 per teacher; then what the gradient kernel needs.
-
-    That is the student's maximum, its sum of exponentials, the same without the label, the sum at
-    temperature T; then maximum and sum per teacher.
-    """
-    return 6 + 4 * n_teachers
-
-
-@torch.library.custom_op("growkern::kl_mlm_rows", mutates_args=())
-def kl_mlm_rows_op(
-    student_NV: Tensor,
-    teachers_NV: list[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    vocab: int,
-    maths: list[float],
-    parts: bool,
-    backend: str,
-) -> Tensor:
-    rows_SN = _empty_rows(student_NV, teachers_NV)
-    run = rows_on_triton if backend == "triton" else rows_on_cpu
-    run(Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), parts), rows_SN)
-    return rows_SN
-
-
-def _empty_rows(student_NV: Tensor, teachers_NV: Sequence[Tensor]) -> Tensor:
-    size = (row_layout(len(teachers_NV)), student_NV.shape[0])
-    return student_NV.new_empty(size, dtype=acc_torch_dtype(student_NV))
-
-
-@kl_mlm_rows_op.register_fake
-def _(student_NV, teachers_NV, *_) -> Tensor:
-    return _empty_rows(student_NV, teachers_NV)
-
-
-@torch.library.custom_op("growkern::kl_mlm_rows_backward", mutates_args=())
-def kl_mlm_rows_backward_op(
-    drows_SN: Tensor,
-    student_NV: Tensor,
-    teachers_NV: list[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    rows_SN: Tensor,
-    vocab: int,
-    maths: list[float],
-    backend: str,
-) -> Tensor:
-    dstudent_NV = torch.empty_like(student_NV, memory_format=torch.contiguous_format)
-    rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), False)
-    if backend == "triton":
-        rows_on_triton(rows, rows_SN, drows_SN, dstudent_NV, have_rows=True)
-    else:
-        # a CPU has the row in cache when it needs the sums: again is cheaper than from memory
-        rows_on_cpu(rows, None, drows_SN, dstudent_NV)
-    return dstudent_NV
-
-
-@kl_mlm_rows_backward_op.register_fake
-def _(drows_SN, student_NV, *_) -> Tensor:
-    return torch.empty_like(student_NV, memory_format=torch.contiguous_format)
-
-
-# ----------------------------------------------------------------- autograd
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    student_NV, teachers_NV, labels_N, kind_N, vocab, maths, _parts, backend = inputs
-    ctx.options = (vocab, maths, backend)
-    ctx.save_for_backward(student_NV, labels_N, kind_N, output, *teachers_NV)
-
-
-def _backward(ctx, drows_SN) -> tuple:
-    student_NV, labels_N, kind_N, rows_SN, *teachers_NV = ctx.saved_tensors
-    dstudent_NV = kl_mlm_rows_backward_op(
-        drows_SN, student_NV, teachers_NV, labels_N, kind_N, rows_SN, *ctx.options
-    )
-    return (dstudent_NV, [None] * len(teachers_NV), *[None] * 6)
-
-
-kl_mlm_rows_op.register_autograd(_backward, setup_context=_setup_context)
-kl_mlm_rows_backward_op.register_autograd(refuse_second_derivative)
+    if beta in (0.0, 1.0):
+        return kl(log_p_NV, log_q_NV) if beta == 0 else kl(log_q_NV, log_p_NV)
+    log_m_NV = torch.logaddexp(log_p_NV + math.log(beta), log_q_NV + math.log1p(-beta))
+    return beta * kl(log_p_NV, log_m_NV) + (1 - beta) * kl(log_q_NV, log_m_NV)
 
 
 # ------------------------------------------------------------------- public
@@ -183,15 +124,22 @@ def kl_mlm_loss(
     *,
     alpha: float | Tensor = 0.5,
     temperature: float = 1.0,
+    divergence: str = "forward",
+    beta: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     kl_rows: str | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
+    row_weights: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     reduction: str = "mean",
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
     return_parts: bool = False,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LossParts]:
     """Cross-entropy of the labels mixed with the KL divergence to one or more frozen teachers.
@@ -208,17 +156,28 @@ def kl_mlm_loss(
             waits for it. A changing float needs ``dynamic=True`` for that and compiles anew at 0
             and 1.
         temperature: T of (2) and (3).
+        divergence: "forward", KL(teacher || student) of (2); "reverse", KL(student || teacher),
+            infinite where the teacher alone rules a token out; or "jsd", (7) with 0 < ``beta`` < 1,
+            by default 0.5. T^2 of (3) multiplies each.
         kl_rows: rows that carry the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
+        row_weights: float, (...): multiplies both terms of a row; counts and parts know nothing
+            of it.
         vocab_size: columns from here on are padding on either side: they count as -inf and get a
             gradient of exactly 0. Default: all, which must then be equally many everywhere.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
+        label_smoothing, z_loss: e in [0, 1) and c of (8); `LossParts.mlm` includes both.
         reduction: "mean" divides each term by its number of rows, "sum" by nothing, "none" gives
             the loss per row, (...).
         num_items: divides instead of the local counts (gradient accumulation): one number for
             both terms, or (rows of the MLM term, rows of the KL term).
         return_parts: also return `LossParts`.
+        group: a process group whose ranks hold neighbouring slices of the columns of all logits,
+            in the order of their ranks, equally wide or not. Every rank gives all rows and the same
+            options, and gets the same loss and its own slice's gradient. A few numbers per row
+            cross the network.
+        vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
         backend: "reference", "cpu" or "triton". Default: what fits the device.
 
     Returns:
@@ -239,21 +198,29 @@ def kl_mlm_loss(
         reduction,
         num_items,
         return_parts,
+        divergence=divergence,
+        beta=beta,
+        row_weights=check_row_weights(row_weights, labels),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
     _check_logits(student_logits, teachers)
-    vocab = check_vocabulary(vocab_size, student_logits.shape[-1], [t.shape[-1] for t in teachers])
+    shard = check_shard(group, vocab_start, vocab_size)
+    widths = [t.shape[-1] for t in teachers]
+    vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits")
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
 
     student_NV, *teachers_NV = (x.reshape(-1, x.shape[-1]) for x in (student_logits, *teachers))
     chosen = choose_backend(backend, student_logits.device, library=False)
     if chosen == "reference":
+        refuse_sharded_reference(shard.group)
         z_NV, *u_NV = (x[:, :vocab] for x in (student_NV, *teachers_NV))
         rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, options.maths)
     else:
-        rows = (student_NV, teachers_NV, labels_N, kind_N, vocab, list(options.maths), return_parts)
-        rows_SN = kl_mlm_rows_op(*rows, chosen)
-    weight_WN = row_weights(kind_N, options, rows_SN.dtype)
+        here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
+        rows_SN, _ = kl_mlm_rows_op(student_NV, teachers_NV, *here, shard.group, chosen)
+    weight_WN = term_weights(kind_N, options, rows_SN.dtype)
     loss_N = (weight_WN * rows_SN[: 1 + len(teachers)]).sum(0)
     loss = loss_N.reshape(labels.shape) if reduction == "none" else loss_N.sum()
     return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss

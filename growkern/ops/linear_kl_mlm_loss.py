@@ -26,6 +26,7 @@ Read on in this order: reference, public function; then `_linear_kl_mlm_op.py` a
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,10 +38,11 @@ from growkern.ops._kl_mlm_options import (
     as_teachers,
     check_labels,
     check_options,
+    check_row_weights,
     check_vocabulary,
     loss_parts,
     row_kinds,
-    row_weights,
+    term_weights,
 )
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._linear_kl_mlm_heads import (
@@ -51,6 +53,7 @@ from growkern.ops._linear_kl_mlm_heads import (
     checked_heads,
 )
 from growkern.ops._linear_kl_mlm_op import anchor_of, linear_kl_mlm_op
+from growkern.ops._vocab_parallel import refuse_sharded_reference
 from growkern.ops.kl_mlm_loss import kl_mlm_rows_reference
 
 # ---------------------------------------------------------------- reference
@@ -90,18 +93,26 @@ def linear_kl_mlm_loss(
     teacher_bias: Tensor | Sequence[Tensor | None] | None = None,
     alpha: float | Tensor = 0.5,
     temperature: float = 1.0,
+    divergence: str = "forward",
+    beta: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     kl_rows: str | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
+    row_weights: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     reduction: str = "mean",
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
     return_parts: bool = False,
     chunk_bytes: int | None = None,
     max_rows: int | None = None,
+    vocab_tile: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LossParts]:
     """`kl_mlm_loss` of the logits ``hidden @ weight.T + bias``, which never exist all at once.
@@ -120,11 +131,19 @@ def linear_kl_mlm_loss(
             rows enough that accumulating dW costs under a tenth of the chunk's GEMMs.
         max_rows: the most rows that carry a term. Without it a GPU, which must not be asked how
             many there are, reserves work for all N. More rows than this are an error.
+        vocab_tile: columns per tile of the vocabulary, for when chunks of whole rows need too much
+            memory: logits are then computed twice, first for the rows' sums, then for the
+            gradient (three times for "reverse" and "jsd"). Default: whole rows, unless
+            ``chunk_bytes`` holds fewer than 32 of them.
         logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
             inputs and, on a CPU, for float32 ones. For float32 inputs the KL gradient is then
             within 1e-5 of exact at 1 % drift (3e-7 measured; 8e-5 with torch.float32). On a CPU
             float64 takes twice the time of a logits GEMM and twice the bytes per logit; a GPU
             without fast float64 pays far more, so there it has to be asked for.
+        group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
+            states. The gradient of the student's hidden states is added up over the ranks here,
+            that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
+            a one-dimensional mesh need neither.
         backend: "reference", "cpu" or "triton". Default: what fits the device.
 
     Returns:
@@ -145,25 +164,37 @@ def linear_kl_mlm_loss(
         reduction,
         num_items,
         return_parts,
+        divergence=divergence,
+        beta=beta,
+        row_weights=check_row_weights(row_weights, labels),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
-    student, *teachers = checked_heads(
-        (student_hidden, student_weight, student_bias), hiddens, teacher_weight, teacher_bias
+    (student, *teachers), shard = checked_heads(
+        (student_hidden, student_weight, student_bias),
+        hiddens,
+        teacher_weight,
+        teacher_bias,
+        (group, vocab_start, vocab_size),
     )
-    vocab = check_vocabulary(vocab_size, student[1].shape[0], [t[1].shape[0] for t in teachers])
+    widths = [t[1].shape[0] for t in teachers]
+    vocab = check_vocabulary(vocab_size, student[1].shape[0], widths, shard)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden")
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    weight_WN = row_weights(kind_N, options, acc_torch_dtype(student[0]))
+    weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     settings = Settings(
         vocab,
         list(options.maths),
         return_parts,
         reduction == "none",
         [torch.is_grad_enabled() and x.requires_grad for x in student],
-        check_limits(chunk_bytes, max_rows),
+        list(check_limits(chunk_bytes, max_rows, vocab_tile, shard.each or vocab)),
         check_logits_dtype(logits_dtype, student[0]),
+        shard.group,
         choose_backend(backend, labels.device, library=False),
     )
-    loss, rows_SN = _loss_and_rows(student, teachers, (labels_N, kind_N, weight_WN), settings)
+    rows = (labels_N - shard.start, kind_N, weight_WN)
+    loss, rows_SN = _loss_and_rows(student, teachers, rows, settings)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss
 
@@ -175,6 +206,7 @@ def _loss_and_rows(
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     if settings.backend == "reference":
+        refuse_sharded_reference(settings.group)
         labels_N, kind_N, weight_WN = rows
         rows_SN = linear_kl_mlm_rows_reference(
             student, teachers, labels_N, kind_N, settings.vocab, Maths(*settings.maths),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import growkern
-from growkern.ops.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_backward_op, kl_mlm_rows_op
+from growkern.ops._kl_mlm_op import kl_mlm_rows_backward_op, kl_mlm_rows_op
+from growkern.ops.kl_mlm_loss import kl_mlm_loss
 from tests.numerics import assert_no_worse_than_eager
 from tests.ops.loss_inputs import (
     BACKENDS,
@@ -251,13 +252,13 @@ def test_gradcheck(backend, device):
 def test_opcheck(backend, device):
     student, teachers, labels = make_logits(4, 33, torch.float32, device, K=2)
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
-    maths = [2.0, 0.0, 5.0]
-    inputs = (student.requires_grad_(), teachers, labels, kind, 30, maths, False, backend)
+    maths = [2.0, 0.0, 5.0, 0.3, 0.1, 1e-3]
+    inputs = (student.requires_grad_(), teachers, labels, kind, 30, maths, False, "", backend)
     labels.clamp_(max=29)
     torch.library.opcheck(kl_mlm_rows_op, inputs)
-    rows = kl_mlm_rows_op(*inputs).detach()
-    drows = torch.ones_like(rows)
-    inputs = (drows, student.detach(), teachers, labels, kind, rows, 30, maths, backend)
+    rows, state = kl_mlm_rows_op(*inputs)
+    drows = torch.ones_like(rows.detach())
+    inputs = (drows, student.detach(), teachers, labels, kind, state, 30, maths, backend)
     torch.library.opcheck(kl_mlm_rows_backward_op, inputs)
 
 

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops._linear_kl_mlm_heads import Settings
+from growkern.ops._kl_mlm_options import Maths
+from growkern.ops._linear_kl_mlm_heads import Limits, Settings
 from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss_inputs import (
@@ -337,7 +338,9 @@ def test_opcheck(per_row, dtype, backend, device):
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
     weights = torch.rand(2, 4, device=device)
     anchor = torch.zeros(0, device=device, requires_grad=True)
-    settings = Settings(9, [2.0, 0.0, 0.0], False, per_row, [True] * 3, [0, 0], dtype, backend)
+    settings = Settings(
+        9, list(Maths(2.0)), False, per_row, [True] * 3, list(Limits(columns=9)), dtype, "", backend
+    )
     inputs = (student, teachers[0], labels, kind, weights, anchor, *settings)
     torch.library.opcheck(linear_kl_mlm_op, inputs)
     grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
@@ -390,19 +393,23 @@ def test_compiles_whole_and_once_for_every_alpha_and_size(backend, device):
 
 
 def test_chunks_follow_the_memory_and_the_rows():
-    x = torch.zeros(1, 768)
-    assert sweep_module.chunk_rows(1000, 32_000, [768, 512], x, 100 * 32_000 * 8) == 100
+    def size(rows, widths, element=4, **limits):
+        limits = Limits(columns=32_000, **limits)
+        return sweep_module.chunk_size(rows, widths, torch.zeros(1, 768), element, limits)
+
+    assert size(1000, [768, 512], chunk_bytes=100 * 32_000 * 8) == (100, 0)
     # equal chunks, not one ragged end
-    assert sweep_module.chunk_rows(101, 32_000, [768, 512], x, 100 * 32_000 * 8) == 51
-    assert sweep_module.chunk_rows(7, 32_000, [768, 512], x, 0) == 7
+    assert size(101, [768, 512], chunk_bytes=100 * 32_000 * 8) == (51, 0)
+    assert size(7, [768, 512]) == (7, 0)
     # a wider teacher's GEMMs hide the accumulation of dW sooner
-    alone, wide = (
-        sweep_module.chunk_rows(100_000, 32_000, heads, x, 0) for heads in ([768], [768, 4096])
-    )
+    alone, wide = (size(100_000, heads)[0] for heads in ([768], [768, 4096]))
     assert wide < alone
     # float64 logits: as many bytes, not as many rows
-    double = sweep_module.chunk_rows(100_000, 32_000, [768], x, 0, 8)
-    assert double <= alone / 2 + 1
+    assert size(100_000, [768], 8)[0] <= alone / 2 + 1
+    # no room for enough whole rows: tiles of the vocabulary, never more than there is room for
+    rows, columns = size(1000, [768, 512], chunk_bytes=1 << 20)
+    assert rows >= 32 and 0 < columns < 32_000 and rows * columns * 8 <= 1 << 20
+    assert size(3, [768], chunk_bytes=3 * 32_000 * 4) == (3, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Heads whose columns are spread over the ranks of a process group.
+
+Shape letters used in this file: N rows, S numbers of a row, L ranks, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from growkern.errors import GrowthError
+
+
+class Shard(NamedTuple):
+    """Which columns of a vocabulary-parallel head are here."""
+
+    group: str  # name of the process group; "": there is none
+    start: int  # the first column here
+    vocab: int  # real columns of all ranks together
+    each: int  # that of a rank, about: what all of them agree on
+
+
+WHOLE = Shard("", 0, 0, 0)
+
+
+def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
+    """The slice that `group`, a ProcessGroup, leaves to this rank."""
+    if group is None:
+        if start is not None:
+            raise GrowthError("vocab_start belongs to a group: pass group= as well")
+        return WHOLE
+    if start is None or vocab_size is None:
+        raise GrowthError(
+            "group= needs vocab_start= (this rank's first column) and vocab_size= (columns of all "
+            "ranks together)"
+        )
+    if start < 0:
+        raise GrowthError(f"vocab_start must be 0 or more, got {start}")
+    return Shard(group.group_name, start, vocab_size, -(-vocab_size // group.size()))
+
+
+def refuse_sharded_reference(group: str) -> None:
+    if group:
+        raise GrowthError("backend='reference' needs the whole vocabulary: it takes no group")
+
+
+def shard_of(weight: Any) -> tuple[Any, int, int]:
+    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V."""
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise GrowthError(
+            f"a head is a DTensor with placements {placements} on {mesh}: it must be Shard(0), the "
+            "vocabulary, on a mesh of one dimension; pass full_tensor() of anything else"
+        )
+    V = weight.shape[0]
+    each = -(-V // mesh.size())
+    return mesh.get_group(), min(V, mesh.get_local_rank() * each), V
+
+
+def is_dtensor(x: Any) -> bool:
+    return hasattr(x, "device_mesh")
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor, with the gradient's way back; anything else as it is."""
+    return x.to_local() if is_dtensor(x) else x
+
+
+def _resolved(group: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group)
+
+
+def gather(state_SN: Tensor, group: str) -> Tensor:
+    """The states of all ranks, (L, S, N), in the order of their columns."""
+    ranks = _resolved(group)
+    gathered_LSN = state_SN.new_empty(ranks.size(), *state_SN.shape)
+    dist.all_gather_into_tensor(gathered_LSN.flatten(0, 1), state_SN.contiguous(), group=ranks)
+    return gathered_LSN
+
+
+def add_up(x: Tensor, group: str) -> None:
+    """The sum over all ranks, in place."""
+    dist.all_reduce(x, group=_resolved(group))
