@@ -209,7 +209,7 @@ def _other_divergence(
     else:
         # of the larger of q and p, so that nothing overflows; exact where both are close
         gap = log_ratio.abs().neg_().expm1_()
-        above = -torch.log1p(gap * torch.where(log_ratio < 0, 1 - beta, beta))
+        above = -torch.where(log_ratio < 0, gap * (1 - beta), gap * beta).log1p_()
         log_qm = torch.where(log_ratio < 0, above + log_ratio, above)
         log_pm = torch.where(log_ratio < 0, above, above - log_ratio)
     if steps.diverge:

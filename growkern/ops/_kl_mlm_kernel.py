@@ -119,7 +119,8 @@ def _against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
     if BETA == 1:
         return r, tl.zeros_like(r)
     # of the larger of q and p, so that nothing overflows; exact where both are close
-    above = -log1p(expm1(-tl.abs(r), ACC) * tl.where(r < 0, 1 - BETA, BETA), ACC)
+    gap = expm1(-tl.abs(r), ACC)
+    above = -log1p(tl.where(r < 0, gap * (1 - BETA), gap * BETA), ACC)
     return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)
 
 

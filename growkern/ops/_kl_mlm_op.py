@@ -39,7 +39,8 @@ def kl_mlm_rows_op(
 
 def _empty_rows(student_NV: Tensor, teachers_NV: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     K, N, acc = len(teachers_NV), student_NV.shape[0], acc_torch_dtype(student_NV)
-    return tuple(student_NV.new_empty(size, N, dtype=acc) for size in (2 + 2 * K, n_numbers(K)))
+    terms_RN = student_NV.new_empty(2 + 2 * K, N, dtype=acc)
+    return terms_RN, student_NV.new_empty(n_numbers(K), N, dtype=acc)
 
 
 @kl_mlm_rows_op.register_fake

@@ -12,7 +12,13 @@ from torch import Tensor
 from growkern.ops._kl_mlm_cpu import rows_on_cpu
 from growkern.ops._kl_mlm_launch import rows_on_triton
 from growkern.ops._kl_mlm_options import Rows
-from growkern.ops._kl_mlm_state import Steps, add_second_reading, merge, needs_second_reading
+from growkern.ops._kl_mlm_state import (
+    Steps,
+    add_second_reading,
+    clear,
+    merge,
+    needs_second_reading,
+)
 from growkern.ops._vocab_parallel import add_up, gather
 
 ROW_FUNCTIONS = {"cpu": rows_on_cpu, "triton": rows_on_triton}
@@ -32,13 +38,11 @@ def read_slices(
     run: RowFunction, slices: Callable[[], Iterable[Rows]], group: str, state_SN: Tensor
 ) -> None:
     """Fill the state from slices that come by one at a time, here and on the ranks of `group`."""
-    merged_SN = None
+    merged_SN = state_SN.clone()
+    clear(merged_SN)
     for rows in slices():
         run(rows, state_SN, Steps(sums=True))
-        if merged_SN is None:
-            merged_SN = state_SN.clone()
-        else:
-            merged_SN = merge(torch.stack([merged_SN, state_SN]), rows.maths)
+        merged_SN = merge(torch.stack([merged_SN, state_SN]), rows.maths)
     if group:
         merged_SN = merge(gather(merged_SN, group), rows.maths)
     if needs_second_reading(len(rows.teachers_NV), rows.maths):

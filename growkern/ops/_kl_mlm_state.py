@@ -56,13 +56,14 @@ def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
     """The state of all slices together, (S, N); columns are in the order of the slices."""
     parts = list(states_LSN.unbind(1))
     m_LN, rest, d_t, z_y, moment, best, sum_z, count = parts[:STUDENT_NUMBERS]
+    before = count.cumsum(0) - count  # columns of the slices in front
     m, near, near_t, first = _together(m_LN, d_t, maths.temperature)
     merged = [m, (rest * near).sum(0), (d_t * near_t).sum(0), z_y.amax(0)]
-    merged += [(moment * near).sum(0), _pick(best, first), sum_z.sum(0), count.sum(0)]
+    merged += [(moment * near).sum(0), _pick(best + before, first), sum_z.sum(0), count.sum(0)]
     for k in range(STUDENT_NUMBERS, len(parts), TEACHER_NUMBERS):
         m_LN, d_u, cross, best, centre, spread = parts[k : k + TEACHER_NUMBERS]
         m, _, near_t, first = _together(m_LN, d_u, maths.temperature)
-        merged += [m, (d_u * near_t).sum(0), (cross * near_t).sum(0), _pick(best, first)]
+        merged += [m, (d_u * near_t).sum(0), (cross * near_t).sum(0), _pick(best + before, first)]
         merged += [centre.sum(0), spread.sum(0)]
     return torch.stack(merged)
 

@@ -20,37 +20,34 @@ Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H),
 LOGITS_DTYPE = {("cpu", torch.float32): torch.float64}
 
 
+class Sizes(NamedTuple):
+    """The vocabulary, and what bounds the memory of a call: 0 for what is not limited."""
+
+    vocab: int  # columns from here on are padding
+    columns: int  # about as many, but the same on all ranks of a group
+    chunk_bytes: int = 0
+    max_rows: int = 0
+    vocab_tile: int = 0
+
+
 class Settings(NamedTuple):
     """All of a call that is not a tensor, in the order of the custom op's arguments."""
 
-    vocab: int  # columns from here on are padding
+    sizes: Sequence[int]  # `Sizes`
     maths: Sequence[float]  # `Maths`
     parts: bool
     per_row: bool  # the loss of every row, and no gradient yet
     want: Sequence[bool]  # dX, dW, db
-    limits: Sequence[int]  # `Limits`
     logits_dtype: torch.dtype
     group: str  # of the ranks that hold the other columns; "": none
     backend: str
 
 
-class Limits(NamedTuple):
-    """What bounds the memory of a call, 0 for what is not limited."""
-
-    chunk_bytes: int = 0
-    max_rows: int = 0
-    vocab_tile: int = 0
-    columns: int = 0  # of a chunk's row, as all ranks of a group agree on
-
-
-def check_limits(
-    chunk_bytes: int | None, max_rows: int | None, vocab_tile: int | None, columns: int
-) -> Limits:
-    given = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
-    for name, limit in given.items():
+def check_limits(**limits: int | None) -> dict[str, int]:
+    for name, limit in limits.items():
         if limit is not None and limit <= 0:
             raise GrowthError(f"{name} must be positive, got {limit}")
-    return Limits(*(limit or 0 for limit in given.values()), columns)
+    return {name: limit or 0 for name, limit in limits.items()}
 
 
 def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:

@@ -24,12 +24,11 @@ def linear_kl_mlm_op(
     kind_N: Tensor,
     weight_WN: Tensor,
     anchor: Tensor,
-    vocab: int,
+    sizes: list[int],
     maths: list[float],
     parts: bool,
     per_row: bool,
     want: list[bool],
-    limits: list[int],
     logits_dtype: torch.dtype,
     group: str,
     backend: str,
@@ -39,7 +38,7 @@ def linear_kl_mlm_op(
     `want` asks for dX, dW, db; what is not wanted comes back empty. `per_row` gives the loss of
     every row and no gradient. `anchor` is `anchor_of` of the student.
     """
-    settings = Settings(vocab, maths, parts, per_row, want, limits, logits_dtype, group, backend)
+    settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
     outputs = _empty_outputs(student, weight_WN, per_row, want)
     for x in outputs:
         x.zero_()

@@ -4,6 +4,7 @@ Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this fi
 rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K terms.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
 from growkern.ops._kl_mlm_state import Steps, clear, n_numbers, needs_second_reading, terms
 from growkern.ops._launch import acc_torch_dtype
-from growkern.ops._linear_kl_mlm_heads import Limits, Settings
+from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from growkern.ops._vocab_parallel import add_up
 
 # GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
@@ -33,7 +34,7 @@ LEAST_ROWS = 32
 
 
 def chunk_size(
-    rows: int, head_widths: Sequence[int], x: Tensor, element: int, limits: Limits
+    rows: int, head_widths: Sequence[int], x: Tensor, element: int, sizes: Sizes
 ) -> tuple[int, int]:
     """Rows per chunk, columns per tile (0: all): what `chunk_bytes` holds or makes dW cheap.
 
@@ -45,15 +46,15 @@ def chunk_size(
     balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
     size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
     size = -(-size // 2) if element > x.element_size() == 4 else size
-    tile = limits.vocab_tile or limits.columns
-    held = limits.chunk_bytes // (element * len(head_widths))  # logits of everybody
-    if held and (limits.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
+    tile = sizes.vocab_tile or sizes.columns
+    held = sizes.chunk_bytes // (element * len(head_widths))  # logits of everybody
+    if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
         size = max(1, held // tile)
     elif held:
         size = min(size, max(LEAST_ROWS, math.isqrt(held)))
         tile = max(1, held // min(size, rows))
     n_chunks = -(-max(rows, 1) // size)
-    return max(1, -(-rows // n_chunks)), tile if tile < limits.columns else 0
+    return max(1, -(-rows // n_chunks)), tile if tile < sizes.columns else 0
 
 
 def may_ask(device: torch.device) -> bool:
@@ -125,11 +126,12 @@ def sweep(
 ) -> Tensor:
     """The terms of all rows, (2 W, N), and the wanted ones of dX, dW, db, zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
-    x_NH, (W, N), vocab, group = heads[0][0], weight_WN.shape, settings.vocab, settings.group
-    limits, maths = Limits(*settings.limits), Maths(*settings.maths)
-    rows_R, R = live_rows(kind_N, limits.max_rows)
+    x_NH, (W, N), group = heads[0][0], weight_WN.shape, settings.group
+    sizes, maths = Sizes(*settings.sizes), Maths(*settings.maths)
+    rows_R, R = live_rows(kind_N, sizes.max_rows)
     widths = [head[0].shape[1] for head in heads]
-    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, limits)
+    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
+    vocab = sizes.vocab
     size = size or max(vocab, 1)
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
     shape = (min(C, R), tiles[0].stop)
@@ -148,7 +150,7 @@ def sweep(
         # whole rows are read and written in one go
         whole = len(tiles) == 1 and not group
         if not whole:
-            read_slices(run, lambda chunk=chunk: map(chunk.tile, tiles), group, state_SC)
+            read_slices(run, functools.partial(map, chunk.tile, tiles), group, state_SC)
         steps = Steps(whole, whole and needs_second_reading(W - 1, maths), sums.wanted)
         for columns in tiles if whole or sums.wanted else ():
             rows = chunk.tile(columns)

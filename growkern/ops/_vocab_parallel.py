@@ -66,7 +66,7 @@ def local(x: Any) -> Any:
     return x.to_local() if is_dtensor(x) else x
 
 
-def _resolved(group: str) -> dist.ProcessGroup:
+def _resolved(group: Any) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group)
 
 

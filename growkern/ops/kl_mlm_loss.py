@@ -189,21 +189,10 @@ def kl_mlm_loss(
     """
     teachers = as_teachers(teacher_logits, alpha)
     options = check_options(
-        len(teachers),
-        alpha,
-        temperature,
-        teacher_weights,
-        softcap,
-        teacher_softcap,
-        reduction,
-        num_items,
-        return_parts,
-        divergence=divergence,
-        beta=beta,
-        row_weights=check_row_weights(row_weights, labels),
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+        len(teachers), alpha, temperature, teacher_weights, softcap, teacher_softcap, reduction,
+        num_items, return_parts, divergence=divergence, beta=beta, label_smoothing=label_smoothing,
+        row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
+    )  # fmt: skip
     _check_logits(student_logits, teachers)
     shard = check_shard(group, vocab_start, vocab_size)
     widths = [t.shape[-1] for t in teachers]

@@ -48,6 +48,7 @@ from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._linear_kl_mlm_heads import (
     Head,
     Settings,
+    Sizes,
     check_limits,
     check_logits_dtype,
     checked_heads,
@@ -155,44 +156,26 @@ def linear_kl_mlm_loss(
     """
     hiddens = as_teachers(teacher_hidden, alpha)
     options = check_options(
-        len(hiddens),
-        alpha,
-        temperature,
-        teacher_weights,
-        softcap,
-        teacher_softcap,
-        reduction,
-        num_items,
-        return_parts,
-        divergence=divergence,
-        beta=beta,
-        row_weights=check_row_weights(row_weights, labels),
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+        len(hiddens), alpha, temperature, teacher_weights, softcap, teacher_softcap, reduction,
+        num_items, return_parts, divergence=divergence, beta=beta, label_smoothing=label_smoothing,
+        row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
+    )  # fmt: skip
     (student, *teachers), shard = checked_heads(
-        (student_hidden, student_weight, student_bias),
-        hiddens,
-        teacher_weight,
-        teacher_bias,
+        (student_hidden, student_weight, student_bias), hiddens, teacher_weight, teacher_bias,
         (group, vocab_start, vocab_size),
-    )
+    )  # fmt: skip
     widths = [t[1].shape[0] for t in teachers]
     vocab = check_vocabulary(vocab_size, student[1].shape[0], widths, shard)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden")
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
+    limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile)
+    want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     settings = Settings(
-        vocab,
-        list(options.maths),
-        return_parts,
-        reduction == "none",
-        [torch.is_grad_enabled() and x.requires_grad for x in student],
-        list(check_limits(chunk_bytes, max_rows, vocab_tile, shard.each or vocab)),
-        check_logits_dtype(logits_dtype, student[0]),
-        shard.group,
+        list(Sizes(vocab, shard.each or vocab, **limits)), list(options.maths), return_parts,
+        reduction == "none", want, check_logits_dtype(logits_dtype, student[0]), shard.group,
         choose_backend(backend, labels.device, library=False),
-    )
+    )  # fmt: skip
     rows = (labels_N - shard.start, kind_N, weight_WN)
     loss, rows_SN = _loss_and_rows(student, teachers, rows, settings)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
@@ -209,7 +192,7 @@ def _loss_and_rows(
         refuse_sharded_reference(settings.group)
         labels_N, kind_N, weight_WN = rows
         rows_SN = linear_kl_mlm_rows_reference(
-            student, teachers, labels_N, kind_N, settings.vocab, Maths(*settings.maths),
+            student, teachers, labels_N, kind_N, settings.sizes[0], Maths(*settings.maths),
             settings.logits_dtype,
         ).to(weight_WN.dtype)  # fmt: skip
         loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)

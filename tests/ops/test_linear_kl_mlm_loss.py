@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
 from growkern.ops._kl_mlm_options import Maths
-from growkern.ops._linear_kl_mlm_heads import Limits, Settings
+from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss_inputs import (
@@ -338,9 +338,8 @@ def test_opcheck(per_row, dtype, backend, device):
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
     weights = torch.rand(2, 4, device=device)
     anchor = torch.zeros(0, device=device, requires_grad=True)
-    settings = Settings(
-        9, list(Maths(2.0)), False, per_row, [True] * 3, list(Limits(columns=9)), dtype, "", backend
-    )
+    sizes = list(Sizes(vocab=9, columns=9))
+    settings = Settings(sizes, list(Maths(2.0)), False, per_row, [True] * 3, dtype, "", backend)
     inputs = (student, teachers[0], labels, kind, weights, anchor, *settings)
     torch.library.opcheck(linear_kl_mlm_op, inputs)
     grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
@@ -394,8 +393,8 @@ def test_compiles_whole_and_once_for_every_alpha_and_size(backend, device):
 
 def test_chunks_follow_the_memory_and_the_rows():
     def size(rows, widths, element=4, **limits):
-        limits = Limits(columns=32_000, **limits)
-        return sweep_module.chunk_size(rows, widths, torch.zeros(1, 768), element, limits)
+        sizes = Sizes(32_000, 32_000, **limits)
+        return sweep_module.chunk_size(rows, widths, torch.zeros(1, 768), element, sizes)
 
     assert size(1000, [768, 512], chunk_bytes=100 * 32_000 * 8) == (100, 0)
     # equal chunks, not one ragged end
