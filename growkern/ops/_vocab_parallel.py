@@ -74,7 +74,7 @@ def gather(state_SN: Tensor, group: str) -> Tensor:
     """The states of all ranks, (L, S, N), in the order of their columns."""
     ranks = _resolved(group)
     gathered_LSN = state_SN.new_empty(ranks.size(), *state_SN.shape)
-    dist.all_gather_into_tensor(gathered_LSN.flatten(0, 1), state_SN.contiguous(), group=ranks)
+    dist.all_gather(list(gathered_LSN.unbind(0)), state_SN.contiguous(), group=ranks)
     return gathered_LSN
 
 

@@ -200,7 +200,9 @@ def kl_mlm_loss(
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits")
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
 
-    student_NV, *teachers_NV = (x.reshape(-1, x.shape[-1]) for x in (student_logits, *teachers))
+    N = labels_N.numel()
+    # not -1: a rank may hold no column
+    student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
     chosen = choose_backend(backend, student_logits.device, library=False)
     if chosen == "reference":
         refuse_sharded_reference(shard.group)

@@ -1,0 +1,179 @@
+"""The losses on several processes: columns spread over them, or rows."""
+
+import os
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import growkern
+from tests.ops.loss_inputs import IGNORED, make_logits
+from tests.ops.test_linear_kl_mlm_loss import make_heads
+
+V, REAL = 41, 40  # the last column is padding
+# one rank of the four has no column at all
+BOUNDS = {2: (0, 25, V), 4: (0, 10, 10, 30, V)}
+CASES = [
+    {"alpha": 0.4, "temperature": 2.0},
+    {"alpha": 1.0, "softcap": 4.0, "teacher_softcap": 4.0},
+    {"alpha": 0.4, "label_smoothing": 0.1, "z_loss": 0.01, "chunk_bytes": 2000},
+    {"alpha": 0.4, "divergence": "reverse", "vocab_tile": 7},
+    {"alpha": 0.4, "divergence": "jsd", "beta": 0.3, "temperature": 1.5, "kl_rows": "all"},
+    {"alpha": 0.4, "reduction": "none"},
+]
+
+
+def linear(student, teacher, labels, **options):
+    """Loss, gradients and, but for single rows, the parts."""
+    inputs = [x.detach().clone().requires_grad_() for x in student]
+    parts = ()
+    loss = growkern.linear_kl_mlm_loss(
+        *inputs[:2], *teacher[:2], labels, student_bias=inputs[2], teacher_bias=teacher[2],
+        return_parts=True, **options,
+    )  # fmt: skip
+    loss, parts = loss
+    weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
+    return loss.detach(), torch.autograd.grad((loss * weights).sum(), inputs), parts
+
+
+def check_columns(rank, group):
+    """Every rank gets the whole loss, the whole dX, and its slice of the other gradients."""
+    size = group.size()
+    start, stop = BOUNDS[size][rank : rank + 2]
+    student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
+    labels.clamp_(max=REAL - 1)
+    slices = [[h[0], h[1][start:stop], h[2][start:stop]] for h in (student, teacher)]
+    where = {"group": group, "vocab_start": start, "vocab_size": REAL}
+    for options in CASES:
+        whole = linear(student, teacher, labels, vocab_size=REAL, **options)
+        mine = linear(*slices, labels, **where, **options)
+        torch.testing.assert_close(mine[0], whole[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine[2], whole[2])
+        expected = [whole[1][0], *(g[start:stop] for g in whole[1][1:])]
+        for a, e in zip(mine[1], expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+
+    z, (u,), labels = make_logits(7, V, torch.float64, "cpu")
+    labels.clamp_(max=REAL - 1)
+    for options in ({}, {"divergence": "jsd"}, {"divergence": "reverse", "temperature": 2.0}):
+        whole_z, my_z = z.clone().requires_grad_(), z[:, start:stop].clone().requires_grad_()
+        whole = growkern.kl_mlm_loss(whole_z, u, labels, vocab_size=REAL, **options)
+        mine = growkern.kl_mlm_loss(my_z, u[:, start:stop], labels, **where, **options)
+        torch.testing.assert_close(mine, whole)
+        (expected,) = torch.autograd.grad(whole, whole_z)
+        (actual,) = torch.autograd.grad(mine, my_z)
+        torch.testing.assert_close(actual, expected[:, start:stop], rtol=1e-9, atol=1e-13)
+
+
+def check_traffic(group):
+    """What crosses the network: 14 numbers per row, and dX."""
+    sent = []
+    gather, add_up = dist.all_gather, dist.all_reduce
+    student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
+    start, stop = BOUNDS[4][dist.get_rank() : dist.get_rank() + 2]
+    slices = [[h[0], h[1][start:stop], h[2][start:stop]] for h in (student, teacher)]
+    try:
+        dist.all_gather = lambda out, x, **k: (
+            sent.append(x.shape),
+            gather(out, x, **k),
+        )
+        dist.all_reduce = lambda x, **k: (sent.append(x.shape), add_up(x, **k))
+        linear(*slices, labels, group=group, vocab_start=start, vocab_size=V)
+    finally:
+        dist.all_gather, dist.all_reduce = gather, add_up
+    live = int((labels != IGNORED).sum())
+    assert sent == [(14, live), (live, 8)], sent
+
+
+def check_dtensors():
+    mesh = init_device_mesh("cpu", (4,))
+    student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
+    whole = linear(student, teacher, labels)
+
+    def cut(head):
+        placements = (Replicate(), Shard(0), Shard(0))
+        return [distribute_tensor(x, mesh, [p]) for x, p in zip(head, placements, strict=True)]
+
+    loss, grads, _ = linear(cut(student), cut(teacher), labels)
+    torch.testing.assert_close(loss, whole[0])
+    for actual, expected in zip(grads, whole[1], strict=True):
+        torch.testing.assert_close(actual.full_tensor(), expected)
+    with pytest.raises(growkern.errors.GrowthError, match="some heads are DTensors"):
+        linear(cut(student), teacher, labels)
+    with pytest.raises(growkern.errors.GrowthError, match="neither group nor"):
+        linear(cut(student), cut(teacher), labels, group=mesh.get_group(), vocab_start=0)
+    wrong = [cut(student)[0], distribute_tensor(student[1], mesh, [Shard(1)]), cut(student)[2]]
+    with pytest.raises(growkern.errors.GrowthError, match=r"must be Shard\(0\)"):
+        linear(wrong, cut(teacher), labels)
+
+
+def check_rows(rank, group):
+    """Data parallel: global counts, gradients added up, are those of the big batch."""
+    student, (teacher,), labels = make_heads(20, 13, 8, torch.float64, "cpu")
+    labels[5:9] = IGNORED
+    whole = linear(student, teacher, labels)
+    here = slice(0, 7) if rank == 0 else slice(7, 20)
+    count = (labels[here] != IGNORED).sum()
+    dist.all_reduce(count, group=group)
+    part = [[h[0][here], *h[1:]] for h in (student, teacher)]
+    loss, (dx, *by_column), _ = linear(*part, labels[here], num_items=count)
+    torch.testing.assert_close(dx, whole[1][0][here], rtol=1e-6, atol=1e-12)
+    for x, expected in zip([loss, *by_column], [whole[0], *whole[1][1:]], strict=True):
+        dist.all_reduce(x, group=group)
+        torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-12)
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    try:
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        check_columns(rank, dist.group.WORLD)
+        check_columns(rank % 2, pair)
+        check_rows(rank % 2, pair)
+        check_traffic(dist.group.WORLD)
+        check_dtensors()
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    # gloo's threads now and then abort a process that leaves in the ordinary way
+    os._exit(0)
+
+
+def test_four_processes(tmp_path, capfd):
+    ranks = mp.start_processes(run_rank, (str(tmp_path),), 4, join=False, start_method="spawn")
+    try:
+        while not ranks.join(60):
+            pass
+    except mp.ProcessExitedException:
+        pytest.fail(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({}, "vocab_start="),
+        ({"vocab_start": 0}, "vocab_size="),
+        ({"vocab_start": -1, "vocab_size": 8}, "0 or more"),
+        ({"vocab_start": 0, "vocab_size": 20}, "cut all heads at the same columns"),
+        ({"vocab_start": 0, "vocab_size": 8, "backend": "reference"}, "takes no group"),
+    ],
+    ids=str,
+)
+def test_refusals(change, message):
+    class Group:
+        group_name = "columns"
+
+        def size(self):
+            return 2
+
+    labels = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(growkern.errors.GrowthError, match=message):
+        growkern.kl_mlm_loss(torch.ones(4, 8), torch.ones(4, 9), labels, group=Group(), **change)
