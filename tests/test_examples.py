@@ -1,0 +1,115 @@
+"""The examples train the same as plain logits do, on every kind of head."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from examples import accelerate_loop, pytorch_loop
+from examples.hf_trainer import InheritingTrainer
+from growkern.train.inheritance import InheritanceSchedule
+from tests.train.tiny import VOCAB, batch, build, randomise
+
+SCHEDULE = InheritanceSchedule(rate=0.8, end_step=2, temperature=2.0)
+# the third step has no teacher any more
+STEPS = [[batch(seed=2 * i), batch(seed=2 * i + 1, labelled=0.2)] for i in range(3)]
+LR = 1e-3
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "pad_token_id": 0,
+}
+
+
+def encoder(name, **options):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+    return randomise(getattr(transformers, f"{name}ForMaskedLM")(config), 0)
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "bert": lambda: build("bert", layers=2),
+    "roberta": lambda: encoder("Roberta", **NO_DROPOUT, max_position_embeddings=40),
+    "modernbert": lambda: encoder("ModernBert", attn_implementation="eager"),
+    "gpt2, tied": lambda: build("gpt2", layers=2, tied=True),
+    "llama": lambda: build("llama", layers=2),
+    "llama, tied": lambda: build("llama", layers=2, tied=True),
+}
+
+
+def pair(name):
+    student = MODELS[name]()
+    return student, randomise(copy.deepcopy(student), 1).requires_grad_(False)
+
+
+def plain(model, teacher, steps, causal):
+    """The same training on whole logits, with torch's own losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    model.train(), teacher.eval()
+    losses = []
+    for step, micro_batches in enumerate(steps):
+        alpha, T, rows = SCHEDULE.rate_at(step), SCHEDULE.temperature, []
+        for b in micro_batches:
+            z, u = (m(input_ids=b["input_ids"]).logits for m in (model, teacher))
+            y = b["labels"]
+            if causal:
+                z, u, y = z[:, :-1], u[:, :-1], y[:, 1:]
+            z, u, y = z[y != -100], u[y != -100], y[y != -100]
+            kl = F.kl_div((z / T).log_softmax(-1), (u / T).softmax(-1), reduction="none").sum(-1)
+            rows.append((1 - alpha) * F.cross_entropy(z, y, reduction="none") + alpha * T**2 * kl)
+        loss = torch.cat(rows).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def hf_trainer(model, teacher, folder):
+    args = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_steps=len(STEPS),
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        train_sampling_strategy="sequential",
+        disable_tqdm=True,
+    )
+    micro_batches = [b for step in STEPS for b in step]
+    rows = [{k: x[i] for k, x in b.items()} for b in micro_batches for i in range(3)]
+    trainer = InheritingTrainer(model, args, train_dataset=rows, teacher=teacher, schedule=SCHEDULE)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_loop_trains_what_plain_logits_train(name, tmp_path):
+    student, teacher = pair(name)
+    expected_model = copy.deepcopy(student)
+    causal = "gpt2" in name or "llama" in name
+    expected = plain(expected_model, teacher, STEPS, causal)
+    loops = {
+        "pytorch": lambda m: pytorch_loop.train(m, teacher, STEPS, SCHEDULE, LR),
+        "accelerate": lambda m: accelerate_loop.train(m, teacher, STEPS, SCHEDULE, LR),
+        "Trainer": lambda m: hf_trainer(m, teacher, tmp_path),
+    }
+    for loop, train in loops.items():
+        model = copy.deepcopy(student)
+        losses = train(model)
+        assert losses == pytest.approx(expected, rel=2e-5), loop
+        for (key, p), q in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+            # Adam turns a gradient near 0 into a step of either sign, three steps at the most
+            off = (p - q).abs()
+            assert off.max() <= 3.1 * LR and off.mean() <= 0.05 * LR, (loop, key)
