@@ -152,13 +152,13 @@ def sweep(
         if not whole:
             read_slices(run, functools.partial(map, chunk.tile, tiles), group, state_SC)
         steps = Steps(whole, whole and needs_second_reading(W - 1, maths), sums.wanted)
-        for columns in tiles if whole or sums.wanted else ():
+        # backwards: the logits of the last tile are still there
+        for columns in reversed(tiles) if whole or sums.wanted else ():
             rows = chunk.tile(columns)
             dz_CV = _gradient_place(rows.student_NV, gemm_dtype(x_NH)) if sums.wanted else None
             drows_WC = chunk.drows_WC if sums.wanted else None
             run(rows, state_SC, steps, drows_WC, dz_CV)
             if dz_CV is not None:
-                chunk.made = None
                 sums.add(dz_CV, chunk.hidden[0], heads[0][1], columns)
         state_SP[:, rows_C] = state_SC
         sums.store_rows(rows_C, group, unscale)

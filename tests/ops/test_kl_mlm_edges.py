@@ -48,6 +48,8 @@ def test_large_logits_and_tokens_that_are_ruled_out(divergence, backend, device)
     """Scores of +-1e4 and, in the teacher, -inf; also with the label in another tile."""
     student, teachers, labels = make_heads(5, 33, 8, torch.float64, device)
     student[2][3], teachers[0][2][4] = 1e4, -1e4
+    # far below 0, where a tile without a finite logit must not pass for one of maximum 0
+    teachers[0][2] -= 2000
     teachers[0][2][6:9] = float("-inf")
     options = {"alpha": 0.5, "divergence": divergence, "backend": backend}
     whole = loss_and_grads(student, teachers, labels, **options)
