@@ -1,8 +1,9 @@
-"""What every benchmark shares: interleaved timing, the machine line, tables and JSON."""
+"""What every benchmark shares: interleaved timing, errors, tables and JSON.
 
-import json
+python -m bench.report: the README's tables and pictures from the JSON, see `bench.render`.
+"""
+
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -15,8 +16,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+from bench import results
+from bench.results import ROOT, machine
+
+__all__ = ["interleaved_ms", "machine", "relative_error", "require_green", "show_and_save"]
+
+# written before every timed call on a GPU: empties a cache of 60 MB and, 0.2 ms long, lets the
+# CPU queue the call meanwhile, so that small calls are not timed by their launches
+FLUSH_BYTES = 1 << 30
+# where `show_and_save` hands its rows instead of writing a file; set by `bench.gpu`
+collector: Callable[[str, list[dict[str, Any]]], None] | None = None
 
 
 def require_green(op: str) -> None:
@@ -27,29 +36,44 @@ def require_green(op: str) -> None:
         sys.exit(f"tests/ops/test_{op}.py fails: no figures from a wrong op")
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median milliseconds of each call, after one to warm up.
 
-    They take turns, so that whatever else the machine does slows all of them alike.
+    They take turns, so that whatever else the machine does slows all of them alike. On a GPU it
+    is the time between two events on the device, from a cold cache.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    timed = _device_ms if torch.cuda.is_available() else _wall_ms
+    times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
-            _synchronise()
-            start = time.perf_counter()
-            result = call()
-            _synchronise()
-            elapsed = time.perf_counter() - start
-            # freeing a fresh result is its owner's cost, not the op's
-            del result
+            elapsed = timed(call)
             if turn:
-                times[name].append(1e3 * elapsed)
-    return {name: statistics.median(ms) for name, ms in times.items()}
+                times[name].append(elapsed)
+    return {name: statistics.median(read() for read in reads) for name, reads in times.items()}
+
+
+def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
+    start = time.perf_counter()
+    result = call()
+    elapsed = 1e3 * (time.perf_counter() - start)
+    # freeing a fresh result is its owner's cost, not the op's
+    del result
+    return lambda: elapsed
+
+
+def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
+    """Queues the call between two events; the time is read later, when all of them have run."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    start.record()
+    call()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return read
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
@@ -57,52 +81,36 @@ def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
     return ((actual.double() - truth).abs().max() / truth.abs().max()).item()
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what the figures were taken."""
-    facts = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": _commit(),
-    }
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
-
-
-def _cell(x: Any) -> str:
+def cell(x: Any) -> str:
     if x is None:
         return "-"
     return f"{x:.3g}" if isinstance(x, float) else str(x)
 
 
-def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """Prints the rows as a table and writes them to bench/results/<op>.json."""
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Rows with different keys share one table; what a row does not have is "-"."""
+    table = Table(*dict.fromkeys(key for row in rows for key in row))
+    for row in rows:
+        table.add_row(*(cell(row.get(column.header)) for column in table.columns))
+    console.print(table)
+
+
+def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path | None:
+    """Prints the rows as a table and keeps them in bench/results/[<gpu>/]<op>.json."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()))
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(_cell(x) for x in row.values()))
-    console.print(table)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{op}.json"
-    path.write_text(json.dumps({"op": op, "machine": facts, "rows": rows}, indent=1) + "\n")
-    return path
+    show(rows, console)
+    if collector is not None:
+        collector(op, rows)
+        return None
+    path = results.RESULTS / results.slug(facts) / f"{op}.json"
+    kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": rows})
+    if kept != path:
+        console.print(f"{path} is better documented than this run: see {kept.name}")
+    return kept
+
+
+if __name__ == "__main__":
+    from bench.render import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""The ops' own tests on this device: every test is a row if it fails, and they are counted."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from bench.recorder import Recorder
+from bench.results import ROOT
+
+
+def run(recorder: Recorder) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+        command += [f"--junitxml={report}", "tests/ops"]
+        # at toy sizes the way there counts, not the tests: they have just been run
+        command += recorder.pick([], ["-k", "test_empty"])
+        code = subprocess.run(command, cwd=ROOT, env=dict(os.environ)).returncode
+        if not report.exists():
+            raise RuntimeError(f"pytest left no report, exit code {code}")
+        suite = ElementTree.parse(report).getroot()
+    files: dict[str, dict[str, int]] = {}
+    for case in suite.iter("testcase"):
+        name = case.get("classname", "")
+        counts = files.setdefault(name, dict.fromkeys(("passed", "failed", "skipped"), 0))
+        broken = [child for child in case if child.tag in ("failure", "error")]
+        if broken:
+            message = (broken[0].get("message") or "").splitlines()[:1]
+            recorder.fail(f"{name}::{case.get('name')}: {''.join(message)[:300]}")
+        outcome = "failed" if broken else "passed" if case.find("skipped") is None else "skipped"
+        counts[outcome] += 1
+    for name, counts in files.items():
+        recorder.add({"case": name, **counts})
+    if code and not recorder.document["failures"]:
+        recorder.fail(f"pytest ends with exit code {code}")

@@ -1,0 +1,227 @@
+"""python -m bench.gpu: all a GPU has to show, on a bare machine, from the source tree.
+
+Checks, benchmarks, training steps and tuning, in pieces of at most eight minutes. Every piece is
+a process of its own with a time limit; one that is done for these sources on this GPU is not done
+again. Results go to bench/results/<gpu>/<piece>.json, `python -m bench.report` makes tables and
+pictures of them.
+
+    python -m bench.gpu --list
+    python -m bench.gpu --budget 540            # start nothing that cannot end in time
+    python -m bench.gpu --only check_expand --only bench_expand
+    python -m bench.gpu --dry-run               # no GPU: Triton's interpreter, toy sizes
+
+Exit code 0: everything that ran is right; 1: a check failed or a piece did not end; 2: no GPU.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import results
+from bench.pieces import PIECES, Piece
+from bench.recorder import Recorder, Skip
+
+MARKS = {"ok": "[green]ok[/]", "skipped": "[yellow]skipped[/]", "done": "[dim]done before[/]"}
+LOG_LINES = 12
+
+
+# ------------------------------------------------------------------ one piece
+
+
+def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
+    """Run a piece in this process and leave its document at `path`: its status."""
+    recorder = Recorder(piece.name, path, toy=toy)
+    try:
+        piece.run(recorder)
+    except Skip as reason:
+        recorder.document |= {"status": "skipped", "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        recorder.fail(f"{type(error).__name__}: {error}"[:2000])
+    return recorder.finish()
+
+
+def run_apart(piece: Piece, path: Path, *, toy: bool, limit_s: float, console: Console) -> Any:
+    """Run a piece in a process of its own, and end that with all it started: its document."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
+    command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
+    start = time.perf_counter()
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            command + ["--toy"] * toy,
+            cwd=results.ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            timed_out = _wait(child, piece, path, start + limit_s, console)
+        finally:
+            # what it has started (compilers, tests) is in its session
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            child.wait()
+    document = results.read(path) or {"piece": piece.name, "rows": [], "failures": []}
+    if document.get("status", "running") == "running":
+        document["status"] = "timeout" if timed_out else "crashed"
+        why = f"stopped after {limit_s:.0f} s" if timed_out else f"exit code {child.returncode}"
+        document["failures"].append(why)
+    if document["status"] not in ("ok", "skipped"):
+        document["log"] = log.read_text(errors="replace").splitlines()[-60:]
+    document["seconds"] = round(time.perf_counter() - start, 1)
+    return document
+
+
+def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console) -> bool:
+    """Wait for the child and show how far it is; True when its time was up first."""
+    start = time.perf_counter()
+    with console.status(piece.name) as status:
+        while (now := time.perf_counter()) < end:
+            try:
+                child.wait(timeout=min(1.0, end - now))
+                return False
+            except subprocess.TimeoutExpired:
+                rows = len(results.read(path).get("rows", ()))
+                status.update(f"{piece.name}: {now - start:.0f} s, {rows} rows  {piece.about}")
+    return child.poll() is None
+
+
+# ------------------------------------------------------------------ all pieces
+
+
+def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
+    """What the pieces find around them; set before any of them imports Triton."""
+    set_to = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if args.commit:
+        set_to["GROWKERN_COMMIT"] = args.commit
+    if args.dry_run:
+        set_to |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if args.wheels:
+        site = unpack_wheels(args.wheels, scratch / "site")
+        set_to["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    return set_to
+
+
+def unpack_wheels(wheels: Path, site: Path) -> Path:
+    """Unpacked rather than read in place: Triton needs the source files of its kernels."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return site
+
+
+def facts_of_this_machine() -> dict[str, Any]:
+    """Asked in a child: this process never touches the GPU, so no piece can spoil it."""
+    code = "import json; from bench.results import machine; print(json.dumps(machine()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=results.ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"the machine cannot be described:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def chosen(names: list[str]) -> list[Piece]:
+    known = [piece.name for piece in PIECES]
+    if wrong := [name for name in names if name not in known]:
+        raise SystemExit(f"no piece {wrong[0]!r}: there are {', '.join(known)}")
+    return [piece for piece in PIECES if not names or piece.name in names]
+
+
+def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
+    os.environ.update(environment(args, scratch))
+    facts = facts_of_this_machine()
+    if "gpu" not in facts and not args.dry_run:
+        console.print("no GPU found by PyTorch; --dry-run takes the same path at toy sizes")
+        return 2
+    where = args.results or results.RESULTS / results.slug(facts)
+    if args.dry_run and not args.results:
+        where = scratch / "results"
+    console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    end = time.perf_counter() + args.budget
+    failed = []
+    for piece in chosen(args.only):
+        kept = where / f"{piece.name}.json"
+        if not args.again and results.same_run(results.read(kept), facts):
+            console.print(f"{MARKS['done']} {piece.name}")
+            continue
+        left = end - time.perf_counter()
+        if left < min(piece.limit_s, args.shortest):
+            console.print(f"{MARKS['skipped']} {piece.name}: {left:.0f} s of the budget are left")
+            continue
+        document = run_apart(
+            piece,
+            scratch / f"{piece.name}.json",
+            toy=args.dry_run,
+            limit_s=min(piece.limit_s, left),
+            console=console,
+        )
+        failed += _report(piece, document, kept, console)
+    if failed:
+        console.print(f"[red]{len(failed)} not right:[/] {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console) -> list[str]:
+    status, seconds = document["status"], document["seconds"]
+    mark = MARKS.get(status, f"[red]{status}[/]")
+    console.print(f"{mark} {piece.name}: {seconds:.0f} s, {len(document['rows'])} rows", end="")
+    if status == "skipped":
+        console.print(f"  {document['reason']}")
+        return []
+    kept = results.keep(path, document)
+    console.print(f"  {kept.name}" if kept != path else "")
+    for failure in document["failures"][:10]:
+        console.print(f"    {failure}", markup=False, highlight=False)
+    for line in document.get("log", [])[-LOG_LINES:]:
+        console.print(f"    | {line}", markup=False, highlight=False, style="dim")
+    return [] if status == "ok" else [piece.name]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="the pieces, and stop")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU at toy sizes")
+    parser.add_argument("--again", action="store_true", help="also what is done already")
+    parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
+    parser.add_argument("--shortest", type=float, default=60.0, help="start nothing with less left")
+    parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack for the pieces")
+    parser.add_argument("--results", type=Path, help="where to; default bench/results/<gpu>")
+    parser.add_argument("--commit", help="of these sources, where there is no git")
+    # how this command calls itself
+    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("--document", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if args.here:
+        (piece,) = chosen([args.here])
+        return int(run_here(piece, args.document, toy=args.toy) not in ("ok", "skipped"))
+    if args.list:
+        for piece in PIECES:
+            console.print(f"{piece.name:<26}{piece.limit_s:>4} s  {piece.about}", highlight=False)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="growkern-gpu-") as scratch:
+        return run_all(args, Path(scratch), console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

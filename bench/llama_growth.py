@@ -1,0 +1,100 @@
+"""The list of `expand` calls that grows a Llama: what a growth plan asks for, without weights."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+
+from growkern.growth import apply
+from growkern.growth.plan import plan
+
+# source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
+SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "1B to 3B": (
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        {"hidden_size": 3072, "num_hidden_layers": 20},
+    ),
+    "toy": (
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        {"hidden_size": 24, "num_hidden_layers": 3},
+    ),
+}
+TENSORS = ("rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
+
+
+@dataclass(frozen=True)
+class ExpandCall:
+    """One call of `expand`: shapes of what is random, and everything else as the plan has it."""
+
+    name: str
+    source: tuple[int, ...]
+    has_upper: bool
+    given: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        maps = (self.given.get("rows"), self.given.get("cols"))
+        sizes = zip(self.source, maps, strict=True)
+        return tuple(n if index is None else len(index) for n, index in sizes)
+
+    def bytes_moved(self, element: int) -> int:
+        """Least possible: each source element that is used read once, each target written once."""
+        used = torch.Size(self.source).numel() * (1 + self.has_upper)
+        return (used + torch.Size(self.shape).numel()) * element
+
+    def arguments(self, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
+        """Arguments of `expand` with random weights, on the generator's device."""
+
+        def weight() -> Tensor:
+            drawn = torch.randn(self.source, generator=rng, device=rng.device)
+            return drawn.to(dtype)
+
+        moved = {k: v.to(rng.device) if k in TENSORS else v for k, v in self.given.items()}
+        return {"weight": weight()} | ({"upper": weight()} if self.has_upper else {}) | moved
+
+
+def expand_calls(size: str, method: str) -> list[ExpandCall]:
+    """The calls of a growth by `method`, in its order. A vector is a matrix of one row."""
+    source, target = SIZES[size]
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**source, tie_word_embeddings=True)
+        )
+    grown = plan(model, method=method, depth="stack", **target)
+    weights = model.state_dict()
+    calls: list[ExpandCall] = []
+    name = ""
+
+    def keep(weight: Tensor, *, upper: Tensor | None = None, out_dtype: Any, **rest: Any) -> Tensor:
+        given = {k: v for k, v in rest.items() if v is not None and k != "backend"}
+        shape = tuple(weight.shape)
+        if len(shape) == 1:
+            # as `expand` itself does it
+            shape = (1, *shape)
+            given = {k.replace("row", "col"): v for k, v in given.items()}
+        calls.append(ExpandCall(name, shape, upper is not None, given))
+        result = calls[-1].shape
+        return torch.empty(result[2 - weight.ndim :], dtype=out_dtype, device="meta")
+
+    with mock.patch.object(apply, "expand", keep):
+        for task in grown.tasks:
+            name = task.name
+            apply.build_tensor(grown, task, read=weights.__getitem__)
+    return calls

@@ -1,0 +1,106 @@
+"""The pieces of `bench.gpu`, most valuable first. A new one is one entry of PIECES.
+
+A piece is a module with ``run(recorder)``, or a benchmark with ``main()``: that one saves its rows
+with `report.show_and_save`, takes --no-test, and has its sizes in module constants.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench import report
+from bench.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One process of `bench.gpu`.
+
+    Attributes:
+        name: of the piece and of its result file.
+        about: one line for --list.
+        limit_s: seconds after which it is stopped; what it has recorded is kept.
+        module: under bench.
+        args: command line of a benchmark's ``main()``; ``toy_args`` at toy sizes.
+        toy: constants of the benchmark's module at toy sizes.
+    """
+
+    name: str
+    about: str
+    limit_s: int
+    module: str
+    args: Sequence[str] = ()
+    toy_args: Sequence[str] = ("--repeats", "1")
+    toy: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, recorder: Recorder) -> None:
+        module = importlib.import_module(f"bench.{self.module}")
+        if hasattr(module, "run"):
+            module.run(recorder)
+            return
+        for name, value in self.toy.items() if recorder.toy else ():
+            # a constant that has another name by now must not leave the real sizes in force
+            if not hasattr(module, name):
+                raise AttributeError(f"bench.{self.module} has no {name}: mend its piece")
+            setattr(module, name, value)
+
+        def collect(op: str, rows: list[dict[str, Any]]) -> None:
+            for row in rows:
+                recorder.add(row)
+
+        report.collector = collect
+        args = self.toy_args if recorder.toy else self.args
+        sys.argv = [f"bench.{self.module}", "--no-test", *args]
+        module.main()
+
+
+def _both(sizes: list[tuple[int, ...]]) -> dict[str, Any]:
+    return {"cpu": sizes, "cuda": sizes}
+
+
+PIECES = (
+    Piece("ceilings", "the machine, and the rates no kernel can pass", 150, "ceilings"),
+    Piece("check_expand", "expand against float64: large, strided, NaN-filled", 240, "check_expand"),
+    Piece("check_loss", "both losses against float64: V to 262144, past 2^31", 300, "check_loss"),
+    Piece("check_suite", "the ops' own tests, on this device", 470, "check_suite"),
+    Piece(
+        "bench_expand",
+        "one matrix, 4096 to 8192, beside eager and torch.compile",
+        240,
+        "bench_expand",
+        args=("--repeats", "15"),
+        toy={"SOURCE": 96, "TARGET": 192},
+    ),
+    Piece(
+        "bench_expand_model",
+        "every tensor of a Llama of 1B grown to 3B, FPI and AKI",
+        240,
+        "bench_expand_model",
+        args=("--repeats", "7"),
+        toy={"SIZES": {"cpu": "toy", "cuda": "toy"}},
+    ),
+    Piece(
+        "bench_kl_mlm_loss",
+        "the rows of the loss on ready logits",
+        420,
+        "bench_kl_mlm_loss",
+        args=("--repeats", "11", "--compile"),
+        toy={"SHAPES": _both([(4, 100)])},
+    ),
+    Piece(
+        "bench_linear_kl_mlm_loss",
+        "the loss from hidden states beside plain, torch.compile, Liger",
+        470,
+        "bench_linear_kl_mlm_loss",
+        args=("--repeats", "7", "--compile"),
+        toy={"SHAPES": _both([(8, 100, 16, 8)])},
+    ),
+    Piece("train_bert", "a training step of BERT-base with a teacher", 240, "train_step"),
+    Piece("train_llama", "a training step of a Llama of 1B with a teacher", 420, "train_step"),
+    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 400, "sanitize"),
+    Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
+    Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
+    Piece("aot", "registers, spills and load widths with this Triton", 200, "aot"),
+)

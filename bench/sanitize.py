@@ -1,0 +1,40 @@
+"""compute-sanitizer over the checks at toy sizes: accesses out of bounds, races, unset memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench import results
+from bench.recorder import Recorder, Skip
+from bench.results import ROOT
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+CHECKS = ("check_expand", "check_loss")
+FOUND = 86
+
+
+def run(recorder: Recorder) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        raise Skip("compute-sanitizer is not on the PATH")
+    # PyTorch's own allocator hands out parts of large blocks: nothing would be out of bounds
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        for check in CHECKS:
+            with tempfile.TemporaryDirectory() as scratch:
+                document = Path(scratch) / "document.json"
+                command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+                # kernels of PyTorch are not ours to check
+                command += ["--kernel-name-exclude", "kns=at::"] if tool == "racecheck" else []
+                command += [sys.executable, "-m", "bench.gpu", "--here", check]
+                command += ["--toy", "--document", str(document)]
+                code = subprocess.run(command, cwd=ROOT, env=env).returncode
+                status = results.read(document).get("status", "no result")
+            recorder.add({"tool": tool, "check": check, "exit code": code, "status": status})
+            if code == FOUND:
+                recorder.fail(f"{tool} found an error in {check}: see the log")
+            elif code or status != "ok":
+                recorder.fail(f"{check} under {tool}: exit code {code}, {status}")
