@@ -1,11 +1,13 @@
-"""python -m bench.bench_expand: widen 4096 x 4096 to 8192 x 8192 beside eager indexing and numpy.
+"""python -m bench.bench_expand: widen 4096 x 4096 to 8192 x 8192 beside eager indexing.
 
-Every call that returns a fresh tensor pays for the first touch of its memory; "reused" writes to
-memory that exists (`out=`). The limit is the fastest of two ways to write the output and read
-nothing: `fill_`, and the library's streaming stores fed from one source row in the cache.
+On a CPU every call that returns a fresh tensor pays for the first touch of its memory; "reused"
+writes to memory that exists (`out=`). The limit there is the fastest of two ways to write the
+output and read nothing: `fill_`, and the library's streaming stores fed from one source row in
+the cache. On a GPU it is a copy that moves as many bytes.
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from bench.report import interleaved_ms, machine, relative_error, require_green,
 from growkern.ops.expand import expand
 
 SOURCE, TARGET = 4096, 8192
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,8 +34,42 @@ def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
     return {"contiguous": halves, "tiled": torch.arange(target) % source, "arbitrary": mixed}
 
 
+def peers(
+    weight: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None, with_compile: bool
+) -> dict[str, Callable[[], Any]]:
+    """What one writes without the library, by name."""
+
+    def eager() -> torch.Tensor:
+        wide = weight[index][:, index]
+        return wide if scale is None else wide * scale.to(weight.dtype)
+
+    named: dict[str, Callable[[], Any]] = {"eager": eager}
+    if with_compile:
+        named["compiled"] = torch.compile(eager)
+    if DEVICE == "cpu" and scale is None:
+        bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+        as_numpy, index_numpy = bits.numpy(), index.numpy()
+        named["numpy"] = lambda: as_numpy.take(index_numpy, 0).take(index_numpy, 1)
+    return named
+
+
+def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """The fastest ways known to move the bytes that have to move."""
+    if DEVICE == "cuda":
+        half = bytes_moved(weight.shape[0], out.shape[0], weight.element_size()) // 2
+        there, back = (torch.empty(half, dtype=torch.int8, device=DEVICE) for _ in range(2))
+        there.random_(-128, 127)
+        return {"copy": lambda: back.copy_(there)}
+    one_row = torch.zeros(len(out), dtype=torch.long)
+    tiled = torch.arange(len(out)) % len(weight)
+    return {
+        "fill": lambda: out.fill_(1),
+        "stream": lambda: expand(weight, rows=one_row, cols=tiled, out=out),
+    }
+
+
 def measure(
-    dtype: torch.dtype, kind: str, index: torch.Tensor, scaled: bool, repeats: int
+    dtype: torch.dtype, kind: str, index: torch.Tensor, scaled: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One row of the table."""
     source, target = SOURCE, len(index)
@@ -40,40 +77,28 @@ def measure(
     # uneven counts: what FPI divides by is not a power of two
     counts = torch.bincount(index, minlength=source)[index]
     scale = 1 / counts.float() if scaled else None
-    if scaled:
+    if scale is not None:
         scale[::3] /= 3
-    out = torch.zeros(target, target, dtype=dtype)
-    one_row, tiled = torch.zeros(target, dtype=torch.long), torch.arange(target) % source
-    as_numpy = weight.view(torch.int16).numpy() if dtype == torch.bfloat16 else weight.numpy()
-    index_numpy = index.numpy()
+        scale = scale.to(DEVICE)
+    weight, index = weight.to(DEVICE), index.to(DEVICE)
+    out = torch.zeros(target, target, dtype=dtype, device=DEVICE)
 
-    def eager():
-        wide = weight[index][:, index]
-        return wide if scale is None else wide * scale.to(dtype)
-
-    def ours(**kwargs):
+    def ours(**kwargs: Any) -> torch.Tensor:
         return expand(weight, rows=index, cols=index, col_scale=scale, **kwargs)
 
-    calls = {
-        "fill": lambda: out.fill_(1),
-        "stream": lambda: expand(weight, rows=one_row, cols=tiled, out=out),
-        "eager": eager,
-        "ours": ours,
-        "reused": lambda: ours(out=out),
-    }
-    if not scaled:
-        calls["numpy"] = lambda: as_numpy.take(index_numpy, 0).take(index_numpy, 1)
-    ms = interleaved_ms(calls, repeats)
+    bounds = limits(out, weight)
+    others = peers(weight, index, scale, args.compile)
+    calls = {**bounds, **others, "ours": ours, "reused": lambda: ours(out=out)}
+    ms = interleaved_ms(calls, args.repeats)
     part = slice(0, 64)
     truth = weight.double()[index[part]][:, index]
     truth = truth if scale is None else truth * scale.double()
-    limit = min(ms["fill"], ms["stream"])
+    limit = min(ms[name] for name in bounds)
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "maps": kind,
         "scaled": "yes" if scaled else "no",
-        "eager ms": ms["eager"],
-        "numpy ms": ms.get("numpy"),
+        **{f"{name} ms": ms[name] for name in others},
         "ours ms": ms["ours"],
         "x eager": ms["eager"] / ms["ours"],
         "reused ms": ms["reused"],
@@ -81,20 +106,21 @@ def measure(
         "of limit": limit / ms["reused"],
         "GB/s": bytes_moved(source, target, weight.element_size()) / ms["reused"] / 1e6,
         "error": relative_error(ours()[part], truth),
-        "eager error": relative_error(eager()[part], truth),
+        "eager error": relative_error(others["eager"]()[part], truth),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="torch.compile of eager as well")
     parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
     args = parser.parse_args()
     if not args.no_test:
         require_green("expand")
     facts = machine()
     rows = [
-        measure(dtype, kind, index, scaled, args.repeats)
+        measure(dtype, kind, index, scaled, args)
         for dtype in DTYPES
         for kind, index in index_maps(SOURCE, TARGET).items()
         for scaled in (False, True)

@@ -24,11 +24,22 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         },
         {"hidden_size": 3072, "num_hidden_layers": 20},
     ),
+    "100M to 200M": (
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+        {"hidden_size": 1152, "num_hidden_layers": 12},
+    ),
     "toy": (
         {
-            "vocab_size": 64,
+            "vocab_size": 16,
             "hidden_size": 16,
-            "intermediate_size": 24,
+            "intermediate_size": 20,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
