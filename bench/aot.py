@@ -1,17 +1,22 @@
-"""python -m bench.aot [--json FILE]: compile every Triton kernel without a GPU, count registers.
+"""python -m bench.aot: compile every Triton kernel without a GPU and read its machine code.
 
-A kernel module of growkern.ops takes part by having ``aot_cases()``.
+Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
+architecture; kept in bench/results/aot.json. Ends with 1 if a kernel spills, or loads narrowly
+without saying why. A kernel module of growkern.ops takes part by having ``aot_cases()``.
 """
 
 import argparse
 import importlib
-import json
+import math
+import multiprocessing
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +25,24 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 from rich.console import Console
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import growkern.ops
+from bench import report, results
+from bench.recorder import Recorder
+from bench.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops._launch import AotCase
 
-CAPABILITIES = (80, 90, 100)
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+BACKENDS = Path(triton.__file__).parent / "backends"
+# not every Triton is built with AMD's backend
+ARCHS = [arch for arch in TARGETS if arch != "gfx942" or (BACKENDS / "amd").is_dir()]
+CUOBJDUMP = BACKENDS / "nvidia/bin/cuobjdump"
+# of the loaded bytes. The rest are numbers of a row that every thread reads: 12 bytes beside 16 of
+# float32 in the rows of `expand`
+WIDE_SHARE = 0.5
 
 
 def all_cases() -> list[AotCase]:
@@ -71,51 +84,110 @@ def _source(case: AotCase) -> ASTSource:
     return ASTSource(case.kernel, signature, constants, attrs)
 
 
-def _widest_store(ptx: str) -> int:
-    """Bytes one thread writes at once, 16 at best: 2 or 4 mean that stores are not vectorised."""
-    found = re.findall(r"st\.global[\w:.]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
-    return max((int(n or 1) * int(bits) // 8 for n, bits in found), default=0)
-
-
-def compile_case(case: AotCase, capability: int) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of one kernel on one architecture."""
+def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
+    """Registers, spilled bytes, shared memory and the hot code of one kernel on one architecture."""
     # enable_fp_fusion is what the launchers pass, and from Triton 3.9 has to be said
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False, "maxnreg": case.maxnreg}
-    compiled = triton.compile(_source(case), GPUTarget("cuda", capability, 32), options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [str(CUOBJDUMP), "-res-usage", cubin.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = USAGE.search(report)
-    if usage is None:
-        raise RuntimeError(f"no resource usage in the report of cuobjdump:\n{report}")
-    registers, stack, _, local = (int(x) for x in usage.groups())
+    target = TARGETS[arch]
+    compiled = triton.compile(_source(case), target, options)
+    if target.backend == "hip":
+        usage, code = _usage_of_gcn(compiled.asm["amdgcn"]), read_gcn(compiled.asm["amdgcn"])
+    else:
+        usage, code = _usage_of_cubin(compiled.asm["cubin"])
+    blocks = [v for k, v in case.constexprs.items() if k.startswith("BLOCK_")]
+    # 64 lanes of AMD's with 8 bytes ask for as much at once as 32 with 16
+    wide = 512 // target.warp_size
+    elements = math.prod(blocks) / (target.warp_size * case.num_warps)
     return {
         "kernel": case.name,
-        "sm": capability,
-        "registers": registers,
-        # what does not fit in registers goes to the stack or to local memory
-        "spilled_bytes": stack + local,
+        "arch": arch,
+        **usage,
         "shared_bytes": compiled.metadata.shared,
-        "widest_store": _widest_store(compiled.asm["ptx"]),
+        "loads": _widths(code.loads),
+        "stores": _widths(code.stores),
+        "wide": wide,
+        "wide_share": round(code.wide_share(wide), 2),
+        "narrow": case.narrow,
+        **estimate(code, elements, case.traffic, arch),
     }
+
+
+def _widths(counts: dict[int, int]) -> str:
+    return " ".join(f"{count}x{width}" for width, count in counts.items())
+
+
+def _usage_of_cubin(cubin: bytes) -> tuple[dict[str, int], HotCode]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", "-sass", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if usage is None:
+        raise RuntimeError(f"no resource usage in the report of cuobjdump:\n{report[:2000]}")
+    registers, stack, local = (int(x) for x in usage.groups())
+    # what does not fit in registers goes to the stack or to local memory
+    return {"registers": registers, "spilled_bytes": stack + local}, read_sass(report)
+
+
+def _usage_of_gcn(text: str) -> dict[str, int]:
+    def number(field: str) -> int:
+        found = re.search(rf"\.{field}:\s+(\d+)", text)
+        if found is None:
+            raise RuntimeError(f"no {field} in the assembly")
+        return int(found[1])
+
+    return {"registers": number("vgpr_count"), "spilled_bytes": number("private_segment_fixed_size")}
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What a kernel must not have."""
+    name = f"{row['kernel']} on {row['arch']}"
+    found = [f"{name}: {row['spilled_bytes']} bytes spilled"] if row["spilled_bytes"] else []
+    if row["wide_share"] < WIDE_SHARE and not row["narrow"]:
+        found.append(f"{name}: loads {row['loads']} in the hot code, {row['wide']} bytes wanted")
+    return found
+
+
+def compile_all(only: str = "", archs: Sequence[str] = ()) -> list[dict[str, Any]]:
+    cases = [case for case in all_cases() if only in case.name]
+    jobs = [(case.name, arch) for case in cases for arch in archs or ARCHS]
+    # compilers are single-threaded; a kernel does not travel to another process, its name does
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        return list(pool.map(_compile_named, jobs))
+
+
+def _compile_named(job: tuple[str, str]) -> dict[str, Any]:
+    name, arch = job
+    (case,) = (case for case in all_cases() if case.name == name)
+    return compile_case(case, arch)
+
+
+def run(recorder: Recorder) -> None:
+    """A piece of `bench.gpu`: with the Triton of that machine."""
+    for row in compile_all(*recorder.pick(("", ()), ("expand rows bf16", ("sm_90",)))):
+        recorder.add(row)
+        for fault in faults(row):
+            recorder.fail(fault)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--json", type=Path, default=results.RESULTS / "aot.json")
+    parser.add_argument("--only", default="", help="kernels whose name contains this; writes nothing")
+    parser.add_argument("--arch", action="append", default=[], choices=ARCHS)
     args = parser.parse_args(argv)
-    cases = [case for case in all_cases() if args.only in case.name]
-    rows = [compile_case(case, sm) for case in cases for sm in CAPABILITIES]
-    table = Table("kernel", "sm", "registers", "spilled", "shared", "widest store")
-    for row in rows:
-        table.add_row(*(str(x) for x in row.values()))
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1))
-    return int(any(row["spilled_bytes"] for row in rows))
+    rows = compile_all(args.only, args.arch)
+    report.show(rows, Console(width=None if sys.stdout.isatty() else 200))
+    found = [fault for row in rows for fault in faults(row)]
+    for fault in found:
+        print(fault)
+    if not args.only:
+        # nothing was timed: what the figures depend on is the compiler and the sources
+        facts = {"triton": triton.__version__, "sources": results.source_digest()}
+        results.write(args.json, {"op": "aot", "machine": facts, "rows": rows})
+    return int(bool(found))
 
 
 if __name__ == "__main__":

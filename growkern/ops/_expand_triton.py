@@ -9,8 +9,8 @@ from growkern.ops._hash_noise import hash_noise_triton, line_keys
 from growkern.ops._launch import AotCase, acc_dtype, jit, next_power_of_2, tl
 
 # columns first: their indices and scales are loaded once and serve all rows of a block
-BLOCK_N = 512
 BLOCK_M = 8
+GATHER = "columns are gathered by index, an element at a time"
 # kinds of noise
 NO_NOISE, ROW_NOISE, COL_NOISE = 0, 1, 2
 
@@ -18,27 +18,18 @@ NO_NOISE, ROW_NOISE, COL_NOISE = 0, 1, 2
 @jit
 def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
     """(2) for one row and a block of columns; anything outside."""
-    r = tl.where(row >= R, row - R, row)
-    c = tl.where(col >= C, col - C, col)
-    in_weight = inside
-    if sources[1] is not None:
-        in_weight = inside & (row < R) & (col < C)
-    at = sources[0] + r * strides[0] + c * strides[1]
-    x = tl.load(at, mask=in_weight, other=0.0).to(ACC)
-    if sources[1] is not None:
-        in_upper = inside & ((row >= R) | (col >= C))
-        at = sources[1] + r * strides[2] + c * strides[3]
-        x = tl.where(in_upper, tl.load(at, mask=in_upper, other=0.0).to(ACC), x)
-    return x
-
-
-@jit
-def _noise_factor(noise, axis, axis_inside, line, line_inside, src, ACC: tl.constexpr):
-    """1 + noise of (3): `axis` is the position on the axis that is read, `line` on the other."""
-    size = tl.load(noise[0] + axis, mask=axis_inside, other=0.0).to(ACC)
-    key = tl.load(noise[1] + line, mask=line_inside, other=0)
-    mult = tl.load(noise[2] + line, mask=line_inside, other=0)
-    return 1 + size * hash_noise_triton(key, mult, src.to(tl.int32))
+    if sources[1] is None:
+        at = sources[0] + row * strides[0] + col * strides[1]
+    else:
+        r = tl.where(row >= R, row - R, row)
+        c = tl.where(col >= C, col - C, col)
+        in_weight = (row < R) & (col < C)
+        at = tl.where(
+            in_weight,
+            sources[0] + r * strides[0] + c * strides[1],
+            sources[1] + r * strides[2] + c * strides[3],
+        )
+    return tl.load(at, mask=inside, other=0.0).to(ACC)
 
 
 @jit
@@ -64,6 +55,14 @@ def _expand_kernel(
     col = n
     if maps[1] is not None:
         col = tl.load(maps[1] + n, mask=n_inside, other=0)  # (BLOCK_N,)
+    # once for all rows: behind a store the compiler would have to load them again
+    if scales[1] is not None:
+        col_scale = tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
+    if NOISE == 1:
+        key = tl.load(noise[1] + n, mask=n_inside, other=0)
+        mult = tl.load(noise[2] + n, mask=n_inside, other=0)
+    if NOISE == 2:
+        size = tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC)
 
     for k in tl.static_range(BLOCK_M):
         m = m_first + k
@@ -77,16 +76,24 @@ def _expand_kernel(
         if scales[0] is not None:
             x = x * tl.load(scales[0] + m, mask=m_inside, other=0.0).to(ACC)
         if scales[1] is not None:
-            x = x * tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
-        if NOISE == 1:
-            x = x * _noise_factor(noise, m, m_inside, n, n_inside, row, ACC)
+            x = x * col_scale
+        if NOISE == 1:  # (3)
+            size = tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC)
+            x = x * (1 + size * hash_noise_triton(key, mult, row.to(tl.int32)))
         if NOISE == 2:
-            x = x * _noise_factor(noise, n, n_inside, m, m_inside, col, ACC)
+            key = tl.load(noise[1] + m, mask=m_inside, other=0)
+            mult = tl.load(noise[2] + m, mask=m_inside, other=0)
+            x = x * (1 + size * hash_noise_triton(key, mult, col.to(tl.int32)))
         if out_ptr.dtype.element_ty == tl.bfloat16:
             # by way of float32, as PyTorch does it: the interpreter cannot go there from float64
             x = x.to(tl.float32)
         to = out_ptr + m * strides[4] + n * strides[5]
         tl.store(to, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _block_n(out_bytes: int) -> int:
+    """Columns of a block: 16 bytes of the output for each of 128 threads, twice for 8-byte ones."""
+    return max(512, 2048 // out_bytes)
 
 
 def expand_triton(
@@ -116,7 +123,7 @@ def expand_triton(
         noise = (row_noise_M.to(acc).contiguous(), *keys)
     scales = (row_scale_M, col_scale_N)
     # the index vectors as they are: int64 in the public interface, eight rows share each load
-    block_n = min(BLOCK_N, next_power_of_2(N))
+    block_n = min(_block_n(out_MN.element_size()), next_power_of_2(N))
     _expand_kernel[(-(-M // BLOCK_M) * -(-N // block_n),)](
         (weight_RC, upper_RC),
         tuple(None if x is None else x.contiguous() for x in (rows_M, cols_N)),
@@ -139,7 +146,7 @@ def expand_triton(
 
 
 def aot_cases() -> list[AotCase]:
-    """FPI and AKI with noise, as the growth of a large model launches them."""
+    """FPI, AKI with noise, and rows alone, as the growth of a large model launches them."""
     cases = []
     for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         x, index, factor = f"*{dtype}", "*i64", f"*{acc}"
@@ -152,10 +159,21 @@ def aot_cases() -> list[AotCase]:
             "strides": ("i32", 1, "i32", 1, "i32", 1),
             "shape": ("i32",) * 4,
         }
-        aki = {"sources": (x, x), "scales": (factor, factor), "noise": (factor, "*i32", "*i32")}
+        aki = {"sources": (x, x), "scales": (factor, factor)}
+        rows = {"maps": (index, None), "scales": (factor, None)}
+        size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-        for name, signature, noise in (("FPI", fpi, NO_NOISE), ("AKI", fpi | aki, COL_NOISE)):
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": _block_n(size)}
+        noisy = {"noise": (factor, "*i32", "*i32")}
+        ways = (
+            ("FPI", fpi, NO_NOISE),
+            ("FPI, noise", fpi | noisy, COL_NOISE),
+            ("AKI, noise", fpi | aki | noisy, COL_NOISE),
+            ("rows", fpi | rows, NO_NOISE),
+        )
+        for name, signature, noise in ways:
             case = AotCase(f"expand {name} {dtype}", _expand_kernel, signature, {})
-            cases.append(case._replace(constexprs=constants | {"NOISE": noise}))
+            case = case._replace(constexprs=constants | {"NOISE": noise})
+            # twice as wide: four elements written for each one read
+            cases.append(case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size))
     return cases

@@ -28,7 +28,9 @@ class AotCase(NamedTuple):
     `signature` has the type of every run-time argument ("*bf16", "i32", "fp32", or a tuple of
     such, where None and 1 stand for themselves); `constexprs` the value of every other one (the
     constants in capitals, strides that are 1, pointers that are None). Pointers and integers are
-    multiples of 16, as the launcher finds them, unless they are in `unaligned`.
+    multiples of 16, as the launcher finds them, unless they are in `unaligned`. Loads of the hot
+    code are 16 bytes wide, or `narrow` says why they cannot be. `traffic` is how many bytes of an
+    element of the block cross the device's memory at the least (None: all that are asked for).
     """
 
     name: str
@@ -38,6 +40,8 @@ class AotCase(NamedTuple):
     unaligned: tuple[str, ...] = ()
     num_warps: int = 4
     maxnreg: int | None = None
+    narrow: str = ""
+    traffic: float | None = None
 
 
 def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,170 @@
+"""What machine code says of speed: loads, stores, instructions per element, and the time they take.
+
+An estimate from above: the slowest of memory, instruction issue, special functions (exp, 1 / x) and
+load-store units, each as if nothing else were in the way. Latency is not in it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """One chip of an architecture, from data sheets. Rates per multiprocessor and clock."""
+
+    name: str
+    multiprocessors: int
+    ghz: float
+    tb_s: float
+    lanes: int = 128
+    special: int = 16
+    load_store: int = 32
+
+
+# the largest common chip of each architecture; an AMD compute unit issues in another way
+DEVICES = {
+    "sm_80": Device("A100 SXM 80 GB", 108, 1.41, 2.04),
+    "sm_90": Device("H200 SXM", 132, 1.98, 4.8),
+    "sm_100": Device("B200", 148, 1.965, 8.0),
+    "sm_120": Device("RTX 5090", 170, 2.41, 1.79),
+}
+
+
+@dataclass(frozen=True)
+class HotCode:
+    """The loops that load from global memory; the whole kernel where there is none.
+
+    Attributes:
+        instructions: in them, as one thread meets them.
+        special: of these, special functions.
+        loads, stores: bytes per access -> how many.
+    """
+
+    instructions: int
+    special: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+    def wide_share(self, wide: int) -> float:
+        """Share of the loaded bytes that come `wide` or more at a time.
+
+        What every thread reads alike (a row's index, its scale) counts as narrow, though it costs
+        next to nothing.
+        """
+        total = sum(width * count for width, count in self.loads.items())
+        found = sum(width * count for width, count in self.loads.items() if width >= wide)
+        return found / total if total else 1.0
+
+    @property
+    def bytes(self) -> int:
+        both = (*self.loads.items(), *self.stores.items())
+        return sum(width * count for width, count in both)
+
+    @property
+    def accesses(self) -> int:
+        return sum(self.loads.values()) + sum(self.stores.values())
+
+
+class _Line(NamedTuple):
+    operation: str
+    width: int = 0  # bytes of a global access
+
+
+# "/*0470*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+_GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+
+
+def read_sass(text: str) -> HotCode:
+    """NVIDIA machine code as `cuobjdump -sass` prints it; a loop ends with a branch back."""
+    found = _SASS.findall(text)
+    at = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
+    lines, loops = [], []
+    for i, (_, operation, rest) in enumerate(found):
+        base, *parts = operation.split(".")
+        width = 0
+        if base in ("LDG", "STG"):
+            width = next((_SASS_WIDTHS[p] for p in parts if p in _SASS_WIDTHS), 4)
+        lines.append(_Line(operation, width))
+        target = re.search(r"0x([0-9a-f]+)", rest) if base == "BRA" else None
+        first = at.get(int(target[1], 16), i) if target else i
+        if first < i:
+            loops.append(range(first, i + 1))
+    return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",))
+
+
+def read_gcn(text: str) -> HotCode:
+    """AMD assembly as Triton keeps it; LLVM says in comments which loop a block is in."""
+    lines: list[_Line] = []
+    loops: dict[str, list[int]] = {}
+    block = loop = ""
+    for raw in text.splitlines():
+        line = raw.strip()
+        if label := re.match(r"(?:\.L|; %)(\w+):", line):
+            block, loop = label[1].upper(), ""
+        if "Loop Header" in line:
+            loop = block
+        elif inside := re.search(r"in Loop: Header=(\w+)", line):
+            loop = inside[1]
+        operation = re.match(r"([vs]_\w+|(?:global|buffer|ds|flat)_\w+)", line)
+        if not operation:
+            continue
+        name, width = operation[1].replace("buffer_", "global_"), 0
+        if access := re.match(r"global_(?:load|store)_(\w+)", name):
+            width = _GCN_WIDTHS.get(access[1], 1 if "byte" in access[1] else 2)
+        if loop:
+            loops.setdefault(loop, []).append(len(lines))
+        lines.append(_Line(name, width))
+    special = ("v_exp", "v_rcp", "v_log", "v_rsq", "v_sqrt")
+    return _hot(lines, loops.values(), load="global_load", store="global_store", special=special)
+
+
+def _hot(
+    lines: list[_Line],
+    loops: Iterable[Sequence[int]],
+    *,
+    load: str,
+    store: str,
+    special: tuple[str, ...],
+) -> HotCode:
+    hot: set[int] = set()
+    for loop in loops:
+        if any(lines[i].operation.startswith(load) for i in loop):
+            hot |= set(loop)
+    code = [lines[i] for i in sorted(hot)] if hot else lines
+
+    def widths(kind: str) -> dict[int, int]:
+        found = [x.width for x in code if x.width and x.operation.startswith(kind)]
+        return {width: found.count(width) for width in sorted(set(found), reverse=True)}
+
+    return HotCode(
+        len(code), sum(x.operation.startswith(special) for x in code), widths(load), widths(store)
+    )
+
+
+def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -> dict[str, object]:
+    """Picoseconds per element of the whole chip, what sets them, and the bandwidth that leaves.
+
+    `elements` are those one thread handles in the hot code; `traffic` the bytes of an element that
+    cross the device's memory at the least, None for all that is asked for.
+    """
+    if arch not in DEVICES:
+        return {}
+    chip = DEVICES[arch]
+    clock = chip.multiprocessors * chip.ghz * 1e9
+    traffic = code.bytes / elements if traffic is None else traffic
+    seconds = {
+        "memory": traffic / (chip.tb_s * 1e12),
+        "issue": code.instructions / elements / (clock * chip.lanes),
+        "special functions": code.special / elements / (clock * chip.special),
+        "load-store": code.accesses / elements / (clock * chip.load_store),
+    }
+    bound = max(seconds, key=seconds.__getitem__)
+    return {
+        "bytes per element": round(traffic, 2),
+        "instructions per element": round(code.instructions / elements, 1),
+        "bound": bound,
+        "of bandwidth": round(seconds["memory"] / seconds[bound], 2),
+    }
