@@ -14,6 +14,7 @@ Exit code 0: everything that ran is right; 1: a check failed or a piece did not 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ import tempfile
 import time
 import traceback
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,9 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
     return recorder.finish()
 
 
-def run_apart(piece: Piece, path: Path, *, toy: bool, limit_s: float, console: Console) -> Any:
+def run_apart(
+    piece: Piece, path: Path, *, toy: bool, limit_s: float, console: Console | None = None
+) -> dict[str, Any]:
     """Run a piece in a process of its own, and end that with all it started: its document."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
@@ -71,10 +75,8 @@ def run_apart(piece: Piece, path: Path, *, toy: bool, limit_s: float, console: C
             timed_out = _wait(child, piece, path, start + limit_s, console)
         finally:
             # what it has started (compilers, tests) is in its session
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             child.wait()
     document = results.read(path) or {"piece": piece.name, "rows": [], "failures": []}
     if document.get("status", "running") == "running":
@@ -87,17 +89,18 @@ def run_apart(piece: Piece, path: Path, *, toy: bool, limit_s: float, console: C
     return document
 
 
-def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console) -> bool:
+def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console | None) -> bool:
     """Wait for the child and show how far it is; True when its time was up first."""
     start = time.perf_counter()
-    with console.status(piece.name) as status:
+    with console.status(piece.name) if console else contextlib.nullcontext() as status:
         while (now := time.perf_counter()) < end:
             try:
                 child.wait(timeout=min(1.0, end - now))
                 return False
             except subprocess.TimeoutExpired:
-                rows = len(results.read(path).get("rows", ()))
-                status.update(f"{piece.name}: {now - start:.0f} s, {rows} rows  {piece.about}")
+                if status:
+                    rows = len(results.read(path).get("rows", ()))
+                    status.update(f"{piece.name}: {now - start:.0f} s, {rows} rows  {piece.about}")
     return child.poll() is None
 
 
@@ -154,43 +157,47 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
         where = scratch / "results"
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     end = time.perf_counter() + args.budget
-    failed = []
-    for piece in chosen(args.only):
+
+    def one(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
         if not args.again and results.same_run(results.read(kept), facts):
-            console.print(f"{MARKS['done']} {piece.name}")
-            continue
+            return {"status": "done"}
         left = end - time.perf_counter()
         if left < min(piece.limit_s, args.shortest):
-            console.print(f"{MARKS['skipped']} {piece.name}: {left:.0f} s of the budget are left")
-            continue
-        document = run_apart(
+            return {"status": "skipped", "reason": f"{left:.0f} s of the budget are left"}
+        return run_apart(
             piece,
             scratch / f"{piece.name}.json",
             toy=args.dry_run,
             limit_s=min(piece.limit_s, left),
-            console=console,
+            console=console if args.jobs == 1 else None,
         )
-        failed += _report(piece, document, kept, console)
+
+    failed = []
+    pieces = chosen(args.only)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for piece, document in zip(pieces, pool.map(one, pieces), strict=True):
+            _report(piece, document, where / f"{piece.name}.json", console)
+            if document["status"] not in MARKS:
+                failed.append(piece.name)
     if failed:
         console.print(f"[red]{len(failed)} not right:[/] {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console) -> list[str]:
-    status, seconds = document["status"], document["seconds"]
-    mark = MARKS.get(status, f"[red]{status}[/]")
-    console.print(f"{mark} {piece.name}: {seconds:.0f} s, {len(document['rows'])} rows", end="")
-    if status == "skipped":
-        console.print(f"  {document['reason']}")
-        return []
+def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console) -> None:
+    status = document["status"]
+    line = f"{MARKS.get(status, f'[red]{status}[/]')} {piece.name}"
+    if "rows" not in document or status == "skipped":
+        console.print(f"{line}  {document.get('reason', '')}")
+        return
     kept = results.keep(path, document)
-    console.print(f"  {kept.name}" if kept != path else "")
+    line += f": {document['seconds']:.0f} s, {len(document['rows'])} rows"
+    console.print(f"{line}  see {kept.name}" if kept != path else line)
     for failure in document["failures"][:10]:
         console.print(f"    {failure}", markup=False, highlight=False)
-    for line in document.get("log", [])[-LOG_LINES:]:
-        console.print(f"    | {line}", markup=False, highlight=False, style="dim")
-    return [] if status == "ok" else [piece.name]
+    for text in document.get("log", [])[-LOG_LINES:]:
+        console.print(f"    | {text}", markup=False, highlight=False, style="dim")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -201,6 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU at toy sizes")
     parser.add_argument("--again", action="store_true", help="also what is done already")
+    parser.add_argument("--jobs", type=int, default=1, help="at a time; more disturb the timings")
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
     parser.add_argument("--shortest", type=float, default=60.0, help="start nothing with less left")
     parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack for the pieces")

@@ -61,6 +61,5 @@ def hash_noise_triton(key, mult, src):
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
-    # the sign bit turned over, an arithmetic shift is the logical one less 2^23
-    x = (x ^ (x >> 16) ^ 0x80000000).to(tl.int32, bitcast=True)
-    return (x >> 8).to(tl.float32) * 1.1920928955078125e-07
+    x = x ^ (x >> 16)
+    return ((x >> 8).to(tl.int32) - 8388608).to(tl.float32) * 1.1920928955078125e-07

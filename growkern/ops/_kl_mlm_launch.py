@@ -7,7 +7,7 @@ from torch import Tensor
 from growkern.ops._kl_mlm_kernel import kl_mlm_rows_kernel
 from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_state import Steps, clear
-from growkern.ops._launch import AotCase, acc_dtype, next_power_of_2, tl
+from growkern.ops._launch import AotCase, acc_dtype, launch_choice, next_power_of_2, tl
 
 # 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
 MAX_BLOCK_V = 4096
@@ -40,6 +40,10 @@ def rows_on_triton(
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
     if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
         dstudent_NV[:, vocab:] = 0
+    choice = launch_choice(
+        "kl_mlm_rows", student_NV, vocab, BLOCK_V=MAX_BLOCK_V, num_warps=8, maxnreg=MAX_REGISTERS
+    )
+    choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
     kl_mlm_rows_kernel[(N,)](
         student_NV,
         tuple(teachers_NV),
@@ -53,9 +57,7 @@ def rows_on_triton(
         vocab,
         **_constants(maths, steps, parts),
         ACC=acc_dtype(student_NV)[1],
-        BLOCK_V=min(MAX_BLOCK_V, next_power_of_2(vocab)),
-        num_warps=8,
-        maxnreg=MAX_REGISTERS,
+        **choice,
     )
 
 

@@ -1,5 +1,10 @@
 """Launch choices every kernel shares: accumulator dtype and block sizes. Imports without Triton."""
 
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -58,3 +63,47 @@ def acc_dtype(x: torch.Tensor) -> tuple[torch.dtype, Any]:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+# ------------------------------------------------- what was measured to be faster
+
+TUNED_FILE = Path(__file__).with_name("_tuned.json")
+_forced: dict[str, dict[str, int]] = {}
+
+
+@functools.cache
+def _tuned() -> dict[str, dict[str, int]]:
+    return json.loads(TUNED_FILE.read_text(encoding="utf-8"))["choices"]
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def tuned_key(kernel: str, x: torch.Tensor, size: int) -> str:
+    """Names a row of `_tuned.json`: kernel, architecture, dtype, power of 2 that holds `size`."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{kernel} {_arch(x.device)} {dtype} {next_power_of_2(size)}"
+
+
+def launch_choice(kernel: str, x: torch.Tensor, size: int, **default: int) -> dict[str, int]:
+    """Block sizes and warps: the defaults, or what `bench.tune` found faster for such a tensor.
+
+    `x` has the dtype and the device that count, `size` is the length of the axis in blocks.
+    """
+    tuned = _tuned().get(tuned_key(kernel, x, size), {}) if x.is_cuda else {}
+    return default | tuned | _forced.get(kernel, {})
+
+
+@contextlib.contextmanager
+def forced_choice(kernel: str, **choice: int) -> Iterator[None]:
+    """Inside: launches of `kernel` take this choice; for the sweep that fills `_tuned.json`."""
+    _forced[kernel] = choice
+    try:
+        yield
+    finally:
+        del _forced[kernel]

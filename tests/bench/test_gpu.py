@@ -1,0 +1,285 @@
+"""The command for a GPU, on a CPU: it takes the same path, and what is wrong makes it fail."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import check_expand, check_loss, check_suite, gpu, pieces, results, sanitize
+from bench.recorder import Recorder, Skip
+from growkern.ops import kl_mlm_loss as kl_mlm_loss_module
+from growkern.ops._launch import HAS_TRITON
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+TOY_PIECES = {piece.name: piece for piece in pieces.PIECES}
+
+
+def command(*args, broken="", tmp_path=None):
+    """`python -m bench.gpu` with some lines run in every process before anything else."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if broken:
+        (tmp_path / "sitecustomize.py").write_text(broken)
+        env["PYTHONPATH"] = str(tmp_path)
+    line = [sys.executable, "-m", "bench.gpu", *args]
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@needs_triton
+def test_dry_run_takes_every_piece_to_its_end(tmp_path):
+    done = command("--dry-run", "--jobs", "2", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in TOY_PIECES:
+        document = results.read(tmp_path / f"{name}.json")
+        if name == "sanitize" and not document:
+            assert "compute-sanitizer is not on the PATH" in done.stdout
+            continue
+        assert document["status"] == "ok" and document["rows"], name
+        assert document["toy"] and document["machine"]["sources"] == results.source_digest()
+        assert not document["failures"]
+
+
+BROKEN = """
+import os
+if os.environ.get("TRITON_INTERPRET"):
+    from growkern.ops import kl_mlm_loss
+    right = kl_mlm_loss.rows_on_triton
+    def wrong(*args, **kwargs):
+        right(*args, **kwargs)
+        if kwargs.get("have_rows"):
+            [x for x in args if hasattr(x, "shape")][-1][-1, -1] += 0.1
+    kl_mlm_loss.rows_on_triton = wrong
+"""
+
+
+@needs_triton
+def test_a_wrong_kernel_makes_the_command_fail(tmp_path):
+    args = ("--dry-run", "--only", "check_loss", "--results", str(tmp_path / "results"))
+    done = command(*args, broken=BROKEN, tmp_path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = results.read(tmp_path / "results" / "check_loss.json")
+    assert document["status"] == "failed" and document["failures"]
+    assert "check_loss" in done.stdout and "allowed" in done.stdout
+
+
+def test_without_a_gpu_it_says_so_and_unknown_pieces_are_named(capsys):
+    if not torch.cuda.is_available():
+        assert gpu.main(["--only", "ceilings"]) == 2
+        assert "--dry-run" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no piece 'ceiling'"):
+        gpu.main(["--dry-run", "--only", "ceiling"])
+
+
+ENDS = {
+    "crashed": "os.kill(os.getpid(), 11)",
+    "timeout": "time.sleep(600)",
+    "failed": "raise RuntimeError('no memory left')",
+}
+
+
+@pytest.mark.parametrize("status", ENDS)
+def test_a_piece_that_breaks_keeps_its_rows(status, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "import bench.ceilings\n"
+        "def run(recorder):\n"
+        "    recorder.add({'ceiling': 'before'})\n"
+        f"    {ENDS[status]}\n"
+        "bench.ceilings.run = run\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    piece, path = TOY_PIECES["ceilings"], tmp_path / "ceilings.json"
+    limit_s = 12 if status == "timeout" else 100
+    document = gpu.run_apart(piece, path, toy=True, limit_s=limit_s)
+    assert document["status"] == status
+    assert document["rows"] == [{"ceiling": "before"}]
+    why = {"crashed": "exit code -11", "timeout": "after 12 s", "failed": "no memory left"}
+    assert why[status] in document["failures"][0]
+
+
+# ------------------------------------------------------------------ the checks
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder("test", tmp_path / "document.json", toy=True)
+
+
+def expand_case(recorder, layout="strided"):
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    case = check_expand.make_case((9, 7, 20, 33), torch.float32, rng, upper=True, noise="col")
+    out = check_expand.in_nan((20, 33), torch.float32, rng, layout)
+    check_expand.check_case(recorder, "case", case, out)
+    return recorder.document["failures"]
+
+
+def one_wrong(out, base):
+    out[-1, -1] *= 1 + 1e-5
+
+
+def one_missing(out, base):
+    out[3, 4] = float("nan")
+
+
+def one_outside(out, base):
+    base.view(-1)[-1] = 0.0
+
+
+@needs_triton
+@pytest.mark.parametrize("harm", [None, one_wrong, one_missing, one_outside])
+def test_check_of_expand_sees_every_kind_of_error(harm, recorder, monkeypatch):
+    right = check_expand.expand
+
+    def wrong(*args, out, **kwargs):
+        right(*args, out=out, **kwargs)
+        if harm is not None:
+            harm(out, out._base)
+
+    monkeypatch.setattr(check_expand, "expand", wrong)
+    failures = expand_case(recorder)
+    assert bool(failures) == (harm is not None), failures
+
+
+def test_truth_of_expand_is_the_reference(device):
+    """One truth is checked with the other: indexing in float64 and the op's definition."""
+    rng = torch.Generator(device).manual_seed(0)
+    for upper, noise in ((False, ""), (True, "col"), (True, "row")):
+        case = check_expand.make_case((9, 7, 20, 33), torch.float64, rng, upper=upper, noise=noise)
+        at = torch.tensor([0, 3, 19], device=device)
+        truth = check_expand.truth_rows(case, at)
+        reference = check_expand.expand(**case, backend="reference")[at]
+        torch.testing.assert_close(truth, reference, rtol=1e-14, atol=0)
+
+
+def wrong_gradient(rows, drows, dstudent):
+    if dstudent is not None:
+        dstudent[-1, -1] += 0.02
+
+
+def wrong_sum(rows, drows, dstudent):
+    rows[0] *= 1.001
+
+
+def unwritten_row(rows, drows, dstudent):
+    if dstudent is not None:
+        dstudent[0] = float("nan")
+
+
+@needs_triton
+@pytest.mark.parametrize("harm", [None, wrong_gradient, wrong_sum, unwritten_row])
+def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch):
+    right = kl_mlm_loss_module.rows_on_triton
+
+    def wrong(*args, **kwargs):
+        right(*args, **kwargs)
+        outs = [x for x in args if isinstance(x, torch.Tensor)]
+        rows = next(x for x in outs if x.ndim == 2 and x.shape[0] == 10)
+        gradient = outs[-1] if kwargs.get("have_rows") else None
+        if harm is not None:
+            harm(rows, None, gradient)
+
+    monkeypatch.setattr(kl_mlm_loss_module, "rows_on_triton", wrong)
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    student, teacher = check_loss.make_logits(4, 50, torch.float32, rng)
+    labels = check_loss.make_labels(4, 50, rng)
+    check_loss.check_rows(recorder, "rows", student, teacher, labels)
+    assert bool(recorder.document["failures"]) == (harm is not None)
+
+
+def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
+    recorder.check("case", float("nan"), 1.0)
+    assert recorder.document["failures"] and not recorder.document["rows"][0]["ok"]
+    empty = Recorder("empty", recorder.path, toy=True)
+    assert empty.finish() == "failed"
+
+
+def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
+    (tmp_path / "tests" / "ops").mkdir(parents=True)
+    (tmp_path / "tests" / "ops" / "test_it.py").write_text(
+        "def test_empty(): pass\ndef test_empty_red(): assert 1 == 2\n"
+    )
+    monkeypatch.setattr(check_suite, "ROOT", tmp_path)
+    check_suite.run(recorder)
+    (row,) = recorder.document["rows"]
+    assert (row["passed"], row["failed"]) == (1, 1)
+    assert "test_empty_red" in recorder.document["failures"][0]
+
+
+@pytest.mark.parametrize("code", [0, sanitize.FOUND])
+def test_what_the_sanitizer_finds_is_a_failure(code, recorder, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    # what the checks would leave behind, and the tool's verdict
+    tool.write_text(
+        '#!/bin/sh\nfor last; do :; done\necho \'{"status": "ok"}\' > "$last"\n' f"exit {code}\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sanitize.run(recorder)
+    assert len(recorder.document["rows"]) == len(sanitize.TOOLS) * len(sanitize.CHECKS)
+    assert bool(recorder.document["failures"]) == (code != 0)
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(Skip):
+        sanitize.run(recorder)
+
+
+# ------------------------------------------------------------------ its results
+
+
+def document(**changes):
+    facts = {"commit": "abc", "dirty": False, "sources": "1", "date": "d", "torch": "2"}
+    facts |= {"triton": "3", "gpu": "NVIDIA H200"} | changes.pop("machine", {})
+    return {"status": "ok", "machine": facts, "rows": [1]} | changes
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        document(status="failed"),
+        document(status="timeout"),
+        document(machine={"dirty": True}),
+        document(machine={"commit": "unknown", "dirty": None}),
+    ],
+    ids=["failed", "timeout", "dirty", "no commit"],
+)
+def test_worse_results_lie_beside_better_ones(worse, tmp_path):
+    path = tmp_path / "piece.json"
+    assert results.keep(path, worse) == path, "the first of all is kept"
+    assert results.keep(path, document()) == path
+    aside = results.keep(path, worse)
+    assert aside != path and results.read(path) == document() and results.read(aside) == worse
+    newer = document(machine={"date": "e"})
+    assert results.keep(path, newer) == path and results.read(path) == newer
+    assert not aside.exists(), "the fault it told of is mended"
+
+
+def test_a_piece_is_done_for_these_sources_on_this_gpu():
+    facts = document()["machine"]
+    assert results.same_run(document(), facts)
+    assert not results.same_run(document(status="failed"), facts)
+    for key in ("sources", "gpu", "torch", "triton"):
+        assert not results.same_run(document(), facts | {key: "other"})
+
+
+def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
+    facts = results.machine()
+    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": [1]})
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda: facts)
+    monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
+    monkeypatch.setattr(gpu, "run_apart", None)
+    args = ["--dry-run", "--only", "ceilings", "--results", str(tmp_path)]
+    assert gpu.main(args) == 0
+    assert "done before" in capsys.readouterr().out
+    # no time left: nothing is started, and that is no failure
+    assert gpu.main([*args, "--again", "--budget", "3"]) == 0
+    assert "of the budget" in capsys.readouterr().out
+
+
+def test_wheels_are_unpacked_for_the_pieces(tmp_path):
+    with zipfile.ZipFile(tmp_path / "peer-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer/__init__.py", "x = 1\n")
+    site = gpu.unpack_wheels(tmp_path, tmp_path / "site")
+    assert (site / "peer" / "__init__.py").is_file()
