@@ -37,7 +37,9 @@ def _bandwidth(recorder: Recorder, device: str, repeats: int) -> None:
 
 def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
     # a square one, and the heads of the linear loss's two shapes: (rows, vocabulary, width)
-    shapes = recorder.pick([(8192, 8192, 8192), (8192, 128_256, 4096), (9830, 30522, 768)], [(64,) * 3])
+    shapes = recorder.pick(
+        [(8192, 8192, 8192), (8192, 128_256, 4096), (9830, 30522, 768)], [(64,) * 3]
+    )
     for dtype in (torch.bfloat16, torch.float32):
         for M, N, K in shapes:
             a = torch.randn(M, K, device=device).to(dtype)
@@ -69,7 +71,12 @@ def _host(recorder: Recorder, device: str, repeats: int) -> None:
         for name, ms in interleaved_ms(calls, min(repeats, 5)).items():
             name = f"{name}, {'pinned' if pinned else 'pageable'}"
             recorder.add(
-                {"ceiling": name, "size": f"{size >> 20} MiB", "unit": "GB/s", "value": size / ms / 1e6}
+                {
+                    "ceiling": name,
+                    "size": f"{size >> 20} MiB",
+                    "unit": "GB/s",
+                    "value": size / ms / 1e6,
+                }
             )
     source, target = torch.ones(size, dtype=torch.int8), torch.zeros(size, dtype=torch.int8)
     seconds = min(_wall(lambda: target.copy_(source), 1) for _ in range(3))
@@ -108,5 +115,10 @@ def _launches(recorder: Recorder, device: str) -> None:
                     call()
             value = 1e6 * _wall(graph.replay, 100) / 100
             recorder.add(
-                {"ceiling": f"in a CUDA graph, {name}", "size": "8x16", "unit": "us", "value": value}
+                {
+                    "ceiling": f"in a CUDA graph, {name}",
+                    "size": "8x16",
+                    "unit": "us",
+                    "value": value,
+                }
             )

@@ -5,11 +5,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from torch import Tensor
-
-from growkern.growth import apply
-from growkern.growth.plan import plan
 
 # source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -83,6 +79,12 @@ class ExpandCall:
 
 def expand_calls(size: str, method: str) -> list[ExpandCall]:
     """The calls of a growth by `method`, in its order. A vector is a matrix of one row."""
+    # three seconds that only this function needs
+    import transformers
+
+    from growkern.growth import apply
+    from growkern.growth.plan import plan
+
     source, target = SIZES[size]
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(

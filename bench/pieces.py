@@ -62,7 +62,9 @@ def _both(sizes: list[tuple[int, ...]]) -> dict[str, Any]:
 
 PIECES = (
     Piece("ceilings", "the machine, and the rates no kernel can pass", 150, "ceilings"),
-    Piece("check_expand", "expand against float64: large, strided, NaN-filled", 240, "check_expand"),
+    Piece(
+        "check_expand", "expand against float64: large, strided, NaN-filled", 240, "check_expand"
+    ),
     Piece("check_loss", "both losses against float64: V to 262144, past 2^31", 300, "check_loss"),
     Piece("check_suite", "the ops' own tests, on this device", 470, "check_suite"),
     Piece(
@@ -97,6 +99,7 @@ PIECES = (
         args=("--repeats", "7", "--compile"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
+    Piece("scaling", "time and memory over three decades of work", 240, "scaling"),
     Piece("train_bert", "a training step of BERT-base with a teacher", 240, "train_step"),
     Piece("train_llama", "a training step of a Llama of 1B with a teacher", 420, "train_step"),
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 400, "sanitize"),

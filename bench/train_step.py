@@ -120,7 +120,7 @@ def make_batch(
 def measure(
     loss_of: Loss, models: tuple[Any, Any], batches: list[Any], causal: bool, steps: int
 ) -> dict[str, Any]:
-    """Median step and the first loss; the student is a copy, so that every provider starts alike."""
+    """Median step and losses; the student is a copy, so that every provider starts alike."""
     student, teacher = copy.deepcopy(models[0]), models[1]
     cuda = batches[0][1].is_cuda
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, fused=cuda)

@@ -58,6 +58,8 @@ def _sweep(
             error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
             calls = {"default": call, "ms": lambda: chosen(choice)}  # noqa: B023
             ms = interleaved_ms(calls, recorder.pick(10, 1))
+        except LookupError:
+            raise
         except Exception as reason:
             # too many registers or too much shared memory: not a choice
             recorder.add(row | {"refused": f"{type(reason).__name__}: {reason}"[:200]})
@@ -77,7 +79,9 @@ def _expand(recorder: Recorder) -> None:
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
     widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
-    choices = list(_products(BLOCK_M=recorder.pick((4, 8, 16), (4,)), BLOCK_N=widths, num_warps=warps))
+    choices = list(
+        _products(BLOCK_M=recorder.pick((4, 8, 16), (4,)), BLOCK_N=widths, num_warps=warps)
+    )
     # 4 to 32 columns for each thread
     choices = [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024 or recorder.toy]
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):

@@ -177,5 +177,7 @@ def aot_cases() -> list[AotCase]:
             case = AotCase(f"expand {name} {dtype}", _expand_kernel, signature, {})
             case = case._replace(constexprs=constants | {"NOISE": noise})
             # twice as wide: four elements written for each one read
-            cases.append(case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size))
+            cases.append(
+                case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
+            )
     return cases

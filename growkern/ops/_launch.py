@@ -69,6 +69,7 @@ def next_power_of_2(n: int) -> int:
 
 TUNED_FILE = Path(__file__).with_name("_tuned.json")
 _forced: dict[str, dict[str, int]] = {}
+_asked: set[str] = set()
 
 
 @functools.cache
@@ -95,15 +96,22 @@ def launch_choice(kernel: str, x: torch.Tensor, size: int, **default: int) -> di
 
     `x` has the dtype and the device that count, `size` is the length of the axis in blocks.
     """
+    _asked.add(kernel)
     tuned = _tuned().get(tuned_key(kernel, x, size), {}) if x.is_cuda else {}
     return default | tuned | _forced.get(kernel, {})
 
 
 @contextlib.contextmanager
 def forced_choice(kernel: str, **choice: int) -> Iterator[None]:
-    """Inside: launches of `kernel` take this choice; for the sweep that fills `_tuned.json`."""
+    """Inside: launches of `kernel` take this choice; for the sweep that fills `_tuned.json`.
+
+    raises: LookupError when no launch inside asked `launch_choice`: nothing was swept.
+    """
     _forced[kernel] = choice
+    _asked.discard(kernel)
     try:
         yield
+        if kernel not in _asked:
+            raise LookupError(f"no launch of {kernel} asks launch_choice")
     finally:
         del _forced[kernel]

@@ -199,7 +199,7 @@ def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
 
 def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
     (tmp_path / "tests" / "ops").mkdir(parents=True)
-    (tmp_path / "tests" / "ops" / "test_it.py").write_text(
+    (tmp_path / "tests" / "ops" / "test_expand.py").write_text(
         "def test_empty(): pass\ndef test_empty_red(): assert 1 == 2\n"
     )
     monkeypatch.setattr(check_suite, "ROOT", tmp_path)
@@ -214,7 +214,7 @@ def test_what_the_sanitizer_finds_is_a_failure(code, recorder, tmp_path, monkeyp
     tool = tmp_path / "compute-sanitizer"
     # what the checks would leave behind, and the tool's verdict
     tool.write_text(
-        '#!/bin/sh\nfor last; do :; done\necho \'{"status": "ok"}\' > "$last"\n' f"exit {code}\n"
+        f'#!/bin/sh\nfor last; do :; done\necho \'{{"status": "ok"}}\' > "$last"\nexit {code}\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

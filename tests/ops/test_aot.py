@@ -15,7 +15,7 @@ ARCHS = {"sm_80", "sm_90", "sm_100", "sm_120"}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Every kernel for every architecture, in a process of its own: here they may be interpreted."""
+    """Every kernel for every architecture, in a process that does not interpret them."""
     scratch = tmp_path_factory.mktemp("aot")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(scratch / "cache")}

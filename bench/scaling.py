@@ -1,0 +1,104 @@
+"""How cost grows with work: three sizes a decade apart, time, memory, and what moved.
+
+FLOPs are those of the equations: one per scale in `expand`, four GEMMs in the linear loss (three of
+the student's, one of the teacher's), and 20 per logit in the rows of the loss.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.check_expand import make_case
+from bench.check_loss import loss_sum, make_heads, make_labels, make_logits
+from bench.recorder import Recorder
+from bench.report import interleaved_ms
+from growkern.ops.expand import expand
+from growkern.ops.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
+
+DTYPE = torch.bfloat16
+
+
+def run(recorder: Recorder) -> None:
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    for n in recorder.pick((512, 1620, 5120, 16_200), (8, 24)):
+        _record(recorder, "expand", 4 * n * n, 5 * n * n * 2, 4 * n * n, _expand(n, rng))
+    V = recorder.pick(128_256, 50)
+    for N in recorder.pick((64, 640, 6400), (2, 4)):
+        _record(recorder, "rows", N, 10 * N * V, 20 * N * V, _rows(N, V, rng))
+    V, H, H_t = recorder.pick((128_256, 2048, 1024), (50, 12, 8))
+    for N in recorder.pick((256, 2560, 25_600), (4, 8)):
+        # both heads and hidden states read, the student's gradients written
+        moved = 2 * (2 * V * H + V * H_t + 2 * N * H + N * H_t)
+        flops = 2 * N * V * (3 * H + H_t)
+        _record(recorder, "linear", N, moved, flops, _linear(N, V, H, H_t, rng))
+
+
+def _record(
+    recorder: Recorder,
+    op: str,
+    size: int,
+    moved: int,
+    flops: int,
+    calls: dict[str, Callable[[], Any]],
+) -> None:
+    ms = interleaved_ms(calls, recorder.pick(7, 1))
+    for name, call in calls.items():
+        facts = {"op": op, "provider": name, "size": size, "bytes": moved, "flops": flops}
+        recorder.add({**facts, "ms": ms[name], "extra MiB": _extra_mib(call)})
+
+
+def _extra_mib(call: Callable[[], Any]) -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _expand(n: int, rng: torch.Generator) -> dict[str, Callable[[], Any]]:
+    case = make_case((n, n, 2 * n, 2 * n), DTYPE, rng) | {"row_scale": None}
+    out = torch.empty(2 * n, 2 * n, dtype=DTYPE, device=rng.device)
+    weight, rows, cols = case["weight"], case["rows"], case["cols"]
+    scale = case["col_scale"].to(DTYPE)
+    return {
+        "eager": lambda: weight[rows][:, cols] * scale,
+        "growkern": lambda: expand(**case, out=out),
+    }
+
+
+def _rows(N: int, V: int, rng: torch.Generator) -> dict[str, Callable[[], Any]]:
+    student, teacher = make_logits(N, V, DTYPE, rng)
+    student.requires_grad_()
+    labels = make_labels(N, V, rng)
+
+    def plain() -> Tensor:
+        loss = loss_sum(student.float(), teacher.float(), labels)
+        return torch.autograd.grad(loss, student)[0]
+
+    def ours() -> Tensor:
+        loss = kl_mlm_loss(student, teacher, labels, alpha=0.7, temperature=2.0, reduction="sum")
+        return torch.autograd.grad(loss, student)[0]
+
+    return {"eager": plain, "growkern": ours}
+
+
+def _linear(N: int, V: int, H: int, H_t: int, rng: torch.Generator) -> dict[str, Callable[[], Any]]:
+    student, teacher = make_heads(N, V, H, H_t, DTYPE, rng)
+    for x in student:
+        x.requires_grad_()
+    labels = torch.randint(V, (N,), generator=rng, device=rng.device)
+
+    def plain() -> Any:
+        z, u = (hidden @ weight.t() for hidden, weight in (student, teacher))
+        return torch.autograd.grad(loss_sum(z.float(), u.float(), labels), student)
+
+    def ours() -> Any:
+        loss = linear_kl_mlm_loss(*student, *teacher, labels, alpha=0.7, temperature=2.0)
+        return torch.autograd.grad(loss, student)
+
+    # seven float32 matrices of logits would not fit beside each other
+    return {"growkern": ours} | ({"eager": plain} if N * V * 4 * 7 < 60 << 30 else {})
