@@ -1,11 +1,15 @@
 """The list of `expand` calls that grows a Llama: what a growth plan asks for, without weights."""
 
+import contextlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from growkern.ops.expand import expand
 
 # source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -82,7 +86,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     # three seconds that only this function needs
     import transformers
 
-    from growkern.growth import apply
+    import growkern.growth.apply as apply
     from growkern.growth.plan import plan
 
     source, target = SIZES[size]
@@ -95,19 +99,32 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     calls: list[ExpandCall] = []
     name = ""
 
-    def keep(weight: Tensor, *, upper: Tensor | None = None, out_dtype: Any, **rest: Any) -> Tensor:
-        given = {k: v for k, v in rest.items() if v is not None and k != "backend"}
+    def keep(weight: Tensor, *, upper: Tensor | None = None, **rest: Any) -> Tensor:
+        out, dtype = rest.pop("out", None), rest.pop("out_dtype", None)
+        rest.pop("backend", None)
+        # what is None or 0 is the default
+        given = {k: v for k, v in rest.items() if v is not None and not _is_zero(v)}
+        if "row_offset" in given or "col_offset" in given:
+            raise ValueError(f"{name} is built in parts: teach ExpandCall offsets")
         shape = tuple(weight.shape)
         if len(shape) == 1:
             # as `expand` itself does it
             shape = (1, *shape)
             given = {k.replace("row", "col"): v for k, v in given.items()}
         calls.append(ExpandCall(name, shape, upper is not None, given))
-        result = calls[-1].shape
-        return torch.empty(result[2 - weight.ndim :], dtype=out_dtype, device="meta")
+        made = torch.empty(calls[-1].shape[2 - weight.ndim :], dtype=dtype, device="meta")
+        return made if out is None else out
 
-    with mock.patch.object(apply, "expand", keep):
+    with contextlib.ExitStack() as patches:
+        for module in [m for k, m in sys.modules.items() if k.startswith("growkern.growth.")]:
+            if getattr(module, "expand", None) is expand:
+                patches.enter_context(mock.patch.object(module, "expand", keep))
         for task in grown.tasks:
             name = task.name
-            apply.build_tensor(grown, task, read=weights.__getitem__)
+            out = torch.empty(task.shape, dtype=grown.dtype, device="meta")
+            apply.build_tensor(grown, task, read=weights.__getitem__, out=out)
     return calls
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, int) and x == 0

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from bench import check_expand, check_loss, check_suite, gpu, pieces, results, sanitize
+from bench import (
+    check_expand,
+    check_loss,
+    check_suite,
+    gpu,
+    llama_growth,
+    pieces,
+    results,
+    sanitize,
+)
 from bench.recorder import Recorder, Skip
 from growkern.ops import kl_mlm_loss as kl_mlm_loss_module
 from growkern.ops._launch import HAS_TRITON
@@ -224,6 +234,21 @@ def test_what_the_sanitizer_finds_is_a_failure(code, recorder, tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(Skip):
         sanitize.run(recorder)
+
+
+def test_the_calls_of_a_growth_make_every_tensor_of_the_target():
+    sizes, target = llama_growth.SIZES["toy"]
+    follows = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}
+    config = transformers.LlamaConfig(**(sizes | target | follows))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    expected = {k: tuple(v.shape) for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    for method in ("fpi", "aki"):
+        calls = llama_growth.expand_calls("toy", method)
+        made = {call.name: call.shape[-len(expected[call.name]) :] for call in calls}
+        assert made == expected and len(calls) == len(expected)
+        assert any(call.has_upper for call in calls) == (method == "aki")
+        assert any("col_noise" in call.given for call in calls)
 
 
 # ------------------------------------------------------------------ its results

@@ -19,7 +19,7 @@ CASES = [
     {"z_loss": 0.05, "softcap": 5.0},
     {"divergence": "jsd", "beta": 0.9, "label_smoothing": 0.1, "z_loss": 1e-2, "temperature": 2.0},
 ]
-PROVIDERS = ["cpu", "triton"]
+PROVIDERS = BACKENDS[1:]
 
 
 @pytest.fixture(autouse=True)

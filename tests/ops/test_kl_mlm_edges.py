@@ -15,7 +15,7 @@ from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from tests.ops.loss_inputs import BACKENDS, make_logits
 from tests.ops.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 
-PROVIDERS = ["cpu", "triton"]
+PROVIDERS = BACKENDS[1:]
 
 
 @pytest.fixture(autouse=True)

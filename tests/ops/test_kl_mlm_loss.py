@@ -23,7 +23,7 @@ OPTIONS = [
     {"alpha": 1.0, "temperature": 2.0},
     {"alpha": 0.6, "temperature": 2.0, "softcap": 5.0},
 ]
-PROVIDERS = ["cpu", "triton"]  # what is tested against the reference
+PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from tests.ops.loss_inputs import (
     truth_of,
 )
 
-PROVIDERS = ["cpu", "triton"]  # what is tested against the reference
+PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 NAMES = ("dX", "dW", "db")
 
 
@@ -44,7 +44,7 @@ def make_heads(N, V, H, dtype, device, K=1, seed=0):
     return heads[0], heads[1:], make_labels(N, V, rng)
 
 
-def drifted_heads(N, V, drift, dtype, seed=0):
+def drifted_heads(N, V, drift, dtype, device, seed=0):
     """A student that is its teacher widened 128 -> 192, then moved by `drift` of its size."""
     rng = torch.Generator().manual_seed(seed)
     teacher_hidden = torch.randn(N, 128, generator=rng)
@@ -56,7 +56,8 @@ def drifted_heads(N, V, drift, dtype, seed=0):
     bias = drift * torch.randn(V, generator=rng)
     teacher = (teacher_hidden, teacher_weight)
     labels = torch.randint(V, (N,), generator=rng)
-    return [x.to(dtype) for x in (*moved, bias)], [x.to(dtype) for x in teacher], labels
+    student, teacher = ([x.to(device, dtype) for x in xs] for xs in ((*moved, bias), teacher))
+    return student, teacher, labels.to(device)
 
 
 def call(student, teachers, labels, **options):
@@ -120,8 +121,8 @@ def test_is_what_torch_computes(K, options, backend, device):
 @pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
-def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift):
-    student, teacher, labels = drifted_heads(64, 32_000, drift, dtype)
+def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
+    student, teacher, labels = drifted_heads(64, 32_000, drift, dtype, device)
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
     options = {"alpha": alpha, "temperature": 2.0}
     _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
@@ -132,8 +133,8 @@ def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_dtype_is_where_the_digits_are(backend):
-    student, teacher, labels = drifted_heads(8, 3000, 0.01, torch.float32)
+def test_logits_dtype_is_where_the_digits_are(backend, device):
+    student, teacher, labels = drifted_heads(8, 3000, 0.01, torch.float32, device)
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
     _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
 
@@ -147,9 +148,9 @@ def test_logits_dtype_is_where_the_digits_are(backend):
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-def test_narrow_gradients_written_over_the_logits(dtype, bar):
+def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
     """The Triton kernel rounds dlogits once, in place; a small vocabulary for the interpreter."""
-    student, teacher, labels = drifted_heads(8, 9000, 0.01, dtype)
+    student, teacher, labels = drifted_heads(8, 9000, 0.01, dtype, device)
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
     _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
     _, actual = loss_and_grads(student, [teacher], labels, backend="triton", alpha=1.0)
@@ -158,9 +159,9 @@ def test_narrow_gradients_written_over_the_logits(dtype, bar):
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
-def test_float16_with_a_loss_scaler(backend):
+def test_float16_with_a_loss_scaler(backend, device):
     """Row weights of 1e-5: dlogits lie under float16's floor until the scaler's 2^15 comes in."""
-    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16)
+    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16, device)
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
     options = {"alpha": 1.0, "num_items": 1e5}
     _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
@@ -198,8 +199,10 @@ def test_compaction_without_asking_how_many(backend, device):
                 student, teachers, labels, backend=backend, max_rows=max_rows, chunk_bytes=1400
             )
             assert_same(actual, expected)
-        with pytest.raises(RuntimeError, match="max_rows"):
-            loss_and_grads(student, teachers, labels, backend=backend, max_rows=3)
+        # on a GPU an assertion ends the whole process
+        if device == "cpu":
+            with pytest.raises(RuntimeError, match="max_rows"):
+                loss_and_grads(student, teachers, labels, backend=backend, max_rows=3)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# One visit to a GPU machine that has no network and is lent by the minute:
+#
+#   bench/run_gpu.sh OUT [SECONDS] [options of bench.gpu]
+#
+# Takes the pieces of `python -m bench.gpu` in order of value (every kernel's checks, then the
+# benchmarks, then training steps, tuning, compile-time figures) for SECONDS, 520 by default, and
+# leaves OUT/results.tgz: one file to bring home. At home, in the repository:
+#
+#   tar xzf results.tgz && python -m bench.report
+#
+# The next visit goes on where this one stopped, because finished pieces are not done again: with
+# 30 minutes there, three visits. Where there is no .git, add --commit $(git rev-parse --short HEAD).
+set -uo pipefail
+out=$(mkdir -p "${1:?where to leave results.tgz}" && cd "$1" && pwd)
+seconds=${2:-520}
+shift $(($# < 2 ? $# : 2))
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+${PYTHON:-python3} -m bench.gpu --budget "$seconds" "$@"
+code=$?
+# also after a failure: what was measured before it is kept
+tar czf "$out/results.tgz" bench/results
+exit $code

@@ -1,0 +1,71 @@
+"""Tables and pictures say what the JSON says, and "not measured yet" where it says nothing."""
+
+from bench import render, results, tune
+from tests.bench.test_gpu import document
+
+ROOT = results.ROOT
+
+
+def test_without_results_nothing_is_claimed(tmp_path):
+    table = render.gpu_table(tmp_path)
+    lines = table.splitlines()[2:]
+    assert len(lines) == len(render.GPU_ROWS)
+    assert all(line.endswith("| not measured yet |") for line in lines)
+    assert render.gpus(tmp_path) == []
+
+
+def test_the_readme_is_what_the_results_say():
+    text = (ROOT / "README.md").read_text()
+    assert render.with_blocks(text, results.RESULTS) == text, "run python -m bench.report"
+    assert all(f"<!-- {name} -->" in text for name in render.BLOCKS)
+    aot = (results.RESULTS / "aot.md").read_text()
+    assert render.aot_table(results.RESULTS) == aot, "run python -m bench.report"
+
+
+EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "yes", "of limit": 0.9}
+EXPAND |= {"x eager": 6.0, "compiled ms": 0.3, "reused ms": 0.1}
+
+
+def test_figures_come_from_good_runs_of_real_sizes(tmp_path):
+    path = tmp_path / "nvidia-h200" / "bench_expand.json"
+    results.write(path, document(rows=[EXPAND]))
+    assert "0.90 of a copy, 6.0 x eager, 3.0 x torch.compile" in render.gpu_table(tmp_path)
+    assert "NVIDIA H200" in render.gpu_table(tmp_path).splitlines()[0]
+    for changes in ({"status": "failed"}, {"toy": True}):
+        results.write(path, document(rows=[EXPAND], **changes))
+        assert "0.90" not in render.gpu_table(tmp_path)
+
+
+def test_pictures_of_the_sweep_over_sizes(tmp_path):
+    rows = [
+        {"op": op, "provider": provider, "size": n, "bytes": n, "flops": 2 * n}
+        | {"ms": n / 1e3, "extra MiB": float(n)}
+        for op in ("expand", "rows", "linear")
+        for provider in ("growkern", "eager")
+        for n in (10, 100, 1000)
+    ]
+    ceilings = [
+        {"ceiling": "copy", "value": 4.0},
+        {"ceiling": "GEMM bfloat16", "value": 700.0},
+    ]
+    results.write(tmp_path / "scaling.json", document(rows=rows))
+    results.write(tmp_path / "ceilings.json", document(rows=ceilings))
+    made = render.draw(tmp_path)
+    assert [path.name for path in made] == ["speed.png", "memory.png", "roofline.png"]
+    assert all(path.stat().st_size > 10_000 for path in made)
+    assert abs(render.slope(rows[:3]) - 1) < 1e-9
+    (tmp_path / "scaling.json").unlink()
+    assert render.draw(tmp_path) == []
+
+
+def test_only_choices_that_are_right_and_worth_it_are_shipped(tmp_path):
+    base = {"key": "expand sm_90 bfloat16 8192", "BLOCK_M": 8, "num_warps": 4, "default ms": 1.0}
+    rows = [base | {"ms": 0.99}, base | {"ms": 0.9}, base | {"ms": 0.8, "BLOCK_M": 16}]
+    rows.append({"key": base["key"], "BLOCK_M": 64, "refused": "OutOfResources"})
+    found = tune.best_choices([document(rows=rows, failures=[])])
+    ((key, (choice, words)),) = found.items()
+    assert key == base["key"] and choice == {"BLOCK_M": 16, "num_warps": 4}
+    assert words == "NVIDIA H200, 1 to 0.8 ms, abc, d"
+    assert not tune.best_choices([document(rows=rows[:1], failures=[])])
+    wrong = document(rows=rows, failures=[f"{key} differs"])
+    assert not tune.best_choices([wrong])
