@@ -1,5 +1,6 @@
 """The ops' own tests on this device: every test is a row if it fails, and they are counted."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,9 @@ def run(recorder: Recorder) -> None:
         report = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--junitxml={report}"]
+        # most of the time goes into compiling kernels, one per process
+        if importlib.util.find_spec("xdist") and not recorder.toy:
+            command += ["-n", str(min(8, os.cpu_count() or 1))]
         # at toy sizes the way there counts, not the tests
         command += recorder.pick(["tests/ops"], ["tests/ops/test_expand.py", "-k", "test_empty"])
         code = subprocess.run(command, cwd=ROOT, env=dict(os.environ)).returncode

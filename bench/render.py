@@ -117,6 +117,15 @@ def _step_figure(rows: Sequence[Row]) -> str | None:
     )
 
 
+def _gemm_figure(rows: Sequence[Row]) -> str | None:
+    """The largest number of rows: time of the loss over that of its GEMMs."""
+    found = [row for row in rows if row["op"] == "linear"]
+    size = max((row["size"] for row in found), default=0)
+    ours = _first(found, provider="growkern", size=size)
+    gemms = _first(found, provider="GEMMs alone", size=size)
+    return f"{ours['ms'] / gemms['ms']:.2f} x its GEMMs alone" if ours and gemms else None
+
+
 def _checks_figure(rows: Sequence[Row]) -> str | None:
     return f"{len(rows)} right" if rows else None
 
@@ -140,6 +149,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
         "bench_linear_kl_mlm_loss",
         _loss_figure("8192x128256"),
     ),
+    ("`linear_kl_mlm_loss`, bfloat16, 25 600 rows, width 2048", "scaling", _gemm_figure),
     ("training step, BERT-base and a teacher", "train_bert", _step_figure),
     ("training step, Llama of 1B and a teacher", "train_llama", _step_figure),
 )

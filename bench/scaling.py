@@ -100,5 +100,21 @@ def _linear(N: int, V: int, H: int, H_t: int, rng: torch.Generator) -> dict[str,
         loss = linear_kl_mlm_loss(*student, *teacher, labels, alpha=0.7, temperature=2.0)
         return torch.autograd.grad(loss, student)
 
+    gemms = {"GEMMs alone": _gemms(student, teacher)}
     # seven float32 matrices of logits would not fit beside each other
-    return {"growkern": ours} | ({"eager": plain} if N * V * 4 * 7 < 60 << 30 else {})
+    return {"growkern": ours} | gemms | ({"eager": plain} if N * V * 4 * 7 < 60 << 30 else {})
+
+
+def _gemms(student: list[Tensor], teacher: list[Tensor]) -> Callable[[], None]:
+    """What no linear loss can do without: both logits in float32, dX, and dW in float32."""
+    (x, w), (x_t, w_t) = ([t.detach() for t in head] for head in (student, teacher))
+    wide = {"out_dtype": torch.float32} if x.is_cuda else {}
+    dz = torch.randn(len(x), len(w), device=x.device).to(x.dtype)
+
+    def run_all() -> None:
+        torch.mm(x, w.t(), **wide)
+        torch.mm(x_t, w_t.t(), **wide)
+        torch.mm(dz, w)
+        torch.mm(dz.t(), x, **wide)
+
+    return run_all
