@@ -45,6 +45,8 @@ def peers(
 
     named: dict[str, Callable[[], Any]] = {"eager": eager}
     if with_compile:
+        # else a cache that is full after eight dtypes and shapes would leave it uncompiled
+        torch._dynamo.reset()
         named["compiled"] = torch.compile(eager)
     if DEVICE == "cpu" and scale is None:
         bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight

@@ -55,7 +55,13 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
 
 
 def run_apart(
-    piece: Piece, path: Path, *, toy: bool, limit_s: float, console: Console | None = None
+    piece: Piece,
+    path: Path,
+    *,
+    env: dict[str, str],
+    toy: bool,
+    limit_s: float,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Run a piece in a process of its own, and end that with all it started: its document."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +72,7 @@ def run_apart(
         child = subprocess.Popen(
             command + ["--toy"] * toy,
             cwd=results.ROOT,
+            env=env,
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -108,16 +115,18 @@ def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console | N
 
 
 def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
-    """What the pieces find around them; set before any of them imports Triton."""
-    set_to = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """What the pieces find around them."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # kernels interpreted on a GPU machine would check and measure nothing
+    env |= {"TRITON_INTERPRET": "0", "TOKENIZERS_PARALLELISM": "false"}
     if args.commit:
-        set_to["GROWKERN_COMMIT"] = args.commit
+        env["GROWKERN_COMMIT"] = args.commit
     if args.dry_run:
-        set_to |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     if args.wheels:
         site = unpack_wheels(args.wheels, scratch / "site")
-        set_to["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    return set_to
+        env["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    return env
 
 
 def unpack_wheels(wheels: Path, site: Path) -> Path:
@@ -128,12 +137,11 @@ def unpack_wheels(wheels: Path, site: Path) -> Path:
     return site
 
 
-def facts_of_this_machine() -> dict[str, Any]:
+def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
     """Asked in a child: this process never touches the GPU, so no piece can spoil it."""
     code = "import json; from bench.results import machine; print(json.dumps(machine()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=results.ROOT, capture_output=True, text=True
-    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the machine cannot be described:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -147,8 +155,8 @@ def chosen(names: list[str]) -> list[Piece]:
 
 
 def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
-    os.environ.update(environment(args, scratch))
-    facts = facts_of_this_machine()
+    env = environment(args, scratch)
+    facts = facts_of_this_machine(env)
     if "gpu" not in facts and not args.dry_run:
         console.print("no GPU found by PyTorch; --dry-run takes the same path at toy sizes")
         return 2
@@ -168,6 +176,7 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
         return run_apart(
             piece,
             scratch / f"{piece.name}.json",
+            env=env,
             toy=args.dry_run,
             limit_s=min(piece.limit_s, left),
             console=console if args.jobs == 1 else None,

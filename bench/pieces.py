@@ -72,7 +72,7 @@ PIECES = (
         "one matrix, 4096 to 8192, beside eager and torch.compile",
         240,
         "bench_expand",
-        args=("--repeats", "15"),
+        args=("--repeats", "15", "--compile"),
         toy={"SOURCE": 96, "TARGET": 192},
     ),
     Piece(

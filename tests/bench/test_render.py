@@ -36,6 +36,20 @@ def test_figures_come_from_good_runs_of_real_sizes(tmp_path):
         assert "0.90" not in render.gpu_table(tmp_path)
 
 
+def test_the_linear_loss_stands_beside_its_gemms(tmp_path):
+    rows = [
+        {"op": "linear", "provider": provider, "size": n, "ms": ms}
+        for provider, n, ms in (
+            ("growkern", 256, 9.0),
+            ("GEMMs alone", 256, 1.0),
+            ("growkern", 2560, 11.0),
+            ("GEMMs alone", 2560, 10.0),
+        )
+    ]
+    results.write(tmp_path / "gpu" / "scaling.json", document(rows=rows))
+    assert "| 1.10 x its GEMMs alone |" in render.gpu_table(tmp_path)
+
+
 def test_pictures_of_the_sweep_over_sizes(tmp_path):
     rows = [
         {"op": op, "provider": provider, "size": n, "bytes": n, "flops": 2 * n}
