@@ -1,11 +1,14 @@
 """python -m bench.aot: compile every Triton kernel without a GPU and read its machine code.
 
 Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
-architecture; kept in bench/results/aot.json. Ends with 1 if a kernel spills, or loads narrowly
-without saying why. A kernel module of growkern.ops takes part by having ``aot_cases()``.
+architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
+if a kernel spills, or loads narrowly without saying why. A kernel module of growkern.ops takes
+part by having ``aot_cases()``.
 """
 
 import argparse
+import functools
+import hashlib
 import importlib
 import math
 import multiprocessing
@@ -29,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import growkern.ops
-from bench import report, results
+from bench import report, results, roofline
 from bench.recorder import Recorder
 from bench.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops._launch import AotCase
@@ -54,7 +57,7 @@ def ragged(case: AotCase) -> AotCase:
     """The same launch for a vocabulary that is no multiple of 16."""
     return case._replace(
         name=f"{case.name}, V 30522",
-        unaligned=(*case.unaligned, *({"V", "strides"} & case.signature.keys())),
+        unaligned=(*case.unaligned, *sorted({"V", "strides"} & case.signature.keys())),
         narrow=case.narrow or RAGGED,
     )
 
@@ -166,26 +169,46 @@ def faults(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def compile_all(only: str = "", archs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    cases = [case for case in all_cases() if only in case.name]
-    jobs = [
-        (case.name, arch)
-        for case in cases
+@functools.cache
+def _readers() -> str:
+    """The code that makes a row out of machine code."""
+    return "".join(Path(file).read_text() for file in (__file__, roofline.__file__))
+
+
+def fingerprint(case: AotCase, arch: str) -> str:
+    """All that a row depends on: kernel with what it calls, launch, compiler, readers."""
+    launch = case._replace(kernel=case.kernel.cache_key)
+    everything = (launch, arch, triton.__version__, _readers())
+    return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
+
+
+def compile_all(
+    only: str = "", archs: Sequence[str] = (), kept: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """A row per kernel and architecture; those of `kept` that still hold are not made again."""
+    known = {row.get("fingerprint"): row for row in kept}
+    wanted = [
+        (case.name, arch, fingerprint(case, arch))
+        for case in all_cases()
         for arch in archs or ARCHS
-        if case.narrow != RAGGED or arch == RAGGED_ARCH
+        if only in case.name and (case.narrow != RAGGED or arch == RAGGED_ARCH)
     ]
-    if len(jobs) == 1:
-        return [_compile_named(jobs[0])]
-    # compilers are single-threaded; a kernel does not travel to another process, its name does
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        return list(pool.map(_compile_named, jobs))
+    jobs = [job for job in wanted if job[2] not in known]
+    if len(jobs) <= 2:
+        made = [_compile_named(job) for job in jobs]
+    else:
+        # compilers are single-threaded; a kernel does not travel to another process, its name does
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+            made = list(pool.map(_compile_named, jobs))
+    known |= {row["fingerprint"]: row for row in made}
+    return [known[mark] for _, _, mark in wanted]
 
 
-def _compile_named(job: tuple[str, str]) -> dict[str, Any]:
-    name, arch = job
+def _compile_named(job: tuple[str, str, str]) -> dict[str, Any]:
+    name, arch, mark = job
     (case,) = (case for case in all_cases() if case.name == name)
-    return compile_case(case, arch)
+    return compile_case(case, arch) | {"fingerprint": mark}
 
 
 def run(recorder: Recorder) -> None:
@@ -202,17 +225,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--only", default="", help="kernels whose name contains this; writes nothing"
     )
+    parser.add_argument("--again", action="store_true", help="also what has not changed")
     parser.add_argument("--arch", action="append", default=[], choices=ARCHS)
     args = parser.parse_args(argv)
-    rows = compile_all(args.only, args.arch)
+    kept = [] if args.again else results.read(args.json).get("rows", [])
+    rows = compile_all(args.only, args.arch, kept)
     report.show(rows, Console(width=None if sys.stdout.isatty() else 200))
     found = [fault for row in rows for fault in faults(row)]
     for fault in found:
         print(fault)
-    if not args.only:
-        # nothing was timed: what the figures depend on is the compiler and the sources
-        facts = {"triton": triton.__version__, "sources": results.source_digest()}
-        results.write(args.json, {"op": "aot", "machine": facts, "rows": rows})
+    if not args.only and not args.arch:
+        document = {"op": "aot", "machine": {"triton": triton.__version__}, "rows": rows}
+        results.write(args.json, document)
     return int(bool(found))
 
 
