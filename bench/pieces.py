@@ -1,4 +1,4 @@
-"""The pieces of `bench.gpu`, most valuable first. A new one is one entry of PIECES.
+"""The pieces of `bench.gpu`, most valuable first. A new one is one entry of ALL.
 
 A piece is a module with ``run(recorder)``, or a benchmark with ``main()``: that one saves its rows
 with `report.show_and_save`, takes --no-test, and has its sizes in module constants.
@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bench import report
@@ -60,7 +61,7 @@ def _both(sizes: list[tuple[int, ...]]) -> dict[str, Any]:
     return {"cpu": sizes, "cuda": sizes}
 
 
-PIECES = (
+ALL = (
     Piece("ceilings", "the machine, and the rates no kernel can pass", 150, "ceilings"),
     Piece(
         "check_expand", "expand against float64: large, strided, NaN-filled", 240, "check_expand"
@@ -99,6 +100,14 @@ PIECES = (
         args=("--repeats", "7", "--compile"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
+    Piece(
+        "bench_topk_kl_mlm_loss",
+        "the loss from a kept teacher's top k",
+        420,
+        "bench_topk_kl_mlm_loss",
+        args=("--repeats", "7"),
+        toy={"SHAPES": _both([(8, 100, 16, 8)]), "KS": (4,)},
+    ),
     Piece("scaling", "time and memory over three decades of work", 240, "scaling"),
     Piece("train_bert", "a training step of BERT-base with a teacher", 240, "train_step"),
     Piece("train_llama", "a training step of a Llama of 1B with a teacher", 420, "train_step"),
@@ -106,4 +115,15 @@ PIECES = (
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot"),
+    Piece(
+        "bench_grow_checkpoint",
+        "checkpoints grown on disk beside cp",
+        420,
+        "bench_grow_checkpoint",
+        args=("--sizes", "small", "medium"),
+        toy_args=("--sizes", "toy", "--repeats", "1"),
+        toy={"SIZES": {"toy": (64, 128, 1, 50)}},
+    ),
 )
+# a benchmark takes part from the day it is there
+PIECES = tuple(p for p in ALL if Path(__file__).with_name(f"{p.module}.py").is_file())

@@ -21,7 +21,6 @@ from bench import (
     sanitize,
 )
 from bench.recorder import Recorder, Skip
-from growkern.ops import kl_mlm_loss as kl_mlm_loss_module
 from growkern.ops._launch import HAS_TRITON
 
 # masked lanes are inf - inf in NumPy, which says so; a kernel drops them
@@ -58,25 +57,24 @@ def test_dry_run_takes_every_piece_to_its_end(tmp_path):
 
 BROKEN = """
 import os
-if os.environ.get("TRITON_INTERPRET"):
-    from growkern.ops import kl_mlm_loss
-    right = kl_mlm_loss.rows_on_triton
-    def wrong(*args, **kwargs):
-        right(*args, **kwargs)
-        if kwargs.get("have_rows"):
-            [x for x in args if hasattr(x, "shape")][-1][-1, -1] += 0.1
-    kl_mlm_loss.rows_on_triton = wrong
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from growkern.ops import expand
+    right = expand.KERNELS["triton"]
+    def wrong(out, *args):
+        right(out, *args)
+        out[-1, -1] *= 1.02
+    expand.KERNELS["triton"] = wrong
 """
 
 
 @needs_triton
 def test_a_wrong_kernel_makes_the_command_fail(tmp_path):
-    args = ("--dry-run", "--only", "check_loss", "--results", str(tmp_path / "results"))
+    args = ("--dry-run", "--only", "check_expand", "--results", str(tmp_path / "results"))
     done = command(*args, broken=BROKEN, tmp_path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    document = results.read(tmp_path / "results" / "check_loss.json")
+    document = results.read(tmp_path / "results" / "check_expand.json")
     assert document["status"] == "failed" and document["failures"]
-    assert "check_loss" in done.stdout and "allowed" in done.stdout
+    assert "check_expand" in done.stdout and "allowed" in done.stdout
 
 
 def test_without_a_gpu_it_says_so_and_unknown_pieces_are_named(capsys):
@@ -168,34 +166,29 @@ def test_truth_of_expand_is_the_reference(device):
         torch.testing.assert_close(truth, reference, rtol=1e-14, atol=0)
 
 
-def wrong_gradient(rows, drows, dstudent):
-    if dstudent is not None:
-        dstudent[-1, -1] += 0.02
+def wrong_gradient(loss, z):
+    # a term that is 0 and whose derivative is not
+    return loss + 0.02 * (z[-1, -1] - z[-1, -1].detach())
 
 
-def wrong_sum(rows, drows, dstudent):
-    rows[0] *= 1.001
+def wrong_sum(loss, z):
+    return loss * 1.001
 
 
-def unwritten_row(rows, drows, dstudent):
-    if dstudent is not None:
-        dstudent[0] = float("nan")
+def unwritten_row(loss, z):
+    return loss + float("nan") * (z[0] - z[0].detach()).sum()
 
 
 @needs_triton
 @pytest.mark.parametrize("harm", [None, wrong_gradient, wrong_sum, unwritten_row])
 def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch):
-    right = kl_mlm_loss_module.rows_on_triton
+    right = check_loss.kl_mlm_loss
 
-    def wrong(*args, **kwargs):
-        right(*args, **kwargs)
-        outs = [x for x in args if isinstance(x, torch.Tensor)]
-        rows = next(x for x in outs if x.ndim == 2 and x.shape[0] == 10)
-        gradient = outs[-1] if kwargs.get("have_rows") else None
-        if harm is not None:
-            harm(rows, None, gradient)
+    def wrong(z, *args, **kwargs):
+        loss = right(z, *args, **kwargs)
+        return loss if harm is None else harm(loss, z)
 
-    monkeypatch.setattr(kl_mlm_loss_module, "rows_on_triton", wrong)
+    monkeypatch.setattr(check_loss, "kl_mlm_loss", wrong)
     rng = torch.Generator(recorder.device).manual_seed(0)
     student, teacher = check_loss.make_logits(4, 50, torch.float32, rng)
     labels = check_loss.make_labels(4, 50, rng)
