@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
+import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -18,16 +22,37 @@ WEIGHTS_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Header:
-    """One stored tensor; `read()` maps its file and copies it out."""
+    """One stored tensor: its shape, its dtype, and the byte of its file where it starts."""
 
     file: str
     raw_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    start: int
 
     def read(self) -> Tensor:
-        with safetensors.safe_open(self.file, framework="pt") as shard:
-            return shard.get_tensor(self.raw_name)
+        """The tensor, mapped: what is touched of it occupies memory until it is let go."""
+        return self._map(0, math.prod(self.shape)).view(self.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first axis, mapped; a tensor without axes is one row."""
+        row = math.prod(self.shape[1:])
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        return self._map(start * row, (stop - start) * row).view(shape)
+
+    def _map(self, first: int, count: int) -> Tensor:
+        if not count:
+            return torch.empty(0, dtype=self.dtype)
+        start = self.start + first * self.dtype.itemsize
+        base = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        size = start - base + count * self.dtype.itemsize
+        try:
+            with open(self.file, "rb") as file:
+                # a private copy: nobody can write into the checkpoint through the tensor
+                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=base)
+        except (OSError, ValueError) as error:
+            raise GrowthError(f"{self.file}: {self.raw_name} cannot be read: {error}") from error
+        return torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=start - base)
 
 
 STORED_DTYPES = {
@@ -47,27 +72,50 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
     Raises:
         GrowthError: no weights, a missing, truncated or corrupt shard, an index that does not
-            match its shards or leaves the directory, a dtype growth cannot handle.
+            match its shards or leaves the directory, a tensor stored twice, a dtype growth cannot
+            handle.
     """
     index = directory / INDEX_FILE
     if not index.is_file():
         return _read_shard(_weights_file(directory))
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
+    weight_map = _read_index(index)
     headers: dict[str, Header] = {}
-    for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard:
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or "\0" in shard:
             raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
         if not (directory / shard).is_file():
-            raise GrowthError(f"{directory}: shard {shard} is missing; download it again")
-        headers.update(_read_shard(directory / shard))
+            raise GrowthError(f"{directory}: shard {shard!r} is missing; download it again")
+        for name, header in _read_shard(directory / shard).items():
+            if name in headers:
+                raise GrowthError(f"{directory}: {name} is in {headers[name].file} and in {shard}")
+            headers[name] = header
     for name, shard in weight_map.items():
         if name not in headers or Path(headers[name].file).name != shard:
             raise GrowthError(f"{index}: {name} is not in {shard}")
     return headers
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise GrowthError(f'{index}: not a safetensors index: "weight_map" names no tensors')
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise GrowthError(f"{index}: shard {shard!r} of {name} is not a plain file name")
+    return weight_map
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a name given twice, readers would disagree on which counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return found
 
 
 def _weights_file(directory: Path) -> Path:
@@ -82,19 +130,31 @@ def _weights_file(directory: Path) -> Path:
     raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
 
 
+def read_header_bytes(file: Path) -> bytes:
+    """The length and the JSON at the head of a safetensors file, as they stand there."""
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        return length + stream.read(struct.unpack("<Q", length)[0])
+
+
 def _read_shard(file: Path) -> dict[str, Header]:
-    headers = {}
     try:
+        # the library checks lengths, overlaps and gaps, and that the file ends where it must
         with safetensors.safe_open(str(file), framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                piece = shard.get_slice(name)
-                dtype = STORED_DTYPES.get(piece.get_dtype())
-                if dtype is None:
-                    raise GrowthError(
-                        f"{file}: {name} has dtype {piece.get_dtype()}; growth handles F64, F32, "
-                        "F16 and BF16"
-                    )
-                headers[name] = Header(str(file), name, tuple(piece.get_shape()), dtype)
-    except safetensors.SafetensorError as error:
+            shard.keys()
+        head = read_header_bytes(file)
+        entries = json.loads(head[8:], object_pairs_hook=_unique)
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
+    headers = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        dtype = STORED_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise GrowthError(
+                f"{file}: {name} has dtype {entry['dtype']}; growth handles F64, F32, F16 and BF16"
+            )
+        start = len(head) + entry["data_offsets"][0]
+        headers[name] = Header(str(file), name, tuple(entry["shape"]), dtype, start)
     return headers

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +11,21 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.files import STORED_DTYPES
-from growkern.growth.options import GrowthOptions
-from growkern.growth.plan import GrowthPlan, plan, plan_growth
+from growkern.growth.checksums import write_checksums
+from growkern.growth.files import INDEX_FILE
+from growkern.growth.journal import Journal
+from growkern.growth.lineage import identity, source_files, write_lineage
+from growkern.growth.plan import GrowthPlan, plan
+from growkern.growth.shards import lay_out, parse_size
+from growkern.growth.staging import Staging, check_space, check_target
+from growkern.growth.stream import Stream, workers_within
 
-LINEAGE_FILE = "lineage.json"
-DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
 # what belongs to a checkpoint besides weights and config; only what exists is copied
 COMPANION_PATTERNS = (
     "tokenizer*",
@@ -48,12 +49,14 @@ class GrowthReport:
         plan: the plan it carried out.
         bytes_written: size of the weights, bytes.
         seconds: wall time of building and writing.
+        bytes_kept: how much of it an interrupted run had written already.
     """
 
     directory: Path
     plan: GrowthPlan
     bytes_written: int
     seconds: float
+    bytes_kept: int = 0
 
 
 def grow(
@@ -120,141 +123,78 @@ def grow_checkpoint(
     target_config: Any | None = None,
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
-    max_shard_size: str = "5GB",
+    max_shard_size: int | str = "5GB",
+    memory_limit: int | str = "1GiB",
+    resume: bool = True,
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = True,
     **how: Any,
 ) -> GrowthReport:
-    """Grow a checkpoint directory into another one.
+    """Grow a checkpoint directory into another one, however large.
 
-    The target appears whole, by a rename, or not at all; a replaced directory is removed only
-    after that. Tokenizer and generation files come along, and `lineage.json` records how it was
-    made. The grown weights are held in memory while they are written.
+    The weights go from file to file in pieces. The target appears whole, by a rename, or not at
+    all; a replaced directory is removed only after that. A run that was killed, or found the disk
+    full, goes on where it was when it is repeated. Tokenizer and generation files come along;
+    `lineage.json` records how it was made, and `checksums.json` of what bytes.
 
     Args:
         source_dir: config.json and safetensors, sharded or not.
         target_dir: where to; must not exist unless `overwrite`.
-        max_shard_size: as in `save_pretrained`.
+        max_shard_size: as in `save_pretrained`; bytes, or a text such as "5GB".
+        memory_limit: of the weights in memory at any time; bytes, or "512MB", "1GiB".
+        resume: go on with an interrupted growth into this target; False: start over.
         Others: as in `grow`.
 
     Raises:
-        GrowthError: bad source or sizes, an existing target, too little disk space; nothing is
-            written then.
+        GrowthError: before any work: bad source or sizes, an existing target, too little disk
+            space or memory, another run on the same target, or an interrupted one of something
+            else. Later: NaN or Inf in a weight, a full disk. The target is not touched then.
     """
-    source_dir, target_dir = Path(source_dir), Path(target_dir)
     start = time.perf_counter()
-    _check_target(source_dir, target_dir, overwrite)
-    grown = plan(
-        source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
-    )
-    size = grown.parameters() * grown.dtype.itemsize
-    _check_space(target_dir, size)
-    model = _model_of(grown, _build_all(grown, backend=backend, progress=progress))
-    staging = _staging_directory(target_dir)
-    try:
-        model.save_pretrained(staging, max_shard_size=max_shard_size)
-        copy_companions(source_dir, staging)
-        lineage = {**grown.to_dict(), "source": str(source_dir.resolve())}
-        (staging / LINEAGE_FILE).write_text(json.dumps(lineage, indent=2) + "\n", encoding="utf-8")
-        _swap_in(staging, target_dir)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise GrowthError(f"{target_dir}: {why}; nothing was changed") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return GrowthReport(target_dir, grown, size, time.perf_counter() - start)
-
-
-def plan_from_lineage(source: Any, directory: Path) -> GrowthPlan:
-    """The plan that made `directory` out of `source`, read back from its lineage file.
-
-    Raises:
-        GrowthError: no lineage file, or one that does not fit the source.
-    """
-    file = directory / LINEAGE_FILE
-    if not file.is_file():
-        raise GrowthError(f"{directory}: no {LINEAGE_FILE}; only grown checkpoints have one")
-    try:
-        lineage = json.loads(file.read_text(encoding="utf-8"))
-        options = GrowthOptions(**lineage["options"])
-        sizes = {name: pair[1] for name, pair in lineage["sizes"].items()}
-        before = {name: pair[0] for name, pair in lineage["sizes"].items()}
-        dtype = DTYPES[lineage["dtype"]]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        raise GrowthError(f"{file}: not a growth record: {error!r}") from error
-    for name, value in before.items():
-        if getattr(source.config, name, None) not in (value, None):
-            raise GrowthError(
-                f"{file}: made from a model with {name}={value}, this source has "
-                f"{getattr(source.config, name)}"
+    source_dir, target = Path(source_dir), Path(target_dir).resolve()
+    shard_size = parse_size("max_shard_size", max_shard_size)
+    limit = parse_size("memory_limit", memory_limit)
+    check_target(source_dir, target, overwrite)
+    # the stream looks for NaN and Inf itself, a piece at a time
+    grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
+    workers = workers_within(grown, limit)
+    layout = lay_out({task.name: task.shape for task in grown.tasks}, grown.dtype, shard_size)
+    check_space(target, sum(layout.sizes.values()))
+    with Staging(target, resume=resume) as staging:
+        check_target(source_dir, target, overwrite)
+        staging.checkpoint.mkdir(exist_ok=True)
+        made_of = identity(grown, layout, backend)
+        with Journal(staging.journal, made_of) as journal:
+            stream = Stream(
+                grown,
+                layout,
+                staging.checkpoint,
+                journal,
+                allow_nonfinite=allow_nonfinite,
+                backend=backend,
             )
-    return plan_growth(source, options, sizes, dtype=dtype)
+            stream.run(workers, progress=progress)
+        files = source_files(grown.source)
+        if files != made_of["source"]:
+            raise GrowthError(f"{source_dir} was changed while it was grown; start over")
+        _complete(stream, files, source_dir)
+        staging.publish()
+    size = grown.parameters() * grown.dtype.itemsize
+    return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
 
 
-def copy_companions(source_dir: Path, target_dir: Path) -> None:
-    """Copy tokenizer and generation files that the target does not have yet."""
+def _complete(stream: Stream, files: dict[str, Any], source_dir: Path) -> None:
+    """Write all that a checkpoint has besides weights."""
+    directory, grown = stream.directory, stream.plan
+    config = copy.deepcopy(grown.target_config)
+    config.architectures = [grown.source.class_name]
+    config.save_pretrained(directory)
+    if stream.layout.index:
+        (directory / INDEX_FILE).write_text(stream.layout.index, encoding="utf-8")
     for pattern in COMPANION_PATTERNS:
         for file in sorted(source_dir.glob(pattern)):
-            if file.is_file() and not (target_dir / file.name).exists():
-                shutil.copy2(file, target_dir / file.name)
-
-
-# -------------------------------------------------------------------- files
-
-
-def _check_target(source_dir: Path, target_dir: Path, overwrite: bool) -> None:
-    if target_dir.exists() and not overwrite:
-        raise GrowthError(f"{target_dir} exists; give another directory or overwrite (--overwrite)")
-    if not target_dir.exists():
-        return
-    if not target_dir.is_dir():
-        raise GrowthError(f"{target_dir} is a file; give a directory")
-    source, target = source_dir.resolve(), target_dir.resolve()
-    if source == target or target in source.parents:
-        raise GrowthError(f"{target_dir} holds the source itself; give another directory")
-    if any(target_dir.iterdir()) and not (target_dir / "config.json").is_file():
-        raise GrowthError(
-            f"{target_dir} holds something other than a checkpoint; only a checkpoint is replaced"
-        )
-
-
-def _existing_parent(target_dir: Path) -> Path:
-    parent = target_dir.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
-
-
-def _check_space(target_dir: Path, size: int) -> None:
-    free = shutil.disk_usage(_existing_parent(target_dir)).free
-    if free < size:
-        raise GrowthError(
-            f"{target_dir}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
-        )
-
-
-def _staging_directory(target_dir: Path) -> Path:
-    """A hidden directory beside the target: a rename within one file system is atomic."""
-    try:
-        target_dir.resolve().parent.mkdir(parents=True, exist_ok=True)
-        name = f".{target_dir.name}.growing-"
-        return Path(tempfile.mkdtemp(prefix=name, dir=target_dir.resolve().parent))
-    except OSError as error:
-        raise GrowthError(f"{target_dir}: {error.strerror or error}") from error
-
-
-def _swap_in(staging: Path, target_dir: Path) -> None:
-    staging.chmod(0o755)
-    if not target_dir.exists():
-        staging.rename(target_dir)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target_dir.name}.old-", dir=staging.parent))
-    target_dir.rename(old / "replaced")
-    try:
-        staging.rename(target_dir)
-    except OSError:
-        (old / "replaced").rename(target_dir)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+            if file.is_file():
+                shutil.copy2(file, directory / file.name)
+    write_lineage(grown, files, directory)
+    write_checksums(directory, stream.reader.sums, stream.tensor_sums())

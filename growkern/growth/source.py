@@ -7,6 +7,7 @@ time; its headers are checked against the family table before anything is read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import warnings
@@ -34,6 +35,7 @@ class Source:
         dtypes: dtype of every tensor, by the model's names; tied duplicates left out.
         read: name -> tensor.
         directory: where it was read from, if anywhere (tokenizer files are copied from there).
+        headers: where every tensor lies in the files of `directory`.
     """
 
     family: Family
@@ -42,6 +44,7 @@ class Source:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor] = field(repr=False)
     directory: Path | None = None
+    headers: Mapping[str, Header] = field(default_factory=dict, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,17 +76,23 @@ def _refusing_nonfinite(source: Source) -> Source:
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
-        if name not in checked and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise GrowthError(
-                f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; mend the checkpoint, or "
-                "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
-            )
+        if name not in checked:
+            refuse_nonfinite(name, tensor)
         checked.add(name)
         return tensor
 
-    return Source(
-        source.family, source.config, source.class_name, source.dtypes, read, source.directory
+    return dataclasses.replace(source, read=read)
+
+
+def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """GrowthError if there is a NaN or an Inf in this tensor, or in this part of it."""
+    # aminmax hands NaN on, and reads 16-bit types 30 times as fast as isfinite
+    if not tensor.numel() or bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    raise GrowthError(
+        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; mend the checkpoint, or "
+        "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
     )
 
 
@@ -161,7 +170,11 @@ def _open_directory(directory: Path) -> Source:
     own = {name: headers[raw] for name, raw in names.items() if name not in tied}
 
     dtypes = {name: entry.dtype for name, entry in own.items()}
-    return Source(family, config, class_name, dtypes, lambda name: own[name].read(), directory)
+
+    def read(name: str) -> Tensor:
+        return own[name].read()
+
+    return Source(family, config, class_name, dtypes, read, directory, own)
 
 
 def _check_values(file: Path, family: Family, config: Any) -> None:

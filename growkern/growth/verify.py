@@ -20,8 +20,8 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.grow import plan_from_lineage
 from growkern.growth.layout import Layout
+from growkern.growth.lineage import plan_from_lineage
 from growkern.growth.outputs import check_tokens, compare_outputs, load_model, random_tokens
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import Source, open_source

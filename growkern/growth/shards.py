@@ -1,0 +1,93 @@
+"""Where every tensor of a checkpoint will lie, before there is one: safetensors headers first.
+
+Names, dtype and shapes of the target are known from the plan, so each file's header is written at
+once and tensors, or rows of them, go to their place in any order. The result is byte for byte what
+`save_pretrained` writes: the same split into files, tensors by name inside a file, the same JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from growkern.errors import GrowthError
+from growkern.growth.files import STORED_DTYPES, Header
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The files of a checkpoint.
+
+    Attributes:
+        tensors: where each tensor goes; `Header.file` is a bare file name here.
+        heads: per file its first bytes, length and JSON.
+        sizes: per file its size, bytes.
+        index: the text of the index file; "" where there is a single file.
+    """
+
+    tensors: Mapping[str, Header]
+    heads: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+    index: str
+
+
+def parse_size(name: str, value: int | str) -> int:
+    """Bytes from a number, or from text such as "512MB" (10^6) or "1GiB" (2^30).
+
+    Raises:
+        GrowthError: neither of the two, or not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or not found or found[2].upper() not in UNITS:
+        raise GrowthError(f"{name}={value!r}: give bytes or a text like '512MB' or '1GiB'")
+    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size < 1:
+        raise GrowthError(f"{name}={value!r} must be positive")
+    return size
+
+
+def lay_out(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_size: int
+) -> ShardLayout:
+    """Split tensors over files of at most `max_shard_size` bytes and place them in those.
+
+    Args:
+        shapes: of every tensor, in the model's order.
+        dtype: of all of them.
+        max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
+    """
+    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    code = next(code for code, known in STORED_DTYPES.items() if known == dtype)
+    tensors, heads, sizes = {}, {}, {}
+    for file, names in split.filename_to_tensors.items():
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        ends = [0]
+        for name in sorted(names):
+            ends.append(ends[-1] + math.prod(shapes[name]) * dtype.itemsize)
+            shape, offsets = list(shapes[name]), ends[-2:]
+            entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        heads[file] = struct.pack("<Q", len(text)) + text
+        sizes[file] = len(heads[file]) + ends[-1]
+        for name, start in zip(sorted(names), ends[:-1], strict=True):
+            at = len(heads[file]) + start
+            tensors[name] = Header(file, name, shapes[name], dtype, at)
+    index = ""
+    if split.is_sharded:
+        total = sum(math.prod(shape) for shape in shapes.values())
+        metadata = {"total_parameters": total, **split.metadata}
+        weight_map = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        index = json.dumps(weight_map, indent=2, sort_keys=True) + "\n"
+    return ShardLayout(tensors, heads, sizes, index)
