@@ -1,0 +1,208 @@
+"""Damaged checkpoints: whatever the bytes, a GrowthError, in no time and in no memory."""
+
+import json
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
+import growkern
+from growkern.growth.files import read_headers
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+GOOD = save(TENSORS, {"format": "pt"})
+INDEX = "model.safetensors.index.json"
+FUZZ = settings(
+    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def outcome(directory):
+    """None for a clean refusal, else the headers; anything else that happens fails the test."""
+    try:
+        headers = read_headers(directory)
+    except growkern.GrowthError as error:
+        assert str(directory) in str(error)
+        return None
+    for header in headers.values():
+        tensor = header.read()
+        assert tensor.shape == header.shape and tensor.dtype == header.dtype
+        tensor.double().sum()
+    return headers
+
+
+def with_header(text):
+    data = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return struct.pack("<Q", len(data)) + data + GOOD[-32:]
+
+
+def entry(shape=(2, 3), begin=0, end=24, dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+B = entry([4], 24, 32, "BF16")
+BAD_FILES = {
+    "empty": b"",
+    "seven bytes": GOOD[:7],
+    "length only": GOOD[:8],
+    "half a header": GOOD[:40],
+    "a byte short": GOOD[:-1],
+    "a byte long": GOOD + b"\0",
+    "huge header": struct.pack("<Q", 2**62) + GOOD[8:],
+    "largest header": struct.pack("<Q", 2**64 - 1) + GOOD[8:],
+    "header past the end": struct.pack("<Q", len(GOOD)) + GOOD[8:],
+    "no JSON": with_header(b"\xff" * 64),
+    "nested": with_header(b"[" * 100_000),
+    "nested objects": with_header(b'{"a":' * 50_000),
+    "a list": with_header([1, 2]),
+    "overlap": with_header({"a": entry(), "b": entry([4], 16, 24, "BF16")}),
+    "gap": with_header({"a": entry(), "b": entry([3], 26, 32, "BF16")}),
+    "wrong size": with_header({"a": entry([2, 4]), "b": B}),
+    "huge shape": with_header({"a": entry([2**62, 2**62]), "b": B}),
+    "negative": with_header({"a": entry([-2, -3]), "b": B}),
+    "backwards": with_header({"a": entry((2, 3), 24, 0), "b": B}),
+    "past the end": with_header({"a": entry(), "b": entry([2**30], 24, 24 + 2**31, "BF16")}),
+    "unknown dtype": with_header({"a": entry(dtype="F7"), "b": B}),
+    "dtype growth cannot": with_header({"a": entry([24], dtype="F8_E4M3"), "b": B}),
+    "twice": with_header(b'{"a":%s,"a":%s}' % ((json.dumps(entry([4, 2], 0, 32)).encode(),) * 2)),
+    "missing field": with_header({"a": {"dtype": "F32", "shape": [2, 3]}, "b": B}),
+    "text as shape": with_header({"a": entry("23"), "b": B}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(BAD_FILES[name])
+    tracemalloc.start()
+    assert outcome(tmp_path) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10e6
+
+
+def test_a_good_file_is_not(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(GOOD)
+    headers = outcome(tmp_path)
+    assert headers.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(headers[name].read(), tensor)
+        assert torch.equal(headers[name].rows(1, 2), tensor[1:2])
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_bytes(tmp_path, data):
+    raw = bytearray(GOOD)
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 33))] = data.draw(st.integers(0, 255))
+    (tmp_path / "model.safetensors").write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    outcome(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    outcome(tmp_path)
+
+
+sizes = st.one_of(st.integers(-2, 9), st.sampled_from([2**31, 2**63, 2**64, 10**30]), st.none())
+entries = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "BF16", "F16", "F64", "I64", "BOOL", "U8", "F4", ""]),
+        "shape": st.lists(sizes, max_size=3),
+        "data_offsets": st.lists(sizes, min_size=1, max_size=3),
+        "more": st.none(),
+    },
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(
+    header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), entries | json_values),
+    tail=st.integers(0, 64),
+)
+def test_made_up_headers(tmp_path, header, tail):
+    data = json.dumps(header).encode()
+    raw = struct.pack("<Q", len(data)) + data + bytes(tail)
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    outcome(tmp_path)
+
+
+# -------------------------------------------------------------------- index
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
+    return tmp_path
+
+
+SHARDS = ["one.safetensors", "two.safetensors", "..", ".", "", "sub/one.safetensors"]
+SHARDS += ["../one.safetensors", "/etc/passwd", "one.safetensors\0", "\ud800", "x" * 5000, INDEX]
+GOOD_MAP = {"a": SHARDS[0], "b": SHARDS[1]}
+
+
+@FUZZ
+@given(
+    weight_map=st.dictionaries(
+        st.sampled_from(["a", "b", "c"]), st.sampled_from(SHARDS) | json_values, max_size=3
+    )
+    | json_values
+)
+def test_made_up_indexes(sharded, weight_map):
+    (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    headers = outcome(sharded)
+    if headers is not None:
+        assert set(headers) >= set(weight_map) and set(weight_map.values()) <= set(SHARDS[:2])
+
+
+@FUZZ
+@given(at=st.integers(0, 60), byte=st.integers(0, 255), stop=st.integers(0, 70))
+def test_changed_bytes_of_an_index(sharded, at, byte, stop):
+    raw = bytearray(json.dumps({"weight_map": GOOD_MAP}).encode())
+    raw[at] = byte
+    (sharded / INDEX).write_bytes(raw)
+    outcome(sharded)
+    (sharded / INDEX).write_bytes(raw[:stop])
+    assert outcome(sharded) is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"[" * 100_000, "not a safetensors index"),
+        (b"\xff\xfe\xfd", "not a safetensors index"),
+        (json.dumps({"weight_map": {}}), "names no tensors"),
+        (json.dumps({"weight_map": {**GOOD_MAP, "b": SHARDS[0]}}), "b is not in one"),
+        (json.dumps({"weight_map": {**GOOD_MAP, "b": "three"}}), "'three' is missing"),
+        (json.dumps({"weight_map": {**GOOD_MAP, "b": "../two.safetensors"}}), "not a plain file"),
+        ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "'a' is given twice"),
+    ],
+)
+def test_a_lying_index_is_refused(sharded, text, message):
+    (sharded / INDEX).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(growkern.GrowthError, match=message):
+        read_headers(sharded)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded):
+    save_file(TENSORS, sharded / "two.safetensors")
+    (sharded / INDEX).write_text(json.dumps({"weight_map": GOOD_MAP}))
+    with pytest.raises(growkern.GrowthError, match=r"a is in .*one\.safetensors and in two"):
+        read_headers(sharded)
+
+
+def test_a_file_cut_short_after_it_was_opened(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(GOOD)
+    header = read_headers(tmp_path)["b"]
+    file.write_bytes(GOOD[:-20])
+    with pytest.raises(growkern.GrowthError, match="b cannot be read"):
+        header.read()
