@@ -39,11 +39,9 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
 
 def identity(plan: GrowthPlan, layout: ShardLayout, backend: str | None) -> dict[str, Any]:
     """All that decides a growth's bytes: two runs that agree in it make the same files."""
-    made = plan.to_dict()
-    same = ("growkern", "family", "model_class", "options", "layer_map", "identity_layers", "dtype")
     layout_hash = hashlib.sha256(b"".join(layout.heads.values()) + layout.index.encode())
     return {
-        "plan": {name: made[name] for name in same},
+        **plan.to_dict(),
         "target config": json.loads(plan.target_config.to_json_string(use_diff=False)),
         "source": source_files(plan.source),
         "backend": backend or "",

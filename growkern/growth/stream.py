@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.growth._compat import build_tensor
+from growkern.growth.apply import build_tensor
 from growkern.growth.checksums import (
     PIECE_BYTES,
     row_blocks,
@@ -137,7 +137,9 @@ def _bytes_in_work(plan: GrowthPlan, task: Task) -> int:
     rows = max((stop - start for start, stop in blocks), default=0)
     row = math.prod(task.shape[1:])
     read = sum(
-        plan.source.dtypes[name].itemsize for name in (task.source, task.upper) if name is not None
+        plan.source.dtypes[name].itemsize
+        for name in (task.source, task.upper)
+        if name in plan.source.dtypes
     )
     return max(PIECE_BYTES, rows * row * (plan.dtype.itemsize + read))
 
