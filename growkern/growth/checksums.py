@@ -25,7 +25,7 @@ from growkern.growth.files import Header
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "xxh3_128"
 # what two cores read, expand and write within their caches
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 
 
 def row_blocks(

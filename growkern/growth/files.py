@@ -31,6 +31,10 @@ class Header:
     dtype: torch.dtype
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self) -> Tensor:
         """The tensor, mapped: what is touched of it occupies memory until it is let go."""
         return self._map(0, math.prod(self.shape)).view(self.shape)

@@ -23,7 +23,7 @@ from growkern.growth.journal import Journal
 from growkern.growth.lineage import identity, source_files, write_lineage
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
-from growkern.growth.staging import Staging, check_space, check_target
+from growkern.growth.staging import Staging, check_space, check_target, sweep
 from growkern.growth.stream import Stream, workers_within
 
 # what belongs to a checkpoint besides weights and config; only what exists is copied
@@ -155,6 +155,7 @@ def grow_checkpoint(
     source_dir, target = Path(source_dir), Path(target_dir).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
     limit = parse_size("memory_limit", memory_limit)
+    sweep(target)
     check_target(source_dir, target, overwrite)
     # the stream looks for NaN and Inf itself, a piece at a time
     grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
@@ -197,4 +198,4 @@ def _complete(stream: Stream, files: dict[str, Any], source_dir: Path) -> None:
             if file.is_file():
                 shutil.copy2(file, directory / file.name)
     write_lineage(grown, files, directory)
-    write_checksums(directory, stream.reader.sums, stream.tensor_sums())
+    write_checksums(directory, stream.journal.source_sums, stream.tensor_sums())

@@ -26,7 +26,7 @@ class Journal:
 
     Attributes:
         marks: (tensor, first row, past the last row) -> sum, of what earlier runs completed.
-        source_sums: source tensor -> its sum, as earlier runs read it.
+        source_sums: source tensor -> its sum, as it was read so far.
     """
 
     def __init__(self, file: Path, identity: Mapping[str, Any]) -> None:
@@ -54,6 +54,7 @@ class Journal:
     def add(self, marks: Mapping[Mark, str], source_sums: Mapping[str, str]) -> None:
         """Record rows whose data is on disk, and the source tensors they came from."""
         sources = [["source", *item] for item in source_sums.items()]
+        self.source_sums.update(source_sums)
         self._append([*sources, *(["target", *mark, total] for mark, total in marks.items())])
 
     def _append(self, lines: Iterable[object]) -> None:

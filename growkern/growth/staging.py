@@ -53,6 +53,14 @@ def _directory(target: Path) -> Path:
     return target.parent / f".{target.name}.growing"
 
 
+def sweep(target: Path) -> None:
+    """Remove what a run killed right after its last rename has left: the target is complete."""
+    directory = _directory(target)
+    if directory.exists() and target.exists() and not (directory / "checkpoint").exists():
+        with Staging(target, resume=False):
+            pass
+
+
 class Staging:
     """The lock on a target, and the place where it is made; a context manager.
 

@@ -83,32 +83,31 @@ class SourceReader:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, stop) of a target tensor."""
+    """Rows of a target tensor that are built at once: the blocks [start, stop), one as a rule."""
 
     task: Task
-    start: int
-    stop: int
+    blocks: tuple[tuple[int, int], ...]
 
     @property
-    def mark(self) -> Mark:
-        return self.task.name, self.start, self.stop
+    def rows(self) -> tuple[int, int]:
+        return self.blocks[0][0], self.blocks[-1][1]
 
     @property
     def part(self) -> tuple[slice, ...] | None:
-        """As `build_tensor` takes it; None where the piece is the whole tensor."""
-        shape = self.task.shape
-        if not shape or (self.start, self.stop) == (0, shape[0]):
-            return None
-        return slice(self.start, self.stop), *(slice(0, size) for size in shape[1:])
+        """As `build_tensor` takes it; a tensor without axes has no part."""
+        sizes = self.task.shape[1:]
+        return (slice(*self.rows), *(slice(0, n) for n in sizes)) if self.task.shape else None
 
 
 def pieces_of(plan: GrowthPlan) -> list[Piece]:
     """All work there is, in the order of the model."""
-    return [
-        Piece(task, *block)
-        for task in plan.tasks
-        for block in row_blocks(task.shape, plan.dtype.itemsize)
-    ]
+    # random numbers come in one sequence: rows of a random matrix cost as much as all of it
+    is_random = plan.options.method in ("direct_copy", "random")
+    pieces = []
+    for task in plan.tasks:
+        blocks = row_blocks(task.shape, plan.dtype.itemsize)
+        pieces += [Piece(task, tuple(blocks))] if is_random else [Piece(task, (b,)) for b in blocks]
+    return [piece for piece in pieces if piece.blocks]
 
 
 # ------------------------------------------------------------------- memory
@@ -120,7 +119,7 @@ def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
     Raises:
         GrowthError: not even one does.
     """
-    each = max((_bytes_in_work(plan, task) for task in plan.tasks), default=0)
+    each = max((_bytes_in_work(plan, piece) for piece in pieces_of(plan)), default=0)
     least = FIXED_BYTES + each
     if memory_limit < least:
         raise GrowthError(
@@ -131,17 +130,23 @@ def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
     return min(cores or 1, MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
 
 
-def _bytes_in_work(plan: GrowthPlan, task: Task) -> int:
-    """A piece's buffer, and the source rows mapped for it: as many, for each tensor read."""
-    blocks = row_blocks(task.shape, plan.dtype.itemsize)
-    rows = max((stop - start for start, stop in blocks), default=0)
-    row = math.prod(task.shape[1:])
+def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
+    """A piece's buffer and what is made on the way, and the source rows that are mapped for it."""
+    start, stop = piece.rows
+    numbers = (stop - start) * math.prod(piece.task.shape[1:])
+    made = numbers * plan.dtype.itemsize
+    if len(piece.blocks) > 1:
+        # float32 random numbers, and those scaled
+        made += numbers * (4 + 4)
+    names = (piece.task.source, piece.task.upper)
+    headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
+    # the rows made for extra coordinates sum over all of a tensor; else a row is copied from a row
+    is_summed = plan.layout.is_extended
     read = sum(
-        plan.source.dtypes[name].itemsize
-        for name in (task.source, task.upper)
-        if name in plan.source.dtypes
+        header.nbytes if is_summed else min(header.nbytes, numbers * header.dtype.itemsize)
+        for header in headers
     )
-    return max(PIECE_BYTES, rows * row * (plan.dtype.itemsize + read))
+    return max(PIECE_BYTES, made) + read
 
 
 # ------------------------------------------------------------------ writing
@@ -204,10 +209,10 @@ class Stream:
         commit: Future[None] = committer.submit(lambda: None)
         try:
             for future in as_completed(written):
-                piece, total, was_built = future.result()
-                self.sums[piece.mark] = total
+                piece, sums, was_built = future.result()
+                self.sums.update(sums)
                 if was_built:
-                    new[piece.mark] = total
+                    new.update(sums)
                 else:
                     self.bytes_kept += self._bytes(piece)
                 bar.update(self._bytes(piece))
@@ -215,6 +220,9 @@ class Stream:
                     commit.result()
                     commit, new = committer.submit(self._commit, new), {}
         finally:
+            # of an error too, what is finished is kept
+            done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
+            new |= {m: s for f in done for m, s in f.result()[1].items() if m not in self.sums}
             committer.submit(self._commit, new).result()
             commit.result()
 
@@ -228,29 +236,31 @@ class Stream:
 
     def tensor_sums(self) -> dict[str, str]:
         """The sum of every tensor, once all is written."""
-        by_tensor: dict[str, list[str]] = {task.name: [] for task in self.plan.tasks}
-        for piece in pieces_of(self.plan):
-            by_tensor[piece.task.name].append(self.sums[piece.mark])
-        return {name: sum_pieces(sums) for name, sums in by_tensor.items()}
+        size = self.plan.dtype.itemsize
+        return {
+            task.name: sum_pieces(self.sums[(task.name, *b)] for b in row_blocks(task.shape, size))
+            for task in self.plan.tasks
+        }
 
     # ---- a piece
 
     def _bytes(self, piece: Piece) -> int:
-        return (
-            (piece.stop - piece.start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
-        )
+        start, stop = piece.rows
+        return (stop - start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
 
-    def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
-        """The piece, its sum, and whether it had to be built: rows on disk count if unharmed."""
+    def _write(self, piece: Piece) -> tuple[Piece, dict[Mark, str], bool]:
+        """The piece, its sums, and whether it had to be built: rows on disk count if unharmed."""
         header = self.layout.tensors[piece.task.name]
-        before = self.journal.marks.get(piece.mark)
-        if before is not None:
+        marks = [(piece.task.name, *block) for block in piece.blocks]
+        before = {mark: self.journal.marks.get(mark) for mark in marks}
+        if all(before.values()):
             stored = dataclasses.replace(header, file=str(self.directory / header.file))
-            if sum_rows(stored.rows(piece.start, piece.stop)) == before:
-                return piece, before, False
-        size = self._bytes(piece)
-        data = self._buffer(size)
-        rows = (piece.stop - piece.start,) if piece.task.shape else ()
+            found = {mark: sum_rows(stored.rows(*mark[1:])) for mark in marks}
+            if found == before:
+                return piece, found, False
+        start, stop = piece.rows
+        data = self._buffer(self._bytes(piece))
+        rows = (stop - start,) if piece.task.shape else ()
         build_tensor(
             self.plan,
             piece.task,
@@ -259,10 +269,11 @@ class Stream:
             part=piece.part,
             out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
         )
-        total = sum_rows(data)
-        start = header.start + piece.start * (size // max(1, piece.stop - piece.start))
-        write_all(self._descriptors[header.file], memoryview(data.numpy()), start)
-        return piece, total, True
+        row = len(data) // (stop - start)
+        sums = {m: sum_rows(data[(m[1] - start) * row : (m[2] - start) * row]) for m in marks}
+        file = self._descriptors[header.file]
+        write_all(file, memoryview(data.numpy()), header.start + start * row)
+        return piece, sums, True
 
     def _buffer(self, size: int) -> Tensor:
         """This worker's own memory, (size,) uint8."""

@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
-from growkern.growth import checksums, stream
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.small_pieces import cut_small
 
 CLASSES = {
     "BertForMaskedLM": (BERT, {"hidden_size": 24}),
@@ -18,17 +18,9 @@ CLASSES = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """A few rows per piece, so that the tiny models here are cut as large ones are."""
-    row_blocks = checksums.row_blocks
-
-    def cut(shape, itemsize, piece_bytes=500):
-        return row_blocks(shape, itemsize, piece_bytes)
-
-    monkeypatch.setattr(checksums, "row_blocks", cut)
-    monkeypatch.setattr(stream, "row_blocks", cut)
-    monkeypatch.setattr(checksums, "PIECE_BYTES", 500)
+    cut_small(monkeypatch.setattr)
 
 
 def save(tmp_path, class_name, sizes, dtype=torch.float32, **config):
@@ -48,7 +40,7 @@ def files(directory):
 @pytest.mark.parametrize("how", [{}, {"method": "aki"}, {"method": "direct_copy"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("class_name", CLASSES)
-def test_files_are_those_save_pretrained_writes(tmp_path, small_pieces, class_name, dtype, how):
+def test_files_are_those_save_pretrained_writes(tmp_path, class_name, dtype, how):
     sizes, target = CLASSES[class_name]
     source = save(tmp_path, class_name, sizes, dtype)
     expected = growkern.grow(source, **target, **how)
@@ -61,7 +53,7 @@ def test_files_are_those_save_pretrained_writes(tmp_path, small_pieces, class_na
 
 
 @pytest.mark.parametrize("limit", ["1kB", "12kB", "30kB"])
-def test_shards_hold_what_their_index_says(tmp_path, small_pieces, limit):
+def test_shards_hold_what_their_index_says(tmp_path, limit):
     source = save(tmp_path, "LlamaForCausalLM", LLAMA)
     expected = growkern.grow(source, hidden_size=24)
     grow(source, tmp_path / "grown", hidden_size=24, max_shard_size=limit)

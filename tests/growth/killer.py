@@ -1,0 +1,68 @@
+"""python -m tests.growth.killer SOURCE DIRECTORY ROUNDS: kill growths at random, then finish them.
+
+Each growth is a child of this process, which has imported everything and used no thread yet: a
+fork takes milliseconds where a new interpreter takes seconds.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import transformers  # noqa: F401 (before the forks)
+
+import growkern
+from tests.growth.small_pieces import cut_small
+
+HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
+
+
+def start(source, target):
+    """A child that grows; its report's `bytes_kept` comes through the pipe."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    os.close(reader)
+    try:
+        report = growkern.grow_checkpoint(source, target, **HOW)
+        os.write(writer, str(report.bytes_kept).encode())
+    finally:
+        os._exit(0)
+
+
+def finish(child, reader):
+    kept = os.read(reader, 100).decode()
+    os.close(reader)
+    os.waitpid(child, 0)
+    return int(kept) if kept else None
+
+
+def main():
+    source, directory, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    cut_small(setattr)
+    begin = time.perf_counter()
+    finish(*start(source, directory / "first"))
+    duration = time.perf_counter() - begin
+    rng = random.Random(0)
+    results = [("first", False, 0)]
+    for i in range(1, rounds):
+        target = directory / f"round{i}"
+        child, reader = start(source, target)
+        time.sleep(duration * rng.random())
+        os.kill(child, signal.SIGKILL)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        os.close(reader)
+        was_complete = target.exists()
+        # refused where the target is there, but what the killed run left is tidied up
+        kept = finish(*start(source, target))
+        results.append((target.name, killed, 0 if was_complete else kept))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Interrupted growth: nothing half done is seen or trusted, and the end is the same to the byte."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import growkern
+from growkern.growth import grow as grow_module
+from growkern.growth import stream
+from growkern.growth.files import read_headers
+from growkern.growth.staging import Staging
+from tests.growth.models import LLAMA, random_model
+from tests.growth.small_pieces import cut_small
+
+ROOT = Path(__file__).parents[2]
+HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    cut_small(monkeypatch.setattr)
+
+
+@pytest.fixture
+def source(tmp_path):
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "source", max_shard_size="8kB")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def expected(source, tmp_path):
+    growkern.grow_checkpoint(source, tmp_path / "expected", **HOW)
+    return snapshot(tmp_path / "expected")
+
+
+def snapshot(directory):
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+def staging_of(target):
+    return target.parent / f".{target.name}.growing"
+
+
+def interrupt(monkeypatch, source, target, *, after, error=KeyboardInterrupt, **how):
+    """Grow until `after` pieces are built, then fail with `error`."""
+    build, count = stream.build_tensor, []
+
+    def build_until(*args, **kwargs):
+        count.append(1)
+        if len(count) > after:
+            raise error
+        return build(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "build_tensor", build_until)
+        with pytest.raises((KeyboardInterrupt, growkern.GrowthError)) as raised:
+            growkern.grow_checkpoint(source, target, **{**HOW, **how})
+    assert not target.exists()
+    return raised
+
+
+# ------------------------------------------------------------------ killed
+
+
+def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
+    """Twenty kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
+    command = [sys.executable, "-m", "tests.growth.killer", str(source), str(tmp_path), "20"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(done.stdout)
+    assert len(rounds) == 20
+    for name, killed, kept in rounds:
+        assert snapshot(tmp_path / name) == expected, (name, killed)
+        assert kept is not None, name
+    assert sum(killed for _, killed, _ in rounds) >= 10
+    assert sum(kept > 0 for _, _, kept in rounds) >= 3
+    left = {p.name for p in tmp_path.iterdir()} - {name for name, *_ in rounds}
+    assert left == {"source", "expected"}
+
+
+# ------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("after", [0, 1, 40])
+def test_interrupted_it_goes_on(source, expected, tmp_path, monkeypatch, after):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=after)
+    assert staging_of(target).exists() == (after > 0)
+    built = []
+    build = stream.build_tensor
+    monkeypatch.setattr(stream, "build_tensor", lambda *a, **k: built.append(1) or build(*a, **k))
+    report = growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+    pieces = len(stream.pieces_of(report.plan))
+    # what was in other workers' hands at that moment is done again
+    assert pieces - after <= len(built) <= pieces - after + stream.MOST_WORKERS
+    assert (report.bytes_kept > 0) == (after > 0)
+    assert not staging_of(target).exists()
+
+
+def test_what_lies_there_is_not_trusted(source, expected, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=60)
+    shards = sorted(staging_of(target).glob("checkpoint/*.safetensors"))
+    for shard in shards:
+        raw = bytearray(shard.read_bytes())
+        raw[len(raw) // 3] ^= 1
+        raw[5] ^= 255
+        shard.write_bytes(raw)
+    shards[-1].write_bytes(shards[-1].read_bytes()[:50])
+    (staging_of(target) / "checkpoint" / "tokenizer.json").write_text("half")
+    assert growkern.grow_checkpoint(source, target, **HOW).bytes_kept > 0
+    assert snapshot(target) == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[:-7],
+        lambda raw: raw + b'["target", "lm_head.weight", 0, 1, ',
+        lambda raw: raw + b"\0" * 100,
+        lambda raw: raw + b'["target", "lm_head.weight", "0", 1, ""]\n',
+        lambda raw: raw + b"[]\n[[[\n",
+        lambda raw: raw.split(b"\n", 1)[0],
+        lambda raw: b"",
+    ],
+)
+def test_a_torn_journal(source, expected, tmp_path, monkeypatch, damage):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    journal = staging_of(target) / "journal.jsonl"
+    journal.write_bytes(damage(journal.read_bytes()))
+    interrupt(monkeypatch, source, target, after=30)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+
+
+def test_data_is_on_disk_before_its_mark(source, tmp_path, monkeypatch):
+    """Of power failures only the order of calls can be tested."""
+    calls, unsynced = [], set()
+    write, fdatasync, add = stream.write_all, os.fdatasync, stream.Journal.add
+
+    def watch_write(file, data, at):
+        write(file, data, at)
+        unsynced.add((file, at))
+
+    def watch_sync(file):
+        now = {entry for entry in unsynced if entry[0] == file}
+        fdatasync(file)
+        unsynced.difference_update(now)
+
+    def watch_add(self, marks, sources):
+        for name, start, _ in marks:
+            header = layout.tensors[name]
+            row = header.nbytes // max(1, header.shape[0])
+            assert (files[header.file], header.start + start * row) not in unsynced
+        calls.append(len(marks))
+        add(self, marks, sources)
+
+    open_files = stream.Stream._open_files
+
+    def watch_open(self, stack):
+        nonlocal files, layout
+        open_files(self, stack)
+        files, layout = self._descriptors, self.layout
+
+    files = layout = None
+    monkeypatch.setattr(stream, "write_all", watch_write)
+    monkeypatch.setattr(stream.os, "fdatasync", watch_sync)
+    monkeypatch.setattr(stream.Journal, "add", watch_add)
+    monkeypatch.setattr(stream.Stream, "_open_files", watch_open)
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert sum(calls) > 50
+
+
+# ------------------------------------------------------------- what is refused
+
+
+def touch(source):
+    file = min(source.glob("*.safetensors"))
+    os.utime(file, ns=(1, 1))
+
+
+def edit_config(source):
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 5.0}))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda source: {"seed": 1}, r"another options \(seed: 0, now 1\)"),
+        (lambda source: {"hidden_size": 36}, r"another sizes \(hidden_size"),
+        (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
+        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size"),
+        (lambda source: {"backend": "reference"}, "another backend"),
+        (lambda source: touch(source), r"another source \(model-00001.* \(modified: .* now 1\)\)"),
+        (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),
+    ],
+)
+def test_another_growth_does_not_go_on(source, tmp_path, monkeypatch, change, message):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    how = {**HOW, **(change(source) or {})}
+    left = snapshot(staging_of(target) / "checkpoint")
+    with pytest.raises(growkern.GrowthError, match=message + r".*--no-resume"):
+        growkern.grow_checkpoint(source, target, **how)
+    assert snapshot(staging_of(target) / "checkpoint") == left
+    assert growkern.grow_checkpoint(source, target, resume=False, **how).bytes_kept == 0
+    growkern.grow_checkpoint(source, tmp_path / "new", **how)
+    assert snapshot(target) == snapshot(tmp_path / "new")
+
+
+def test_memory_limit_and_progress_may_change(source, expected, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30, memory_limit="2GB")
+    assert growkern.grow_checkpoint(source, target, **HOW, memory_limit="500MB").bytes_kept > 0
+    assert snapshot(target) == expected
+
+
+def test_a_source_changed_unseen_is_noticed_when_it_is_read(source, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=1)
+    header = read_headers(source)["model.embed_tokens.weight"]
+    file = Path(header.file)
+    before, raw = file.stat(), bytearray(file.read_bytes())
+    raw[header.start + header.nbytes - 4] ^= 1
+    file.write_bytes(raw)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(growkern.GrowthError, match="is not what the interrupted run read"):
+        growkern.grow_checkpoint(source, target, **HOW)
+
+
+def test_a_source_changed_meanwhile_is_noticed(source, tmp_path, monkeypatch):
+    build = stream.build_tensor
+
+    def build_and_touch(*args, **kwargs):
+        touch(source)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(stream, "build_tensor", build_and_touch)
+    with pytest.raises(growkern.GrowthError, match="was changed while it was grown"):
+        growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_one_run_at_a_time(source, expected, tmp_path):
+    target = tmp_path / "grown"
+    with (
+        Staging(target, resume=True),
+        pytest.raises(growkern.GrowthError, match="another run is growing it"),
+    ):
+        growkern.grow_checkpoint(source, target, **HOW)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+
+
+# ------------------------------------------------------------------ the disk
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_midway(source, expected, tmp_path, monkeypatch, code):
+    target = tmp_path / "grown"
+    pwrite, count = os.pwrite, []
+
+    def failing(*args):
+        count.append(1)
+        if len(count) > 30:
+            raise OSError(code, os.strerror(code))
+        return pwrite(*args)
+
+    monkeypatch.setattr(stream.os, "pwrite", failing)
+    with pytest.raises(growkern.GrowthError, match=rf"{os.strerror(code)}; what is done is kept"):
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert not target.exists()
+    monkeypatch.undo()
+    cut_small(monkeypatch.setattr)
+    assert growkern.grow_checkpoint(source, target, **HOW).bytes_kept > 0
+    assert snapshot(target) == expected
+
+
+def test_a_disk_takes_a_write_in_bites(source, expected, tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(stream.os, "pwrite", lambda file, data, at: pwrite(file, data[:101], at))
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert snapshot(tmp_path / "grown") == expected
+
+
+def test_a_file_system_that_cannot_reserve(source, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream.ctypes, "CDLL", lambda *args, **kwargs: object())
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert snapshot(tmp_path / "grown") == expected
+
+
+def test_places_that_cannot_be_written_to(source, tmp_path):
+    for target in (source / "config.json" / "grown", Path("/proc/growkern")):
+        with pytest.raises(growkern.GrowthError, match=str(target)):
+            growkern.grow_checkpoint(source, target, **HOW)
+
+
+@pytest.mark.parametrize("stage", ["first rename", "second rename"])
+def test_killed_while_replacing(source, expected, tmp_path, monkeypatch, stage):
+    """Between the two renames of a replacement the old checkpoint is in the staging directory."""
+    target = tmp_path / "grown"
+    growkern.grow_checkpoint(source, target, **{**HOW, "seed": 1})
+    old = snapshot(target)
+    rename, renames = Path.rename, []
+
+    def killed(self, other):
+        renames.append(self)
+        if len(renames) == (1 if stage == "first rename" else 2):
+            os._exit(9)
+        rename(self, other)
+
+    child = os.fork()
+    if not child:
+        Path.rename = killed
+        growkern.grow_checkpoint(source, target, overwrite=True, **HOW)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert target.exists() == (stage == "first rename")
+    with pytest.raises(growkern.GrowthError):
+        grow_module.grow_checkpoint(source, target, **{**HOW, "seed": 2})
+    with pytest.raises(growkern.GrowthError):
+        grow_module.grow_checkpoint(source, target, overwrite=True, **{**HOW, "seed": 2})
+    assert snapshot(target) == old
+    growkern.grow_checkpoint(source, target, overwrite=True, **HOW)
+    assert snapshot(target) == expected
+    assert not staging_of(target).exists()
