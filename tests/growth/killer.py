@@ -1,7 +1,7 @@
 """python -m tests.growth.killer SOURCE DIRECTORY ROUNDS: kill growths at random, then finish them.
 
-Each growth is a child of this process, which has imported everything and used no thread yet: a
-fork takes milliseconds where a new interpreter takes seconds.
+Each growth is a child of this process, which has imported and planned everything and used no
+thread yet: a fork takes milliseconds where a new interpreter takes seconds.
 """
 
 import json
@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-import transformers  # noqa: F401 (before the forks)
-
 import growkern
+import growkern.growth.grow
 from tests.growth.small_pieces import cut_small
 
 HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
@@ -42,17 +41,28 @@ def finish(child, reader):
     return int(kept) if kept else None
 
 
+def wait_for(target):
+    """Until the work on a target has begun; planning, which leaves nothing behind, is over then."""
+    staging = target.parent / f".{target.name}.growing"
+    while not (staging / "journal.jsonl").exists() and not target.exists():
+        time.sleep(0.0005)
+
+
 def main():
     source, directory, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     cut_small(setattr)
+    growkern.plan(source, hidden_size=HOW["hidden_size"]).to_dict()
+    child = start(source, directory / "first")
+    wait_for(directory / "first")
     begin = time.perf_counter()
-    finish(*start(source, directory / "first"))
+    finish(*child)
     duration = time.perf_counter() - begin
     rng = random.Random(0)
     results = [("first", False, 0)]
-    for i in range(1, rounds):
+    for i in range(1, rounds + 1):
         target = directory / f"round{i}"
         child, reader = start(source, target)
+        wait_for(target)
         time.sleep(duration * rng.random())
         os.kill(child, signal.SIGKILL)
         killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -76,12 +76,12 @@ def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rounds = json.loads(done.stdout)
-    assert len(rounds) == 20
+    assert len(rounds) == 21
     for name, killed, kept in rounds:
         assert snapshot(tmp_path / name) == expected, (name, killed)
         assert kept is not None, name
     assert sum(killed for _, killed, _ in rounds) >= 10
-    assert sum(kept > 0 for _, _, kept in rounds) >= 3
+    assert sum(kept > 0 for _, _, kept in rounds) >= 5
     left = {p.name for p in tmp_path.iterdir()} - {name for name, *_ in rounds}
     assert left == {"source", "expected"}
 
