@@ -57,6 +57,12 @@ def grow(
         str | None, typer.Option(help=f"{' | '.join(DTYPES)}; else the source's.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of the result.")] = "5GB",
+    memory_limit: Annotated[
+        str, typer.Option(help="Most that weights take up in memory, whatever the model.")
+    ] = "1GiB",
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Start over where a run was interrupted.")
+    ] = False,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
     ] = False,
@@ -80,14 +86,17 @@ def grow(
         overwrite=overwrite,
         dtype=None if dtype is None else getattr(torch, dtype),
         max_shard_size=max_shard_size,
+        memory_limit=memory_limit,
+        resume=not no_resume,
         allow_nonfinite=allow_nonfinite,
         progress=sys.stderr.isatty(),
         **growth,
     )
     for finding in report.plan.findings:
         print(f"{finding.level}: {finding.what} ({finding.why})")
-    speed = report.bytes_written / max(report.seconds, 1e-9)
-    print(f"{report.directory}: {human(report.bytes_written)}B, {human(speed)}B/s")
+    speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
+    kept = f", {human(report.bytes_kept)}B of it before" if report.bytes_kept else ""
+    print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
     if text is None:
         print(f"check it with: growkern verify {source} {report.directory}")
     else:
@@ -99,10 +108,29 @@ def verify(
     source: Source,
     target: Target,
     text: Annotated[Path | None, typer.Option(help="Text to compare the models on.")] = None,
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Only compare the files with what was written.")
+    ] = False,
 ) -> None:
     """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
     silence_transformers()
+    if checksums:
+        compare_checksums(source, target)
+        return
     finish(source, target, {} if text is None else tokens_of(source, text))
+
+
+def compare_checksums(source: Path, target: Path) -> None:
+    """Show which tensors are not what they were; a source that is gone is passed over."""
+    from growkern.growth.checksums import verify_checksums
+
+    report = verify_checksums(target, source if source.exists() else None)
+    for wrong in report.wrong:
+        print(f"changed: {wrong}")
+    counts = ", ".join(f"{count} {side} tensors" for side, count in report.checked.items())
+    print(f"{counts}: {len(report.wrong)} changed")
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:

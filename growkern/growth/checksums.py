@@ -21,6 +21,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.files import Header
+from growkern.growth.source import open_source
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "xxh3_128"
@@ -79,7 +80,7 @@ class ChecksumReport:
 
     Attributes:
         checked: tensors compared, by "source" and "target".
-        wrong: "file: tensor" of each whose bytes are not the ones recorded.
+        wrong: "file: tensor" of each whose bytes are not the recorded ones.
     """
 
     checked: Mapping[str, int]
@@ -90,39 +91,40 @@ class ChecksumReport:
         return not self.wrong
 
 
-def verify_checksums(
-    target: Mapping[str, Header], directory: Path, source: Mapping[str, Header] | None = None
-) -> ChecksumReport:
-    """Compare stored tensors with the sums recorded in `directory`.
+def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumReport:
+    """Compare a grown checkpoint's tensors with the sums recorded when it was written.
 
     Args:
-        target: the grown checkpoint's tensors by name.
         directory: of the grown checkpoint.
-        source: the tensors it was grown from, if they are still there.
+        source: the directory it was grown from, to be compared too; None: it is not there.
 
     Raises:
-        GrowthError: no record, or one that cannot be read.
+        GrowthError: no record, or one that cannot be read; files that are no checkpoint.
     """
-    file = directory / CHECKSUMS_FILE
+    record = _read_record(directory / CHECKSUMS_FILE)
+    sides = {"target": directory} if source is None else {"target": directory, "source": source}
+    wrong, checked = [], {}
+    for side, where in sides.items():
+        headers = open_source(where, allow_nonfinite=True).headers
+        for name, expected in record[side].items():
+            if name not in headers:
+                wrong.append(f"{where}: {name} is missing")
+            elif sum_stored(headers[name], record["piece_bytes"]) != expected:
+                wrong.append(f"{headers[name].file}: {name}")
+        checked[side] = len(record[side])
+    return ChecksumReport(checked, tuple(wrong))
+
+
+def _read_record(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise GrowthError(f"{directory}: no {CHECKSUMS_FILE}; grow_checkpoint writes one")
+        raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:
         record = json.loads(file.read_bytes())
-        piece_bytes = int(record["piece_bytes"])
-        sides = {"target": (target, record["target"].items())}
-        if source is not None:
-            sides["source"] = (source, record["source"].items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        kinds = {name: type(record[name]) for name in ("piece_bytes", "source", "target")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error
-    if record.get("algorithm") != ALGORITHM or piece_bytes < 1:
+    if kinds != {"piece_bytes": int, "source": dict, "target": dict} or record["piece_bytes"] < 1:
+        raise GrowthError(f"{file}: not a record of checksums")
+    if record.get("algorithm") != ALGORITHM:
         raise GrowthError(f"{file}: made with {record.get('algorithm')!r}, expected {ALGORITHM!r}")
-    wrong, checked = [], {}
-    for side, (headers, sums) in sides.items():
-        for name, expected in sums:
-            header = headers.get(name)
-            if header is None:
-                wrong.append(f"{side}: {name} is missing")
-            elif sum_stored(header, piece_bytes) != expected:
-                wrong.append(f"{header.file}: {name}")
-        checked[side] = len(sums)
-    return ChecksumReport(checked, tuple(wrong))
+    return record

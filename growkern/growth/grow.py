@@ -107,13 +107,25 @@ def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dic
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
-    model_class = getattr(transformers, grown.source.class_name)
-    with no_init_weights():
-        model = model_class._from_config(grown.target_config, dtype=grown.dtype)
+    model = _untrained(grown)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
     return model.eval()
+
+
+def _untrained(grown: GrowthPlan) -> Any:
+    model_class = getattr(transformers, grown.source.class_name)
+    with no_init_weights():
+        return model_class._from_config(grown.target_config, dtype=grown.dtype)
+
+
+def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
+    """Of every target tensor, in the order in which the model itself lists them."""
+    shapes = {task.name: task.shape for task in grown.tasks}
+    with torch.device("meta"):
+        names = list(_untrained(grown).state_dict())
+    return {name: shapes.pop(name) for name in names if name in shapes} | shapes
 
 
 def grow_checkpoint(
@@ -160,7 +172,7 @@ def grow_checkpoint(
     # the stream looks for NaN and Inf itself, a piece at a time
     grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
     workers = workers_within(grown, limit)
-    layout = lay_out({task.name: task.shape for task in grown.tasks}, grown.dtype, shard_size)
+    layout = lay_out(_shapes(grown), grown.dtype, shard_size)
     check_space(target, sum(layout.sizes.values()))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)

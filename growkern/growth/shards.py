@@ -29,7 +29,7 @@ class ShardLayout:
     """The files of a checkpoint.
 
     Attributes:
-        tensors: where each tensor goes; `Header.file` is a bare file name here.
+        tensors: where each tensor goes, in the model's order; `Header.file` is a bare file name.
         heads: per file its first bytes, length and JSON.
         sizes: per file its size, bytes.
         index: the text of the index file; "" where there is a single file.
@@ -69,7 +69,7 @@ def lay_out(
     empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     code = next(code for code, known in STORED_DTYPES.items() if known == dtype)
-    tensors, heads, sizes = {}, {}, {}
+    places, heads, sizes = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
@@ -83,11 +83,12 @@ def lay_out(
         sizes[file] = len(heads[file]) + ends[-1]
         for name, start in zip(sorted(names), ends[:-1], strict=True):
             at = len(heads[file]) + start
-            tensors[name] = Header(file, name, shapes[name], dtype, at)
+            places[name] = Header(file, name, shapes[name], dtype, at)
     index = ""
     if split.is_sharded:
         total = sum(math.prod(shape) for shape in shapes.values())
         metadata = {"total_parameters": total, **split.metadata}
         weight_map = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         index = json.dumps(weight_map, indent=2, sort_keys=True) + "\n"
+    tensors = {name: places[name] for name in shapes}
     return ShardLayout(tensors, heads, sizes, index)

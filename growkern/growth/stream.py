@@ -35,9 +35,10 @@ from growkern.growth.checksums import (
     sum_rows,
 )
 from growkern.growth.journal import Journal, Mark
-from growkern.growth.plan import GrowthPlan, Task
+from growkern.growth.plan import GrowthPlan
 from growkern.growth.shards import ShardLayout
 from growkern.growth.source import Source, refuse_nonfinite
+from growkern.growth.tasks import Task
 
 # more workers than this only wait for the disk; further cores share out the rows of a piece
 MOST_WORKERS = 8
@@ -100,7 +101,7 @@ class Piece:
 
 
 def pieces_of(plan: GrowthPlan) -> list[Piece]:
-    """All work there is, in the order of the model."""
+    """All work there is."""
     # random numbers come in one sequence: rows of a random matrix cost as much as all of it
     is_random = plan.options.method in ("direct_copy", "random")
     pieces = []
@@ -181,7 +182,8 @@ class Stream:
 
     def run(self, workers: int, *, progress: bool) -> None:
         """Write all tensors that the journal does not vouch for; on an error, note what is done."""
-        pieces = pieces_of(self.plan)
+        order = {name: i for i, name in enumerate(self.layout.tensors)}
+        pieces = sorted(pieces_of(self.plan), key=lambda piece: order[piece.task.name])
         total = sum(self.layout.sizes.values())
         threads = torch.get_num_threads()
         with ExitStack() as stack:
@@ -201,7 +203,7 @@ class Stream:
 
     def _collect(
         self,
-        written: list[Future[tuple[Piece, str, bool]]],
+        written: list[Future[tuple[Piece, dict[Mark, str], bool]]],
         committer: ThreadPoolExecutor,
         bar: Any,
     ) -> None:

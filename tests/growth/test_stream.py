@@ -37,15 +37,16 @@ def files(directory):
     return {p.name: p.read_bytes() for p in directory.iterdir()}
 
 
+@pytest.mark.parametrize("limit", ["1GB", "12kB"])
 @pytest.mark.parametrize("how", [{}, {"method": "aki"}, {"method": "direct_copy"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("class_name", CLASSES)
-def test_files_are_those_save_pretrained_writes(tmp_path, class_name, dtype, how):
+def test_files_are_those_save_pretrained_writes(tmp_path, class_name, dtype, how, limit):
     sizes, target = CLASSES[class_name]
     source = save(tmp_path, class_name, sizes, dtype)
     expected = growkern.grow(source, **target, **how)
-    expected.save_pretrained(tmp_path / "expected")
-    grow(source, tmp_path / "grown", **target, **how)
+    expected.save_pretrained(tmp_path / "expected", max_shard_size=limit)
+    grow(source, tmp_path / "grown", max_shard_size=limit, **target, **how)
     ours, theirs = files(tmp_path / "grown"), files(tmp_path / "expected")
     assert set(ours) == {*theirs, "lineage.json", "checksums.json"}
     for name in theirs:
