@@ -139,7 +139,7 @@ def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
     if len(piece.blocks) > 1:
         # float32 random numbers, and those scaled
         made += numbers * (4 + 4)
-    names = (piece.task.source, piece.task.upper)
+    names = [n for n in (piece.task.source, piece.task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
     # the rows made for extra coordinates sum over all of a tensor; else a row is copied from a row
     is_summed = plan.layout.is_extended
@@ -238,11 +238,11 @@ class Stream:
 
     def tensor_sums(self) -> dict[str, str]:
         """The sum of every tensor, once all is written."""
-        size = self.plan.dtype.itemsize
-        return {
-            task.name: sum_pieces(self.sums[(task.name, *b)] for b in row_blocks(task.shape, size))
-            for task in self.plan.tasks
-        }
+        tensors = {}
+        for task in self.plan.tasks:
+            blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
+            tensors[task.name] = sum_pieces(self.sums[task.name, a, b] for a, b in blocks)
+        return tensors
 
     # ---- a piece
 
@@ -274,7 +274,7 @@ class Stream:
         row = len(data) // (stop - start)
         sums = {m: sum_rows(data[(m[1] - start) * row : (m[2] - start) * row]) for m in marks}
         file = self._descriptors[header.file]
-        write_all(file, memoryview(data.numpy()), header.start + start * row)
+        write_all(file, data.numpy().data, header.start + start * row)
         return piece, sums, True
 
     def _buffer(self, size: int) -> Tensor:
