@@ -133,6 +133,24 @@ def test_grow_then_verify(run, checkpoint, tmp_path):
     assert "grown loss" in out
 
 
+def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
+    target = tmp_path / "large"
+    assert_bad_input(run("grow", checkpoint, target, *SIZES, "--memory-limit", "1MB"), "at least")
+    assert_bad_input(run("grow", checkpoint, target, *SIZES, "--memory-limit", "much"), "512MB")
+    code, _, err = run("grow", checkpoint, target, *SIZES, "--memory-limit", "100MB")
+    assert code == 0, err
+    code, out, err = run("verify", checkpoint, target, "--checksums")
+    assert code == 0 and "0 changed" in out, out + err
+    assert "source tensors" in out
+    assert "source" not in run("verify", tmp_path / "gone", target, "--checksums")[1]
+    file = target / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    code, out, _ = run("verify", checkpoint, target, "--checksums")
+    assert code == 1 and "1 changed" in out and str(file) in out
+
+
 def test_verify_fails_on_another_model(run, checkpoint, tmp_path):
     target = tmp_path / "large"
     assert run("grow", checkpoint, target, *SIZES)[0] == 0

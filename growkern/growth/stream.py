@@ -29,7 +29,6 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
 from growkern.growth.checksums import (
-    PIECE_BYTES,
     row_blocks,
     sum_pieces,
     sum_rows,
@@ -147,7 +146,7 @@ def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
         header.nbytes if is_summed else min(header.nbytes, numbers * header.dtype.itemsize)
         for header in headers
     )
-    return max(PIECE_BYTES, made) + read
+    return made + read
 
 
 # ------------------------------------------------------------------ writing
@@ -184,11 +183,12 @@ class Stream:
         """Write all tensors that the journal does not vouch for; on an error, note what is done."""
         order = {name: i for i, name in enumerate(self.layout.tensors)}
         pieces = sorted(pieces_of(self.plan), key=lambda piece: order[piece.task.name])
-        total = sum(self.layout.sizes.values())
+        total = sum(map(self._bytes, pieces))
+        what = "resuming" if self.journal.marks else "growing"
         threads = torch.get_num_threads()
         with ExitStack() as stack:
             self._open_files(stack)
-            bar = tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress)
+            bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
             stack.enter_context(bar)
             # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
             # and the default for later threads, which has to be put back
@@ -281,7 +281,7 @@ class Stream:
         """This worker's own memory, (size,) uint8."""
         own = getattr(self._own, "buffer", None)
         if own is None or len(own) < size:
-            own = self._own.buffer = torch.empty(max(size, PIECE_BYTES), dtype=torch.uint8)
+            own = self._own.buffer = torch.empty(size, dtype=torch.uint8)
         return own[:size]
 
     # ---- files

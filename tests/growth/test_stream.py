@@ -1,6 +1,8 @@
 """Streaming onto disk: the same bytes as saving the model grown in memory, whatever the pieces."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
+from growkern.growth import checksums, stream
+from growkern.growth.files import read_headers
+from growkern.growth.shards import parse_size
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.small_pieces import cut_small
 
@@ -77,3 +82,153 @@ def test_shards_hold_what_their_index_says(tmp_path, limit):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+# ------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("512MB", 512 * 10**6),
+        ("1GiB", 1 << 30),
+        (4096, 4096),
+        ("1.5kb", 1500),
+        (" 2 TB ", 2 * 10**12),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size("memory_limit", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "0", 0, -5, "5 XB", "1e3", None, True, 1.5e300])
+def test_bad_sizes(text):
+    with pytest.raises(growkern.GrowthError, match="memory_limit="):
+        parse_size("memory_limit", text)
+
+
+def test_too_small_a_limit_names_the_least(tmp_path):
+    source = save(tmp_path, "LlamaForCausalLM", LLAMA)
+    with pytest.raises(
+        growkern.GrowthError, match=r"memory_limit=1MB.* at least (\d+MB)"
+    ) as raised:
+        grow(source, tmp_path / "grown", hidden_size=24, memory_limit="1MB")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    least = str(raised.value).split()[-1]
+    grow(source, tmp_path / "grown", hidden_size=24, memory_limit=least)
+    assert (tmp_path / "grown").is_dir()
+
+
+PEAK = """
+import sys, pathlib, growkern.growth.grow
+source, target, limit = sys.argv[1:]
+def status(field):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
+how = {"hidden_size": 1024, "num_hidden_layers": 3}
+growkern.growth.grow._shapes(growkern.plan(source, **how))
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+base = status("VmRSS")
+growkern.grow_checkpoint(source, target, memory_limit=limit, progress=False, **how)
+print(status("VmHWM") - base)
+"""
+
+
+def test_memory_stays_within_its_limit(tmp_path):
+    """By the system's own account, in a process that writes four times that."""
+    sizes = {**LLAMA, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**{**sizes, "vocab_size": 45_000, "intermediate_size": 5000})
+    config.architectures = ["LlamaForCausalLM"]
+    with torch.device("meta"):
+        shapes = {n: t.shape for n, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+    config.save_pretrained(tmp_path / "source")
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    command = [sys.executable, "-c", PEAK, tmp_path / "source", tmp_path / "grown", "80MB"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "grown" / "model.safetensors").stat().st_size > 300e6
+    assert float(done.stdout) < 80
+
+
+def test_threads_are_left_as_they_were(tmp_path):
+    before = torch.get_num_threads()
+    grow(save(tmp_path, "LlamaForCausalLM", LLAMA), tmp_path / "grown", hidden_size=24)
+    assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@pytest.fixture
+def grown(tmp_path):
+    grow(save(tmp_path, "LlamaForCausalLM", LLAMA), tmp_path / "grown", hidden_size=24)
+    return tmp_path / "grown"
+
+
+def flip(header, at):
+    with open(header.file, "r+b") as file:
+        file.seek(header.start + at)
+        byte = file.read(1)[0]
+        file.seek(header.start + at)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_every_tensor_is_summed(grown):
+    source = grown.parent / "source"
+    report = checksums.verify_checksums(grown, source)
+    assert report.ok
+    for side, directory in (("target", grown), ("source", source)):
+        headers = read_headers(directory)
+        assert report.checked[side] == len(headers)
+        for name, header in headers.items():
+            for at in (0, header.nbytes // 2, header.nbytes - 1):
+                flip(header, at)
+                assert checksums.verify_checksums(grown, source).wrong == (
+                    f"{header.file}: {name}",
+                )
+                flip(header, at)
+    assert checksums.verify_checksums(grown, source).ok
+
+
+def test_sums_do_not_depend_on_the_run(grown, tmp_path):
+    stream_options = {"memory_limit": "50MB", "max_shard_size": "5kB"}
+    grow(tmp_path / "source", tmp_path / "again", hidden_size=24, **stream_options)
+    records = [d / "checksums.json" for d in (grown, tmp_path / "again")]
+    assert records[0].read_bytes() == records[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "no checksums.json"),
+        ("", "not a record"),
+        ("[1]", "not a record"),
+        ("[" * 100_000, "not a record"),
+        ('{"piece_bytes": 0, "source": {}, "target": {}}', "not a record"),
+        ('{"piece_bytes": 9, "source": {}, "target": {}, "algorithm": "md5"}', "made with 'md5'"),
+    ],
+)
+def test_a_record_that_is_none(grown, text, message):
+    (grown / "checksums.json").unlink()
+    if text is not None:
+        (grown / "checksums.json").write_text(text)
+    with pytest.raises(growkern.GrowthError, match=message):
+        checksums.verify_checksums(grown)
+
+
+def test_a_recorded_tensor_that_is_gone(grown):
+    file = grown / "checksums.json"
+    record = json.loads(file.read_text())
+    record["target"]["more"] = "0"
+    file.write_text(json.dumps(record))
+    assert checksums.verify_checksums(grown).wrong == (f"{grown}: more is missing",)
+
+
+def test_pieces_cover_every_shape():
+    for shape in [(), (1,), (7,), (3, 200), (5, 0), (0, 4), (2, 3, 50)]:
+        blocks = checksums.row_blocks(shape, 4)
+        ends = [0, *(stop for _, stop in blocks)]
+        assert [start for start, _ in blocks] == ends[:-1]
+        assert ends[-1] == (shape[0] if shape else 1)
+    assert stream.row_blocks is checksums.row_blocks
