@@ -21,10 +21,11 @@ from growkern.growth.checksums import write_checksums
 from growkern.growth.files import INDEX_FILE
 from growkern.growth.journal import Journal
 from growkern.growth.lineage import identity, source_files, write_lineage
+from growkern.growth.pieces import workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
 from growkern.growth.staging import Staging, check_space, check_target, sweep
-from growkern.growth.stream import Stream, workers_within
+from growkern.growth.stream import Stream
 
 # what belongs to a checkpoint besides weights and config; only what exists is copied
 COMPANION_PATTERNS = (

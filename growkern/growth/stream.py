@@ -18,7 +18,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,10 @@ from growkern.growth.checksums import (
     sum_rows,
 )
 from growkern.growth.journal import Journal, Mark
+from growkern.growth.pieces import Piece, pieces_of
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.shards import ShardLayout
 from growkern.growth.source import Source, refuse_nonfinite
-from growkern.growth.tasks import Task
-
-# more workers than this only wait for the disk; further cores share out the rows of a piece
-MOST_WORKERS = 8
-# index maps, names, sums and the allocator's slack
-FIXED_BYTES = 32 << 20
 
 
 class SourceReader:
@@ -79,74 +73,6 @@ class SourceReader:
                 "resume=False (--no-resume)"
             )
         return total
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a target tensor that are built at once: the blocks [start, stop), one as a rule."""
-
-    task: Task
-    blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.blocks[0][0], self.blocks[-1][1]
-
-    @property
-    def part(self) -> tuple[slice, ...] | None:
-        """As `build_tensor` takes it; a tensor without axes has no part."""
-        sizes = self.task.shape[1:]
-        return (slice(*self.rows), *(slice(0, n) for n in sizes)) if self.task.shape else None
-
-
-def pieces_of(plan: GrowthPlan) -> list[Piece]:
-    """All work there is."""
-    # random numbers come in one sequence: rows of a random matrix cost as much as all of it
-    is_random = plan.options.method in ("direct_copy", "random")
-    pieces = []
-    for task in plan.tasks:
-        blocks = row_blocks(task.shape, plan.dtype.itemsize)
-        pieces += [Piece(task, tuple(blocks))] if is_random else [Piece(task, (b,)) for b in blocks]
-    return [piece for piece in pieces if piece.blocks]
-
-
-# ------------------------------------------------------------------- memory
-
-
-def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
-    """How many workers fit into a limit, bytes.
-
-    Raises:
-        GrowthError: not even one does.
-    """
-    each = max((_bytes_in_work(plan, piece) for piece in pieces_of(plan)), default=0)
-    least = FIXED_BYTES + each
-    if memory_limit < least:
-        raise GrowthError(
-            f"memory_limit={memory_limit / 1e6:.0f}MB: growing this model takes at least "
-            f"{math.ceil(least / 1e6)}MB"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
-
-
-def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
-    """A piece's buffer and what is made on the way, and the source rows that are mapped for it."""
-    start, stop = piece.rows
-    numbers = (stop - start) * math.prod(piece.task.shape[1:])
-    made = numbers * plan.dtype.itemsize
-    if len(piece.blocks) > 1:
-        # float32 random numbers, and those scaled
-        made += numbers * (4 + 4)
-    names = [n for n in (piece.task.source, piece.task.upper) if n is not None]
-    headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
-    # the rows made for extra coordinates sum over all of a tensor; else a row is copied from a row
-    is_summed = plan.layout.is_extended
-    read = sum(
-        header.nbytes if is_summed else min(header.nbytes, numbers * header.dtype.itemsize)
-        for header in headers
-    )
-    return made + read
 
 
 # ------------------------------------------------------------------ writing

@@ -1,6 +1,6 @@
 """A few rows per piece, so that tiny models are cut as large ones are."""
 
-from growkern.growth import checksums, stream
+from growkern.growth import checksums, pieces, stream
 
 BYTES = 500
 
@@ -12,6 +12,6 @@ def cut_small(setattr):
     def small(shape, itemsize, piece_bytes=BYTES):
         return row_blocks(shape, itemsize, piece_bytes)
 
-    setattr(checksums, "row_blocks", small)
-    setattr(stream, "row_blocks", small)
+    for module in (checksums, pieces, stream):
+        setattr(module, "row_blocks", small)
     setattr(checksums, "PIECE_BYTES", BYTES)
