@@ -22,9 +22,9 @@ from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from growkern.ops._vocab_parallel import add_up
 
 # GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
-# 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 5 GB/s of read-modify-write on two cores
+# 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 6 GB/s of read-modify-write on two cores
 BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8}
-CPU_BALANCE = 20
+CPU_BALANCE = 16
 # of the head, upcast at a time: in cache it costs 10 % of the GEMM, through memory 60 %
 TILE_BYTES = 4 << 20
 

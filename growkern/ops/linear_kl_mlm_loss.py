@@ -139,7 +139,8 @@ def linear_kl_mlm_loss(
         logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
             inputs and, on a CPU, for float32 ones. For float32 inputs the KL gradient is then
             within 1e-5 of exact at 1 % drift (3e-7 measured; 8e-5 with torch.float32). On a CPU
-            float64 takes twice the time of a logits GEMM and twice the bytes per logit; a GPU
+            that takes 1.6 times the CPU time of float32 logits, which is 1.4 times plain PyTorch's
+            (256 and 768 rows, vocabulary 32 000, widths 768 and 512), in 5 % more memory; a GPU
             without fast float64 pays far more, so there it has to be asked for.
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
