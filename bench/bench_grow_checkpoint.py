@@ -3,13 +3,14 @@
 Beside it, in the same run: `cp` of the bytes that were written, with and without waiting for the
 disk as growth does; and the script one would write without streaming, which holds both models in
 memory and calls `save_pretrained`. Time and peak memory (VmHWM) are those of a child process, after
-its imports. "cold" means that the files read were dropped from the page cache before.
+its imports; processor seconds, of all cores, tell more than the clock on a busy machine. "cold" means that the files read were dropped from the page cache before.
 """
 
 import argparse
 import filecmp
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -68,7 +69,7 @@ def child(way: str, source: str, target: str, hidden: int) -> None:
     with torch.device("meta"):
         transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(source))
     Path("/proc/self/clear_refs").write_text("5")
-    base, start = status("VmRSS"), time.perf_counter()
+    base, start, used = status("VmRSS"), time.perf_counter(), time.process_time()
     if way == "stream":
         growkern.grow_checkpoint(
             source,
@@ -82,7 +83,8 @@ def child(way: str, source: str, target: str, hidden: int) -> None:
         grown = growkern.grow(source, hidden_size=hidden)
         grown.save_pretrained(target, max_shard_size=SHARD)
     seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": status("VmHWM") - base}))
+    used = time.process_time() - used
+    print(json.dumps({"seconds": seconds, "used": used, "peak": status("VmHWM") - base}))
 
 
 def run_child(way: str, source: Path, target: Path, hidden: int) -> dict[str, float]:
@@ -106,16 +108,17 @@ def evict(directory: Path) -> None:
         os.close(descriptor)
 
 
-def copy(source: Path, target: Path) -> tuple[float, float]:
-    """Seconds of `cp`, and until what it wrote is on disk."""
-    start = time.perf_counter()
+def copy(source: Path, target: Path) -> tuple[float, float, float]:
+    """Seconds of `cp`, until what it wrote is on disk, and of the processor."""
+    start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", source, target], check=True)
-    copied = time.perf_counter() - start
+    copied, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_cp = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
     for file in target.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return copied, time.perf_counter() - start
+    return copied, time.perf_counter() - start, used_cp
 
 
 def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
@@ -124,7 +127,8 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
     source, grown, other = where / f"source-{size}", where / "grown", where / "other"
     if not source.exists():
         make_source(source, hidden, layers, vocabulary)
-    times: dict[str, list[float]] = {"stream": [], "cp": [], "cp, on disk": [], "load all": []}
+    ways = ("stream", "load all", "cp", "cp, on disk", "cp used", "stream used", "load all used")
+    times: dict[str, list[float]] = {way: [] for way in ways}
     peaks: dict[str, list[float]] = {"stream": [], "load all": []}
     for _ in range(repeats):
         for way, target in (("stream", grown), ("load all", other)):
@@ -133,13 +137,14 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
                 evict(source)
             result = run_child(way, source, target, wide)
             times[way].append(result["seconds"])
+            times[f"{way} used"].append(result["used"])
             peaks[way].append(result["peak"])
         weights = sorted(file.name for file in grown.glob("*.safetensors"))
         differ = filecmp.cmpfiles(grown, other, weights, shallow=False)[1:]
         shutil.rmtree(other)
         if cold:
             evict(grown)
-        for name, seconds in zip(("cp", "cp, on disk"), copy(grown, other), strict=True):
+        for name, seconds in zip(ways[2:5], copy(grown, other), strict=True):
             times[name].append(seconds)
         shutil.rmtree(other)
     size_gb = sum(file.stat().st_size for file in grown.iterdir()) / 1e9
@@ -155,6 +160,8 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
         "x cp": s["stream"] / s["cp"],
         "x cp, on disk": s["stream"] / s["cp, on disk"],
         "load all s": s["load all"],
+        "stream processor s": s["stream used"],
+        "cp processor s": s["cp used"],
         "stream peak MB": max(peaks["stream"]),
         "load all peak MB": max(peaks["load all"]),
         "same bytes": "no" if any(differ) else "yes",

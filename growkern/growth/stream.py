@@ -2,9 +2,9 @@
 
 Every target tensor is cut into pieces of whole rows (`growkern.growth.checksums.row_blocks`). Each
 worker takes a piece, builds it in its own buffer while the source rows it needs are mapped, sums it
-and writes it to its place: a piece never leaves the processor's caches on that way, and reading,
-expanding and writing overlap between workers. Meanwhile what is written is put on disk and then
-into the journal, again and again, as fast as the disk takes it.
+and writes it to its place; so reading, expanding and writing overlap between workers. Meanwhile
+what is written is put on disk and then into the journal, again and again, as fast as the disk takes
+it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.checksums import (
-    row_blocks,
-    sum_pieces,
-    sum_rows,
-)
+from growkern.growth.checksums import row_blocks, sum_pieces, sum_rows
 from growkern.growth.journal import Journal, Mark
 from growkern.growth.pieces import Piece, pieces_of
 from growkern.growth.plan import GrowthPlan
