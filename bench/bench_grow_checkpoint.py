@@ -3,7 +3,8 @@
 Beside it, in the same run: `cp` of the bytes that were written, with and without waiting for the
 disk as growth does; and the script one would write without streaming, which holds both models in
 memory and calls `save_pretrained`. Time and peak memory (VmHWM) are those of a child process, after
-its imports; processor seconds, of all cores, tell more than the clock on a busy machine. "cold" means that the files read were dropped from the page cache before.
+its imports; processor seconds, of all cores, tell more than the clock on a busy machine. "cold"
+means that the files read were dropped from the page cache before.
 """
 
 import argparse
