@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from growkern.growth.grow import GrowthReport as GrowthReport
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
+    from growkern.growth.grow_into import grow_into as grow_into
     from growkern.growth.plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan import plan as plan
     from growkern.growth.verify import VerifyReport as VerifyReport
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "VerifyReport": "growkern.growth.verify",
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",
+    "grow_into": "growkern.growth.grow_into",
     "plan": "growkern.growth.plan",
     "verify": "growkern.growth.verify",
     "expand": "growkern.ops.expand",

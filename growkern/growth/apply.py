@@ -7,14 +7,14 @@ Every tensor can be built whole or block by block, with the same result to the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from growkern.growth import maps
+from growkern.growth.axes import AxisMap, axis_map
 from growkern.growth.baselines import build_baseline
 from growkern.growth.extras import made_rows
 from growkern.growth.norms import build_norm
@@ -24,47 +24,6 @@ from growkern.ops.expand import expand
 
 Read = Callable[[str], Tensor]
 Part = Sequence[slice]
-
-
-@dataclass(frozen=True)
-class AxisMap:
-    """One axis of a gather over the target: (target,) each.
-
-    Attributes:
-        index: source entry; beyond `source` the next layer's; in the last `extra` entries, one of
-            the rows made for them.
-        scale, noise: float64.
-        source: length of the source's axis.
-        extra: how many target entries at the end are gathered from made rows.
-    """
-
-    index: Tensor
-    scale: Tensor
-    noise: Tensor
-    source: int
-    extra: int = 0
-
-    def block(self, where: range) -> dict[str, Tensor | None]:
-        """Index, scale and noise of some target entries, None where they change nothing."""
-        at = slice(where.start, where.stop)
-        index, scale, noise = self.index[at], self.scale[at], self.noise[at]
-        is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
-        return {
-            "index": None if is_plain else index,
-            "scale": None if bool((scale == 1).all()) else scale,
-            "noise": noise if bool(noise.any()) else None,
-        }
-
-    def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
-        """The wanted target entries in runs that are copies, then extra ones."""
-        start, stop, _ = part.indices(len(self.index))
-        first_extra = len(self.index) - self.extra
-        for a, b, is_extra in (
-            (start, min(stop, first_extra), False),
-            (max(start, first_extra), stop, True),
-        ):
-            if a < b:
-                yield range(a, b), is_extra
 
 
 def build_tensor(
@@ -120,7 +79,7 @@ def _build_weight(
     out: Tensor | None,
 ) -> Tensor:
     axes = [
-        _axis_map(plan, task, axis, size)
+        axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
     if out is None:
@@ -169,48 +128,3 @@ def _mixes(axes: Sequence[AxisMap], block: Sequence[tuple[range, bool]]) -> bool
         not is_extra and bool((m.index[where.start : where.stop] >= m.source).any())
         for m, (where, is_extra) in zip(axes, block, strict=True)
     )
-
-
-def _axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
-    role, _, names = axis.partition(":")
-    layout, layer = plan.layout, task.source_layer
-    total = layout.family.axis_size(plan.source.config, axis)
-    if not names:
-        # a larger vocabulary: the new tokens are zero
-        is_old = torch.arange(size) < total
-        index = torch.arange(size) % max(total, 1)
-        return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)
-    pieces, first, extra = [], 0, 0
-    for name in names.split("|"):
-        space = layout.space(name, layer)
-        index = space.write_index if role == "write" else space.read_index
-        scale = space.write if role == "write" else space.read
-        fresh = _fresh(plan, task, role, name)
-        noise = None
-        if role == "read" and plan.options.symmetry == "noise" and not bool(fresh.any()):
-            noise = space.noise(plan.options.noise)
-        made = index >= space.source
-        extra = int(made.sum())
-        index = torch.where(made, index - space.source, index + first + total * fresh)
-        none = torch.zeros(space.target, dtype=torch.float64)
-        pieces.append((index, scale, none if noise is None else noise))
-        first += space.source
-    joined, scales, noises = (torch.cat(x) for x in zip(*pieces, strict=True))
-    if role == "write":
-        scales = scales * layout.scale(task.tensor.row)
-    return AxisMap(joined, scales, noises, total, extra)
-
-
-def _fresh(plan: GrowthPlan, task: Task, role: str, name: str) -> Tensor:
-    """Target units of this axis that come from the next layer, (target,) int64 of 0 and 1."""
-    space = plan.layout.space(name, task.source_layer)
-    none = torch.zeros(space.target, dtype=torch.int64)
-    if task.upper is None:
-        return none
-    if plan.options.aki == "eq16":
-        if role == "read":
-            return none
-        new = torch.arange(space.target) >= space.source
-        return (new & ~space.is_extra).long()
-    is_unit = plan.layout.family.spaces[name].kind in ("heads", "units")
-    return plan.layout.fresh(name).long() if is_unit else none

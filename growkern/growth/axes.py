@@ -1,0 +1,106 @@
+"""One axis of a target tensor: where each of its entries comes from, and what it is scaled by.
+
+A weight U = E_out W P_in copies what it writes and divides what it reads (`spaces`, (1)). Its
+gradient is the mirror image: while every reader of a space takes the same shares,
+
+    dU = P_out^T dW E_in^T                                                                 (1)
+
+so the written axis is divided, the read axis is copied, and a row that was scaled is unscaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.tasks import Task
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """One axis of a gather over the target: (target,) each.
+
+    Attributes:
+        index: source entry; beyond `source` the next layer's; in the last `extra` entries, one of
+            the rows made for them.
+        scale, noise: float64.
+        source: length of the source's axis.
+        extra: how many target entries at the end are gathered from made rows.
+    """
+
+    index: Tensor
+    scale: Tensor
+    noise: Tensor
+    source: int
+    extra: int = 0
+
+    def block(self, where: range) -> dict[str, Tensor | None]:
+        """Index, scale and noise of some target entries, None where they change nothing."""
+        at = slice(where.start, where.stop)
+        index, scale, noise = self.index[at], self.scale[at], self.noise[at]
+        is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
+        return {
+            "index": None if is_plain else index,
+            "scale": None if bool((scale == 1).all()) else scale,
+            "noise": noise if bool(noise.any()) else None,
+        }
+
+    def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
+        """The wanted target entries in runs that are copies, then extra ones."""
+        start, stop, _ = part.indices(len(self.index))
+        first_extra = len(self.index) - self.extra
+        for a, b, is_extra in (
+            (start, min(stop, first_extra), False),
+            (max(start, first_extra), stop, True),
+        ):
+            if a < b:
+                yield range(a, b), is_extra
+
+
+def axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
+    role, _, names = axis.partition(":")
+    layout, layer = plan.layout, task.source_layer
+    total = layout.family.axis_size(plan.source.config, axis)
+    if not names:
+        # a larger vocabulary: the new tokens are zero
+        is_old = torch.arange(size) < total
+        index = torch.arange(size) % max(total, 1)
+        return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)
+    pieces, first, extra = [], 0, 0
+    for name in names.split("|"):
+        space = layout.space(name, layer)
+        index = space.write_index if role == "write" else space.read_index
+        scale = space.write if role == "write" else space.read
+        fresh = _fresh(plan, task, role, name)
+        noise = None
+        if role == "read" and plan.options.symmetry == "noise" and not bool(fresh.any()):
+            noise = space.noise(plan.options.noise)
+        made = index >= space.source
+        extra = int(made.sum())
+        index = torch.where(made, index - space.source, index + first + total * fresh)
+        none = torch.zeros(space.target, dtype=torch.float64)
+        pieces.append((index, scale, none if noise is None else noise))
+        first += space.source
+    joined, scales, noises = (torch.cat(x) for x in zip(*pieces, strict=True))
+    if role == "write":
+        scales = scales * layout.scale(task.tensor.row)
+    return AxisMap(joined, scales, noises, total, extra)
+
+
+def _fresh(plan: GrowthPlan, task: Task, role: str, name: str) -> Tensor:
+    """Target units of this axis that come from the next layer, (target,) int64 of 0 and 1."""
+    space = plan.layout.space(name, task.source_layer)
+    none = torch.zeros(space.target, dtype=torch.int64)
+    if task.upper is None:
+        return none
+    if plan.options.aki == "eq16":
+        if role == "read":
+            return none
+        new = torch.arange(space.target) >= space.source
+        return (new & ~space.is_extra).long()
+    is_unit = plan.layout.family.spaces[name].kind in ("heads", "units")
+    return plan.layout.fresh(name).long() if is_unit else none

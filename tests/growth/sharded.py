@@ -1,0 +1,187 @@
+"""What the ranks of test_grow_into do: grow into sharded models and compare, case by case.
+
+Run by torch.distributed.run with a directory for sources and results; every rank writes one file.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import growkern
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+
+# name: (class, sizes, source config, growth, mesh)
+CASES = {
+    "bert, fsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}, "fsdp"),
+    "bert uneven, fsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 20}, "fsdp"),
+    "bert uneven and deeper, hsdp": (
+        "BertForPreTraining",
+        BERT,
+        {},
+        {"hidden_size": 20, "num_hidden_layers": 3, "depth": "identity"},
+        "hsdp",
+    ),
+    "bert aki, hsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "method": "aki"}, "hsdp"),
+    "gpt2, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 24}, "fsdp"),
+    "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
+    "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
+    "llama tied, fsdp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp"),
+    "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
+    "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
+    "llama tied, fsdp x tp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp x tp"),
+    "llama aki uneven, fsdp x tp": (
+        "LlamaForCausalLM",
+        LLAMA,
+        UNTIED,
+        # 17 rows for each half of the tensor-parallel pair, 9 and 8 of them for a rank
+        {"hidden_size": 24, "intermediate_size": 34, "method": "aki"},
+        "fsdp x tp",
+    ),
+}
+TWO_RANKS = ("bert uneven, fsdp", "gpt2, fsdp", "llama, tp")
+
+TENSOR_PARALLEL = {
+    **{f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.gate_proj": ColwiseParallel,
+    "mlp.up_proj": ColwiseParallel,
+    "mlp.down_proj": RowwiseParallel,
+}
+
+
+def mapped_files():
+    """Address ranges of memory that is a checkpoint's file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = (line.split()[0].split("-") for line in lines if line.endswith(".safetensors"))
+    return [(int(start, 16), int(stop, 16)) for start, stop in ranges]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest memory that any operation gives out; mapped files are not memory."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                memory = tensor.untyped_storage()
+                at, size = memory.data_ptr(), memory.nbytes()
+                if size > self.bytes and not any(a <= at < b for a, b in mapped_files()):
+                    self.bytes = size
+        return result
+
+
+def meshes():
+    size = dist.get_world_size()
+    found = {"fsdp": init_device_mesh("cpu", (size,))}
+    if size == 2:
+        found["tp"] = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    if size == 4:
+        found["hsdp"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        found |= {"fsdp x tp": both, "tp": both}
+    return found
+
+
+def shard(model, kind, mesh):
+    for module in list(model.modules()):
+        if not isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            continue
+        if "tp" in kind:
+            styles = {name: style() for name, style in TENSOR_PARALLEL.items()}
+            parallelize_module(module, mesh["tp"], styles)
+        if kind != "tp":
+            fully_shard(module, mesh=mesh["dp"] if "tp" in kind else mesh)
+    if kind != "tp":
+        fully_shard(model, mesh=mesh["dp"] if "tp" in kind else mesh)
+    return model
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run(class_name, sizes, config, how, kind, mesh, directory):
+    source = random_model(class_name, sizes, dtype=torch.float32, **config)
+    if dist.get_rank() == 0:
+        source.save_pretrained(directory)
+    dist.barrier()
+    whole = growkern.grow(directory, **how)
+    model_class = getattr(transformers, class_name)
+    config = growkern.plan(directory, **how).target_config
+    with torch.device("meta"):
+        model = shard(model_class(config), kind, mesh)
+    options = {k: v for k, v in how.items() if k in ("method", "depth")}
+    with CommDebugMode() as comm, LargestTensor() as largest:
+        report = growkern.grow_into(model, directory, **options)
+    # PyTorch's own way from whole parameters to this rank's part is the truth
+    expected = model_class(whole.config)
+    expected.load_state_dict(whole.state_dict())
+    expected = shard(expected, kind, mesh)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    truths = dict(expected.named_parameters(remove_duplicate=False))
+    result = {
+        "wrong": [n for n, p in truths.items() if not torch.equal(local(p), local(named[n]))],
+        "sharded": sum(isinstance(p, DTensor) for p in model.parameters()),
+        "empty": sum(not local(p).numel() for p in model.parameters()),
+        "collectives": comm.get_total_counts(),
+        "largest": largest.bytes,
+        "held": max(local(p).nbytes for p in model.parameters()),
+        "full": max(p.nbytes for p in model.parameters()),
+        "source": max(p.nbytes for p in source.parameters()),
+        "bytes": report.bytes_written,
+        "all bytes": sum(local(p).nbytes for p in model.parameters()),
+        "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    }
+    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    name = "prediction_logits" if class_name == "BertForPreTraining" else "logits"
+    with torch.no_grad():
+        logits, truth = (getattr(m.eval()(input_ids=tokens), name) for m in (model, whole))
+    result["output error"] = ((logits - truth).abs().max() / truth.abs().max()).item()
+    return result
+
+
+def main(directory):
+    dist.init_process_group("gloo")
+    with CommDebugMode() as comm:
+        dist.all_reduce(torch.ones(1))
+    results = {"canary": comm.get_total_counts()}
+    found = meshes()
+    names = TWO_RANKS if dist.get_world_size() == 2 else CASES
+    for number, name in enumerate(names):
+        *case, kind = CASES[name]
+        try:
+            results[name] = run(*case, kind, found[kind], directory / f"source-{number}")
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    file = directory / f"rank-{dist.get_rank()}.json"
+    file.write_text(json.dumps(results))
+    dist.barrier()
+    # gloo may abort in its own clean-up
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""Growing into models that are already built and sharded: each part is the whole's, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import growkern
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from tests.growth.sharded import CASES, TWO_RANKS
+from tests.growth.test_families import CASES as FAMILIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(ranks, directory):
+    """What every rank of a run of tests.growth.sharded found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "tests.growth.sharded", str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    files = [directory / f"rank-{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return launch(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return launch(2, tmp_path_factory.mktemp("two"))
+
+
+def check_ranks(name, ranks):
+    _, sizes, config, how, _ = CASES[name]
+    assert all(rank["canary"] == 1 for rank in ranks)
+    # of a shorter part, memory is that of the longest
+    held = max(rank[name].get("held", 0) for rank in ranks)
+    for rank in (rank[name] for rank in ranks):
+        assert "error" not in rank, rank["error"]
+        assert rank["wrong"] == []
+        assert rank["collectives"] == 0
+        assert rank["sharded"] > 0
+        assert rank["bytes"] == rank["all bytes"]
+        assert rank["tied"] == config.get("tie_word_embeddings", True)
+        # tensor parallelism sums in another order
+        assert rank["output error"] <= (2e-6 if "tp" in name else 0.0)
+        if how.get("method") == "random":
+            continue
+        uneven = "rms_norm_eps" not in sizes and 20 in how.values()
+        # extra coordinates hold means over source tensors, which are summed in float64
+        assert rank["largest"] <= (2 * rank["source"] if uneven else held)
+        assert "tp" in name or held < rank["full"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_hold_their_parts_of_the_grown_model(name, four_ranks):
+    check_ranks(name, four_ranks)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_hold_their_parts_of_the_grown_model(name, two_ranks):
+    check_ranks(name, two_ranks)
+
+
+def test_uneven_shards_leave_ranks_without_rows(four_ranks):
+    """Two token types on four ranks."""
+    assert [rank["bert, fsdp"]["empty"] for rank in four_ranks][-1] > 0
+
+
+# --------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case[0])
+def test_meta_model_of_every_family_becomes_what_grow_makes(case):
+    """Parameters, buffers that no checkpoint holds, and outputs."""
+    class_name, sizes, config, how = case
+    source = random_model(class_name, sizes, **config)
+    grown = growkern.grow(source, **how)
+    with torch.device("meta"):
+        model = type(grown)._from_config(grown.config, dtype=torch.float64)
+    options = {k: v for k, v in how.items() if k in ("method", "depth", "symmetry")}
+    growkern.grow_into(model.eval(), source, **options)
+    for tensors in ("named_parameters", "named_buffers"):
+        expected, actual = (dict(getattr(m, tensors)()) for m in (grown, model))
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(t, actual[name]) for name, t in expected.items())
+    new = outputs(model)
+    assert all(torch.equal(x, new[name]) for name, x in outputs(grown).items())
+
+
+def llama(**config):
+    return random_model("LlamaForCausalLM", LLAMA, **config)
+
+
+def target_of(source, device="cpu", dtype=torch.float64, **how):
+    config = growkern.plan(source, **how).target_config
+    with torch.device(device):
+        return type(source)._from_config(config, dtype=dtype)
+
+
+def same_parameters(model, grown):
+    expected = dict(grown.named_parameters())
+    return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_materialised_model_is_filled_in_place():
+    source = llama()
+    model = target_of(source, hidden_size=24)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    report = growkern.grow_into(model, source)
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert same_parameters(model, growkern.grow(source, hidden_size=24))
+    assert report.bytes_written == sum(p.nbytes for p in model.parameters())
+    assert report.plan is model.growth_plan
+    assert not any(hasattr(p, "_is_hf_initialized") for p in model.parameters())
+
+
+def test_to_empty_leaves_buffers_undefined_and_growth_restores_them(empty_is_nan):
+    source = llama()
+    model = target_of(source, "meta", hidden_size=24).to_empty(device="cpu")
+    assert model.model.rotary_emb.inv_freq.isnan().any()
+    state = torch.get_rng_state()
+    growkern.grow_into(model, source)
+    # ranks must not draw numbers here: some have less to do than others
+    assert torch.equal(state, torch.get_rng_state())
+    grown = growkern.grow(source, hidden_size=24)
+    assert torch.equal(model.model.rotary_emb.inv_freq, grown.model.rotary_emb.inv_freq)
+
+
+def test_the_models_dtype_is_the_growths():
+    source = llama()
+    model = target_of(source, "meta", torch.bfloat16, hidden_size=24)
+    growkern.grow_into(model, source)
+    assert same_parameters(model, growkern.grow(source, hidden_size=24, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, "layers", "ddp"])
+def test_wrapped_models_are_filled(wrap, tmp_path):
+    source = llama()
+    model = target_of(source, hidden_size=24)
+    outer = model
+    if wrap == "layers":
+        for number, layer in enumerate(model.model.layers):
+            model.model.layers[number] = torch.compile(layer)
+    elif wrap == "ddp":
+        file = f"file://{tmp_path}/store"
+        torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+        outer = nn.parallel.DistributedDataParallel(model)
+        torch.distributed.destroy_process_group()
+    else:
+        outer = wrap(model)
+    growkern.grow_into(outer, source)
+    plain = {n.replace("_orig_mod.", ""): p for n, p in model.named_parameters()}
+    grown = growkern.grow(source, hidden_size=24)
+    assert all(torch.equal(p, plain[name]) for name, p in grown.named_parameters())
+
+
+def bert():
+    return random_model("BertForMaskedLM", BERT)
+
+
+def untied():
+    model = target_of(llama(tie_word_embeddings=True), hidden_size=24)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    return model
+
+
+def with_parameter():
+    model = target_of(llama(), hidden_size=24)
+    model.model.gate = nn.Parameter(torch.zeros(3).double())
+    return model
+
+
+def without_layer():
+    model = target_of(llama(), hidden_size=24)
+    del model.model.layers[1]
+    return model
+
+
+def wrong_shape():
+    model = target_of(llama(), hidden_size=24)
+    model.lm_head = nn.Linear(24, 51, bias=False, dtype=torch.float64)
+    return model
+
+
+def two_dtypes():
+    model = target_of(llama(), hidden_size=24)
+    model.model.norm.float()
+    return model
+
+
+def quantised():
+    model = target_of(llama(), hidden_size=24)
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+def wrong_rotary():
+    config = growkern.plan(llama(), head_dim=6).target_config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize(
+    "make, source, message",
+    [
+        (lambda: target_of(bert(), hidden_size=24), llama, "build transformers.LlamaForCausalLM"),
+        (lambda: bert().bert, bert, "is a BertModel, the source a BertForMaskedLM"),
+        (lambda: nn.Sequential(bert()), bert, "pass the transformers.PreTrainedModel"),
+        (llama, llama, "nothing grows"),
+        (untied, lambda: llama(tie_word_embeddings=True), "lm_head.weight and model.embed_tokens"),
+        (with_parameter, llama, r"no rule for the model's parameter model.gate \[3\]"),
+        (without_layer, llama, "no parameter model.layers.1"),
+        (wrong_shape, llama, r"lm_head.weight is \[51, 24\] in the model"),
+        (two_dtypes, llama, "several dtypes: .*float64 and model.norm.weight torch.float32"),
+        (quantised, llama, "quantised"),
+        (wrong_rotary, llama, "built with rope_parameters=.*target_config"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(make, source, message):
+    model = make()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(growkern.GrowthError, match=message):
+        growkern.grow_into(model, source())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_bad_requests_are_refused():
+    model = target_of(llama(), hidden_size=24)
+    with pytest.raises(growkern.GrowthError, match="the model's own config gives the sizes"):
+        growkern.grow_into(model, llama(), hidden_size=24)
+    with pytest.raises(growkern.GrowthError, match="did you mean 'fpi'"):
+        growkern.grow_into(model, llama(), method="fpl")
+
+
+def test_nonfinite_sources_are_refused_by_the_ranks_that_meet_them():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    source.transformer.h[1].mlp.c_fc.weight.data[3, 2] = float("inf")
+    model = target_of(source, "meta", n_embd=24)
+    with pytest.raises(growkern.GrowthError, match=r"h.1.mlp.c_fc.weight .*NaN or Inf"):
+        growkern.grow_into(model, source)
+    growkern.grow_into(model, source, allow_nonfinite=True)
