@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
     from growkern.growth.grow_into import grow_into as grow_into
+    from growkern.growth.moments import growth_lr_multipliers as growth_lr_multipliers
+    from growkern.growth.moments import moment_findings as moment_findings
+    from growkern.growth.optimizer import grow_optimizer as grow_optimizer
     from growkern.growth.plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan import plan as plan
     from growkern.growth.verify import VerifyReport as VerifyReport
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from growkern.ops.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.train.config import TwoStageConfig as TwoStageConfig
+    from growkern.train.growth_adamw import GrowthAdamW as GrowthAdamW
+    from growkern.train.growth_adamw import decay_groups as decay_groups
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
@@ -34,12 +39,17 @@ _MODULE_OF = {
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",
     "grow_into": "growkern.growth.grow_into",
+    "grow_optimizer": "growkern.growth.optimizer",
+    "growth_lr_multipliers": "growkern.growth.moments",
+    "moment_findings": "growkern.growth.moments",
     "plan": "growkern.growth.plan",
     "verify": "growkern.growth.verify",
     "expand": "growkern.ops.expand",
     "kl_mlm_loss": "growkern.ops.kl_mlm_loss",
     "linear_kl_mlm_loss": "growkern.ops.linear_kl_mlm_loss",
+    "GrowthAdamW": "growkern.train.growth_adamw",
     "TwoStageConfig": "growkern.train.config",
+    "decay_groups": "growkern.train.growth_adamw",
     "InheritanceSchedule": "growkern.train.inheritance",
     "TwoStageTrainer": "growkern.train.trainer",
 }

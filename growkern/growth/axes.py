@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from growkern.growth import maps
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
 
@@ -62,6 +63,7 @@ class AxisMap:
 
 
 def axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
+    """The map of one axis of a weight."""
     role, _, names = axis.partition(":")
     layout, layer = plan.layout, task.source_layer
     total = layout.family.axis_size(plan.source.config, axis)
@@ -89,6 +91,44 @@ def axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
     if role == "write":
         scales = scales * layout.scale(task.tensor.row)
     return AxisMap(joined, scales, noises, total, extra)
+
+
+def gradient_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
+    """The map of that axis of the gradient, (1): 0 for entries that copy none of the source's."""
+    role, _, names = axis.partition(":")
+    layout = plan.layout
+    if not names:
+        return axis_map(plan, task, axis, size)
+    total = layout.family.axis_size(plan.source.config, axis)
+    pieces, first = [], 0
+    for name in names.split("|"):
+        space = layout.space(name, task.source_layer)
+        index = space.read_index if role == "write" else space.write_index
+        scale = space.read if role == "write" else space.write
+        made = space.is_extra | (index >= space.source)
+        index = torch.where(made, 0, index) + first + total * _fresh(plan, task, role, name)
+        pieces.append((index, torch.where(made, 0.0, scale)))
+        first += space.source
+    joined, scales = (torch.cat(x) for x in zip(*pieces, strict=True))
+    if role == "write":
+        scales = scales / layout.scale(task.tensor.row)
+    return AxisMap(joined, scales, torch.zeros_like(scales), total)
+
+
+def old_entries(plan: GrowthPlan, task: Task, axis: str, size: int) -> Tensor:
+    """Where an axis of the source stands in the target's, (size,) bool: the first of all copies."""
+    _, _, names = axis.partition(":")
+    if not names:
+        return torch.arange(size) < plan.layout.family.axis_size(plan.source.config, axis)
+    pieces = []
+    for name in names.split("|"):
+        space = plan.layout.space(name, task.source_layer)
+        # a larger head holds copies that nothing reads among the old entries
+        is_read = (space.read != 0) & ~space.is_extra
+        old = torch.zeros_like(is_read)
+        old[is_read] = maps.rank_in_group(space.read_index[is_read]) == 0
+        pieces.append(old)
+    return torch.cat(pieces)
 
 
 def _fresh(plan: GrowthPlan, task: Task, role: str, name: str) -> Tensor:

@@ -1,0 +1,227 @@
+"""`grow_optimizer`: the state of Adam or AdamW along with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from growkern.errors import GrowthError, nearest
+from growkern.growth.moments import grow_moment, starts_at_zero
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.tasks import Task
+
+CHOICES = ("grow", "old_slices", "reset")
+# state of Adam and AdamW -> the power of the gradient it is a mean of
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+# what else a state may hold: the count of steps, and that of GrowthAdamW since the last growth
+COUNTS = ("step", "growth_step")
+
+
+@torch.no_grad()
+def grow_optimizer(
+    state_dict: Mapping[str, Any], plan: GrowthPlan, *, moments: str = "grow"
+) -> dict[str, Any]:
+    """The optimizer state of the target, from the source's.
+
+    State keyed by position needs the parameters' names: `param_names` in the groups, where the
+    optimizer was made from named parameters; else one group is `model.named_parameters()` and two
+    are those of `transformers.Trainer`: weights that decay, then norms and biases. State keyed by
+    names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it, stays
+    keyed by names. Groups keep their settings and a target parameter joins its source's group.
+
+    Args:
+        state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`, whole tensors. A
+            Trainer's: `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`.
+        plan: the growth of the weights, from `growkern.plan` or a grown model's `growth_plan`.
+        moments: "grow" gives every copy its share of its source's moments, (2) and (3) of
+            `growkern.growth.moments`; `moment_findings(plan)` says where that is exact. Entries
+            without a source are 0, inserted blocks start at step 0.
+            "old_slices" keeps the source's moments where the source's entries are now, as they
+            are, and 0 elsewhere, with the counts of steps: what copies share is forgotten, so they
+            can part. Meant for `GrowthAdamW(rewarm_steps=...)`.
+            "reset" is step 0 with zeros: it differs from a new optimizer in the groups' settings.
+
+    Returns:
+        A state dict for an optimizer of the target with the same groups, on the CPU.
+
+    Raises:
+        GrowthError: a state of another optimizer or another model, or sharded tensors.
+
+    Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
+    """
+    if moments not in CHOICES:
+        raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise GrowthError(
+            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
+        )
+    groups = state_dict["param_groups"]
+    names = _names(plan, groups)
+    state = _state_by_name(plan, state_dict["state"], groups, names)
+    grown_names = _target_names(plan, names)
+    new_state: dict[Any, dict[str, Any]] = {}
+    new_groups, tasks, number = [], {task.name: task for task in plan.tasks}, 0
+    for group, members in zip(groups, grown_names, strict=True):
+        keys: list[Any] = []
+        for name in members:
+            keys.append(name if _is_named(group) else number)
+            entry = _grown_entry(plan, tasks[name], state, moments)
+            if entry:
+                new_state[keys[-1]] = entry
+            number += 1
+        new_groups.append({**group, "params": keys})
+        if "param_names" in group:
+            new_groups[-1]["param_names"] = list(members)
+    return {**state_dict, "state": new_state, "param_groups": new_groups}
+
+
+def _grown_entry(
+    plan: GrowthPlan, task: Task, state: Mapping[str, Mapping[str, Any]], moments: str
+) -> dict[str, Any]:
+    """State of one target parameter; none where the source has not taken a step with it."""
+    source = state.get(task.source)
+    is_zero = starts_at_zero(plan, task, moments)
+    if source is None and task.is_made:
+        # like the others', which exist if a step was taken at all
+        source = next(iter(state.values()), None)
+    if source is None:
+        return {}
+    grown: dict[str, Any] = {}
+    for key in MOMENTS.keys() & source.keys():
+        if is_zero:
+            grown[key] = torch.zeros(task.shape, dtype=source[key].dtype)
+            continue
+        values = {name: entry[key] for name, entry in state.items()}
+        read, power = values.__getitem__, MOMENTS[key]
+        grown[key] = grow_moment(plan, task, read, power=power, moments=moments)
+    step = torch.as_tensor(source["step"])
+    return {"step": torch.zeros_like(step) if is_zero else step.clone(), **grown}
+
+
+# -------------------------------------------------------------------- names
+
+
+def decay_names(model: nn.Module) -> set[str]:
+    """Parameters that `transformers.Trainer` gives its weight decay: no norms, no biases."""
+    return set(transformers.Trainer.get_decay_parameter_names(None, model))
+
+
+def _is_named(group: Mapping[str, Any]) -> bool:
+    return bool(group["params"]) and isinstance(group["params"][0], str)
+
+
+def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The source's parameter names, group by group, tied ones by the name the plan knows."""
+    if any(_is_named(group) for group in groups):
+        found = [list(group["params"]) for group in groups]
+    elif all("param_names" in group for group in groups):
+        found = [list(group["param_names"]) for group in groups]
+    else:
+        found = _default_names(plan, len(groups))
+    counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], found))
+    if counts != expected:
+        raise GrowthError(
+            f"the optimizer's groups hold {counts} parameters, {plan.source.class_name} has "
+            f"{expected}; make it from named parameters: AdamW(model.named_parameters())"
+        )
+    family, config = plan.source.family, plan.source.config
+    known = {t.name: t.tied or t.name for t in family.tensors(config, plan.source.class_name)}
+    for name in (name for group in found for name in group):
+        if name not in known:
+            raise GrowthError(
+                f"the optimizer has state for {name}, which {plan.source.class_name} does not "
+                f"have{nearest(name, known)}"
+            )
+    shares = family.shares(config)
+    return [[known[name] if shares else name for name in group] for group in found]
+
+
+def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
+    model = _meta_model(plan, plan.source.config)
+    names = [name for name, _ in model.named_parameters()]
+    if groups == 1:
+        return [names]
+    if groups != 2:
+        raise GrowthError(
+            f"the optimizer has {groups} groups without param_names; only the one of "
+            "model.parameters() and the two of transformers.Trainer are known by position; make it "
+            "from named parameters"
+        )
+    decays = decay_names(model)
+    return [[n for n in names if n in decays], [n for n in names if n not in decays]]
+
+
+def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The target's parameters in its own order, each in its source's group."""
+    group_of = {name: number for number, names in enumerate(source) for name in names}
+    sources = {task.name: task.source for task in plan.tasks}
+    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
+    by_rank: dict[int, int] = {}
+    for name, number in group_of.items():
+        by_rank.setdefault(len(shapes[name]), number)
+    grown: list[list[str]] = [[] for _ in source]
+    family, config = plan.source.family, plan.target_config
+    tied = {t.name: t.tied for t in family.tensors(config, plan.source.class_name) if t.tied}
+    for name, parameter in _meta_model(plan, config).named_parameters():
+        name = name if name in sources else str(tied[name])
+        made = sources[name] not in shapes
+        # a tensor that the source lacks decays like those of its rank
+        found = by_rank.get(parameter.ndim) if made else group_of.get(sources[name])
+        if found is not None:
+            grown[found].append(name)
+    return grown
+
+
+def _meta_model(plan: GrowthPlan, config: Any) -> Any:
+    with torch.device("meta"):
+        return getattr(transformers, plan.source.class_name)._from_config(config)
+
+
+# ------------------------------------------------------------------- checks
+
+
+def _state_by_name(
+    plan: GrowthPlan,
+    state: Mapping[Any, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+) -> dict[str, Mapping[str, Any]]:
+    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for group, members in zip(groups, names, strict=True):
+        for key, name in zip(group["params"], members, strict=True):
+            if key not in state:
+                continue
+            _check_entry(name, state[key], shapes[name])
+            by_name[name] = {
+                k: v.cpu() if isinstance(v, Tensor) else v for k, v in state[key].items()
+            }
+    return by_name
+
+
+def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    for key, value in entry.items():
+        if key in COUNTS:
+            continue
+        if key not in MOMENTS:
+            raise GrowthError(
+                f"{name}: no rule for the optimizer's {key!r}; growkern grows the state of Adam "
+                "and AdamW"
+            )
+        if isinstance(value, DTensor):
+            raise GrowthError(
+                f"{name}: {key} is sharded; gather it with get_optimizer_state_dict(..., "
+                "options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+            )
+        if tuple(value.shape) != shape:
+            raise GrowthError(
+                f"{name}: {key} is {list(value.shape)}, the parameter {list(shape)}; is this the "
+                "source's optimizer, and are its groups the Trainer's?"
+            )
+    if "step" not in entry:
+        raise GrowthError(f"{name}: no step count in the optimizer's state")
