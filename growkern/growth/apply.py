@@ -67,6 +67,20 @@ def _build_small(plan: GrowthPlan, task: Task, read: Read, backend: str | None) 
     return build_norm(plan, task, read, backend)
 
 
+def source_index(plan: GrowthPlan, task: Task, part: Part) -> list[Tensor] | None:
+    """Per axis, the entries of `task.source` and `task.upper` that a block needs; None: all."""
+    small = task.tensor.norm or task.identity in ("zero", "unit") or task.is_made
+    if small or plan.options.method in ("direct_copy", "random"):
+        return None
+    needed = []
+    for axis, size, where in zip(task.tensor.axes, task.shape, part, strict=True):
+        found = axis_map(plan, task, axis, size)
+        is_whole = any(is_extra for _, is_extra in found.blocks(where))
+        index = torch.arange(found.source) if is_whole else found.index[where] % found.source
+        needed.append(index)
+    return needed
+
+
 # ------------------------------------------------------------------ weights
 
 

@@ -19,6 +19,8 @@ from growkern.errors import GrowthError
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+# of torch.distributed.checkpoint
+METADATA_FILE = ".metadata"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ tensor has the same bits however the tensor is cut (`growkern.growth.apply`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers.initialization import guard_torch_init_functions
 
 from growkern.errors import GrowthError
-from growkern.growth.apply import build_tensor
+from growkern.growth.apply import build_tensor, source_index
 from growkern.growth.grow import GrowthReport
 from growkern.growth.options import GrowthOptions
 from growkern.growth.placement import device_of, local_part, local_tensor
@@ -57,7 +57,9 @@ def grow_into(
     Args:
         model: a `transformers.PreTrainedModel` of the source's class, or one inside
             `torch.compile` or `DistributedDataParallel`.
-        source: a checkpoint directory that every process can read, or a model in memory.
+        source: a checkpoint directory that every process can read, or a model in memory. The
+            directory may be one of `torch.distributed.checkpoint`, saved by any number of ranks,
+            with the model's config.json in it or above it.
         device: where meta parameters go; default the device of their mesh, else the CPU.
         allow_nonfinite: grow NaN and Inf as they are.
         backend: of the expansion kernel, see `growkern.expand`.
@@ -104,10 +106,31 @@ def _fill(
 ) -> None:
     if not local.numel():
         return
+    read = _part_reader(grown, task, part)
     if local.device.type == "cpu":
-        build_tensor(grown, task, part=part, out=local, backend=backend)
+        build_tensor(grown, task, read=read, part=part, out=local, backend=backend)
     else:
-        local.copy_(build_tensor(grown, task, part=part, backend=backend))
+        local.copy_(build_tensor(grown, task, read=read, part=part, backend=backend))
+
+
+def _part_reader(
+    grown: GrowthPlan, task: Task, part: tuple[slice, ...]
+) -> Callable[[str], Tensor] | None:
+    """Reads what a part needs, where reading a tensor is more than mapping it."""
+    stored = grown.source.headers.get(task.source)
+    index = source_index(grown, task, part)
+    if index is None or not hasattr(stored, "read_runs"):
+        return None
+    from growkern.growth.distributed_checkpoint import runs_of
+
+    runs = [runs_of(entries) for entries in index]
+
+    def read(name: str) -> Tensor:
+        if name in (task.source, task.upper):
+            return grown.source.headers[name].read_runs(runs)
+        return grown.source.read(name)
+
+    return read
 
 
 def _refuse_nonfinite(task: Task, local: Tensor) -> None:

@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.growth.files import Header, read_headers
+from growkern.growth.files import METADATA_FILE, read_headers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor] = field(repr=False)
     directory: Path | None = None
-    headers: Mapping[str, Header] = field(default_factory=dict, repr=False)
+    headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,8 +160,8 @@ def _open_directory(directory: Path) -> Source:
     class_name = config.architectures[0]
     family.check_config(config, class_name)
     _check_values(directory / "config.json", family, config)
-    headers = read_headers(directory)
     expected = family.shapes(config, class_name)
+    headers = _read_headers(directory, expected)
     names = _canonical_names(family, class_name, headers, expected)
     _leave_out_other_heads(family, config, class_name, names)
     tied = _tied_names(family, config, class_name)
@@ -175,6 +175,14 @@ def _open_directory(directory: Path) -> Source:
         return own[name].read()
 
     return Source(family, config, class_name, dtypes, read, directory, own)
+
+
+def _read_headers(directory: Path, expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not (directory / METADATA_FILE).is_file():
+        return read_headers(directory)
+    from growkern.growth.distributed_checkpoint import read_distributed
+
+    return read_distributed(directory, expected)
 
 
 def _check_values(file: Path, family: Family, config: Any) -> None:
@@ -193,6 +201,9 @@ def _read_config(directory: Path) -> Any:
     file = directory / "config.json"
     if not directory.is_dir():
         raise GrowthError(f"{directory}: no such directory")
+    if (directory / METADATA_FILE).is_file() and not file.is_file():
+        # trainers save sharded weights in a directory of their own below the model's
+        file = directory.parent / "config.json"
     if not file.is_file():
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
     try:
@@ -203,7 +214,7 @@ def _read_config(directory: Path) -> Any:
         raise GrowthError(f'{file}: no "model_type"')
     load_family(str(data["model_type"]))
     try:
-        return transformers.AutoConfig.from_pretrained(directory)
+        return transformers.AutoConfig.from_pretrained(file.parent)
     except Exception as error:
         # the library validates configs with several exception types; all mean a bad file
         raise GrowthError(f"{file}: {str(error).strip().splitlines()[-1].strip()}") from error
@@ -212,7 +223,7 @@ def _read_config(directory: Path) -> Any:
 def _canonical_names(
     family: Family,
     class_name: str,
-    headers: Mapping[str, Header],
+    headers: Mapping[str, Any],
     expected: Mapping[str, tuple[int, ...]],
 ) -> dict[str, str]:
     """The model's name -> the name in the file.

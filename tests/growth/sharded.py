@@ -3,7 +3,9 @@
 Run by torch.distributed.run with a directory for sources and results; every rank writes one file.
 """
 
+import copy
 import json
+import math
 import os
 import sys
 import traceback
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import growkern
+from growkern.growth.distributed_checkpoint import StoredTensor
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -42,10 +46,8 @@ CASES = {
         "hsdp",
     ),
     "bert aki, hsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "method": "aki"}, "hsdp"),
-    "gpt2, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 24}, "fsdp"),
     "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
     "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
-    "llama tied, fsdp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp"),
     "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
     "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
     "llama tied, fsdp x tp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp x tp"),
@@ -58,7 +60,9 @@ CASES = {
         "fsdp x tp",
     ),
 }
-TWO_RANKS = ("bert uneven, fsdp", "gpt2, fsdp", "llama, tp")
+TWO_RANKS = ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp")
+
+GROWN_CHECKPOINT = {"hidden_size": 24, "intermediate_size": 34, "method": "aki"}
 
 TENSOR_PARALLEL = {
     **{f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"},
@@ -162,6 +166,68 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     return result
 
 
+def run_checkpoint(kind, mesh, directory):
+    """Two ranks save a sharded source; each then reads what its part of the target copies."""
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    whole = growkern.grow(source, **GROWN_CHECKPOINT)
+    sharded = shard(copy.deepcopy(source), "fsdp", mesh["fsdp"])
+    state = {"model": sharded.state_dict(), "optim": {"lr": 0.1, "exp_avg": torch.ones(3)}}
+    checkpoint.save(state, checkpoint_id=directory / "weights")
+    source.config.architectures = ["LlamaForCausalLM"]
+    if dist.get_rank() == 0:
+        source.config.save_pretrained(directory)
+    dist.barrier()
+    with torch.device("meta"):
+        model = shard(type(source)(whole.config), kind, mesh[kind])
+    read = {}
+    read_runs = StoredTensor.read_runs
+
+    def spy(self, runs):
+        area = math.prod(sum(b - a for a, b in axis) for axis in runs)
+        read[self.raw_name] = area / math.prod(self.shape)
+        return read_runs(self, runs)
+
+    StoredTensor.read_runs = spy
+    with CommDebugMode() as comm:
+        growkern.grow_into(model, directory / "weights", method="aki")
+    StoredTensor.read_runs = read_runs
+    expected = shard(copy.deepcopy(whole), kind, mesh[kind])
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    return {
+        "wrong": [name for (name, p), q in pairs if not torch.equal(local(p), local(q))],
+        "collectives": comm.get_total_counts(),
+        "read": read,
+    }
+
+
+def run_optimizer(mesh, directory):
+    """GrowthAdamW on parts of parameters and on whole ones: the same steps."""
+    source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
+    whole = growkern.grow(source, n_embd=20, n_layer=3)
+    plan = whole.growth_plan
+    sharded = shard(copy.deepcopy(whole), "fsdp", mesh)
+    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    for model in (whole, sharded):
+        groups = growkern.decay_groups(model, 0.1)
+        optimizer = growkern.GrowthAdamW(groups, plan, lr=1e-3, eps=1e-3, rewarm_steps=4)
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = shard(whole, "fsdp", mesh)
+    sharded.reshard()
+    pairs = zip(expected.parameters(), sharded.parameters(), strict=True)
+    differences = [(local(p) - local(q)).abs() for p, q in pairs]
+    return {"difference": max(d.max().item() for d in differences if d.numel())}
+
+
+def attempt(function, *arguments):
+    try:
+        return function(*arguments)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
 def main(directory):
     dist.init_process_group("gloo")
     with CommDebugMode() as comm:
@@ -171,10 +237,12 @@ def main(directory):
     names = TWO_RANKS if dist.get_world_size() == 2 else CASES
     for number, name in enumerate(names):
         *case, kind = CASES[name]
-        try:
-            results[name] = run(*case, kind, found[kind], directory / f"source-{number}")
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
+        results[name] = attempt(run, *case, kind, found[kind], directory / f"source-{number}")
+    if dist.get_world_size() == 2:
+        for kind in ("fsdp", "tp"):
+            name = f"checkpoint, {kind}"
+            results[name] = attempt(run_checkpoint, kind, found, directory / kind)
+        results["optimizer"] = attempt(run_optimizer, found["fsdp"], directory)
     file = directory / f"rank-{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
     dist.barrier()
