@@ -172,6 +172,43 @@ def test_grow_refuses_what_it_cannot_do(run, checkpoint, tmp_path):
     assert [p.name for p in target.iterdir()] == ["precious"]
 
 
+def test_grow_takes_the_optimizer_along(run, checkpoint, tmp_path):
+    model = transformers.BertForMaskedLM.from_pretrained(checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    optimizer.step()
+    file, target = tmp_path / "optimizer.pt", tmp_path / "large"
+    torch.save(optimizer.state_dict(), file)
+    code, out, err = run("grow", checkpoint, target, *SIZES, "--optimizer", file)
+    assert (code, err) == (0, "")
+    assert "moments" in out
+    state = torch.load(target / "optimizer.pt", weights_only=True)
+    grown = transformers.BertForMaskedLM.from_pretrained(target)
+    new = torch.optim.AdamW(grown.parameters())
+    new.load_state_dict(state)
+    assert new.param_groups[0]["lr"] == 0.25
+    assert all(new.state[p]["exp_avg"].shape == p.shape for p in grown.parameters())
+
+
+def test_optimizers_that_do_not_fit_stop_everything(run, checkpoint, tmp_path):
+    target, file = tmp_path / "large", tmp_path / "optimizer.pt"
+
+    def grow(*more):
+        return run("grow", checkpoint, target, *SIZES, "--optimizer", file, *more)
+
+    assert_bad_input(grow(), "optimizer.pt", "no such file")
+    file.write_bytes(b"no pickle")
+    assert_bad_input(grow(), "optimizer.pt", "not a file of optimizer state")
+    torch.save({"state": Path("anything")}, file)
+    assert_bad_input(grow(), "optimizer.pt", "not a file of optimizer state")
+    torch.save([1], file)
+    assert_bad_input(grow(), "holds a list")
+    torch.save({"state": {}, "param_groups": []}, file)
+    assert_bad_input(grow("--moments", "all"), "moments='all'")
+    assert_bad_input(grow(), "0 groups")
+    assert not target.exists()
+
+
 # ------------------------------------------------------------------ train
 
 

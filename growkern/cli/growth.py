@@ -69,22 +69,36 @@ def grow(
     text: Annotated[
         Path | None, typer.Option(help="Text to report the loss before and after on.")
     ] = None,
+    optimizer: Annotated[
+        Path | None, typer.Option(help="The Trainer's optimizer.pt, to be grown into DST too.")
+    ] = None,
+    moments: Annotated[str, typer.Option(help="Of it: grow | old_slices | reset.")] = "grow",
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     import torch
 
     from growkern.growth.grow import grow_checkpoint
+    from growkern.growth.moments import moment_findings
+    from growkern.growth.optimizer import grow_optimizer
+    from growkern.growth.optimizer_file import OPTIMIZER_FILE, read_optimizer, write_optimizer
+    from growkern.growth.plan import plan as make_plan
     from growkern.growth.show import human
 
     silence_transformers()
     compared = {} if text is None else tokens_of(source, text)
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    state = None
+    if optimizer is not None:
+        # before the weights: a file that does not fit must stop everything
+        planned = make_plan(source, dtype=torch_dtype, **growth)
+        state = grow_optimizer(read_optimizer(optimizer), planned, moments=moments)
     report = grow_checkpoint(
         source,
         target,
         overwrite=overwrite,
-        dtype=None if dtype is None else getattr(torch, dtype),
+        dtype=torch_dtype,
         max_shard_size=max_shard_size,
         memory_limit=memory_limit,
         resume=not no_resume,
@@ -92,7 +106,11 @@ def grow(
         progress=sys.stderr.isatty(),
         **growth,
     )
-    for finding in report.plan.findings:
+    findings = report.plan.findings
+    if state is not None:
+        write_optimizer(state, report.directory / OPTIMIZER_FILE)
+        findings += moment_findings(report.plan) if moments == "grow" else ()
+    for finding in findings:
         print(f"{finding.level}: {finding.what} ({finding.why})")
     speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
     kept = f", {human(report.bytes_kept)}B of it before" if report.bytes_kept else ""

@@ -8,8 +8,7 @@ tensor has the same bits however the tensor is cut (`growkern.growth.apply`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
-from transformers.initialization import guard_torch_init_functions
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor, source_index
 from growkern.growth.grow import GrowthReport
+from growkern.growth.materialise import materialise, persistent_buffers, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.placement import device_of, local_part, local_tensor
 from growkern.growth.plan import GrowthPlan, plan_growth
@@ -84,8 +83,8 @@ def grow_into(
     grown = _plan_for(model, opened, options, parameters)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
-    _materialise(model, device or device_of(parameters))
-    _restore_buffers(model)
+    materialise(model, device or device_of(parameters))
+    restore_buffers(model)
     targets = _targets(grown, _named_tensors(model))
     written = 0
     with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
@@ -166,9 +165,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
             # a root that has run holds gathered parameters
             module.reshard()
     named = {}
-    tensors = chain(
-        model.named_parameters(remove_duplicate=False), _buffers(model, persistent=True)
-    )
+    tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
     for name, tensor in tensors:
         if "_fsdp_wrapped_module" in name or "_flat_param" in name:
             raise GrowthError(
@@ -179,13 +176,6 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
             name = name.replace(wrapper, "")
         named[name] = tensor
     return named
-
-
-def _buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        module, _, key = name.rpartition(".")
-        if (key not in model.get_submodule(module)._non_persistent_buffers_set) == persistent:
-            yield name, buffer
 
 
 def _plan_for(
@@ -244,45 +234,3 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
                 "(model.tie_weights(), or set the one to the other) before fully_shard"
             )
     return targets
-
-
-# -------------------------------------------------------------- materialise
-
-
-def _materialise(model: Any, device: torch.device | str) -> None:
-    """Real memory for meta parameters, of what this process holds alone; ties are kept."""
-    if not any(t.is_meta for t in chain(model.parameters(), model.buffers())):
-        return
-    first: dict[int, str] = {}
-    shared = {
-        name: first.setdefault(id(p), name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
-    model.to_empty(device=device)
-    for name, owner in shared.items():
-        kept = model.get_parameter(owner)
-        # fully_shard keeps its ties itself
-        if model.get_parameter(name) is not kept:
-            module, _, key = name.rpartition(".")
-            setattr(model.get_submodule(module), key, kept)
-
-
-def _restore_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds, which `to_empty` left undefined."""
-    with _marked_initialised(model), guard_torch_init_functions():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                model._init_weights(module)
-
-
-@contextmanager
-def _marked_initialised(model: Any) -> Iterator[None]:
-    """Transformers' own mark of parameters that its initialisation leaves alone."""
-    marked = [p for p in model.parameters() if not hasattr(p, "_is_hf_initialized")]
-    for parameter in marked:
-        parameter._is_hf_initialized = True
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            del parameter._is_hf_initialized

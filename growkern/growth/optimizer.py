@@ -119,7 +119,7 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     """The source's parameter names, group by group, tied ones by the name the plan knows."""
     if any(_is_named(group) for group in groups):
         found = [list(group["params"]) for group in groups]
-    elif all("param_names" in group for group in groups):
+    elif groups and all("param_names" in group for group in groups):
         found = [list(group["param_names"]) for group in groups]
     else:
         found = _default_names(plan, len(groups))

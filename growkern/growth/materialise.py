@@ -1,0 +1,59 @@
+"""Models on the meta device, made real: memory of this process's part, ties, computed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import guard_torch_init_functions
+
+
+def materialise(model: Any, device: torch.device | str) -> None:
+    """Real memory for meta parameters, of what this process holds alone; ties are kept."""
+    if not any(t.is_meta for t in chain(model.parameters(), model.buffers())):
+        return
+    first: dict[int, str] = {}
+    shared = {
+        name: first.setdefault(id(p), name)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    model.to_empty(device=device)
+    for name, owner in shared.items():
+        kept = model.get_parameter(owner)
+        # fully_shard keeps its ties itself
+        if model.get_parameter(name) is not kept:
+            module, _, key = name.rpartition(".")
+            setattr(model.get_submodule(module), key, kept)
+
+
+def restore_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds, which `to_empty` left undefined."""
+    with _marked_initialised(model), guard_torch_init_functions():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                model._init_weights(module)
+
+
+@contextmanager
+def _marked_initialised(model: Any) -> Iterator[None]:
+    """Transformers' own mark of parameters that its initialisation leaves alone."""
+    marked = [p for p in model.parameters() if not hasattr(p, "_is_hf_initialized")]
+    for parameter in marked:
+        parameter._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            del parameter._is_hf_initialized
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the buffers that checkpoints hold."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        module, _, key = name.rpartition(".")
+        if key not in model.get_submodule(module)._non_persistent_buffers_set:
+            yield name, buffer
