@@ -1,0 +1,172 @@
+// What kernels ask of the device beyond plain CUDA C++, one small function each.
+//
+// NVRTC compiles this without any header. On a CPU the same names come from
+// tests/ops/cuda_on_cpu.h, so that tests run the source that GPUs run.
+#pragma once
+
+namespace growkern {
+
+using i32 = int;
+using i64 = long long;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct bf16 {
+    u16 bits;
+};
+struct f16 {
+    u16 bits;
+};
+
+}  // namespace growkern
+
+#ifndef __CUDACC__
+#include "cuda_on_cpu.h"
+#else
+namespace growkern {
+
+__device__ inline u16 bf16_bits(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ inline u16 f16_bits(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ inline float f16_value(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+// shared memory whose size the launch gives
+__device__ inline void* dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char memory[];
+    return memory;
+}
+
+// 4, 8 or 16 bytes, both ends aligned to as many, on their way until `wait_copies`
+template <int BYTES>
+__device__ inline void copy_async(void* shared, const void* global) {
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+    if constexpr (BYTES == 16)  // past the L1 cache, which only copies of 16 can
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES)
+                     : "memory");
+}
+
+// ends a group of this thread's copies
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// until all but the last `pending` groups of this thread have arrived
+__device__ inline void wait_copies(int pending) {
+    switch (pending) {
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); return;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); return;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); return;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); return;
+        default: asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+}
+
+// the two halves of a barrier of all threads of a cluster of blocks
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// what the block of this rank in the cluster has where this one has `mine`, in shared memory
+__device__ inline float load_of_block(const float* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(mine));
+    float x;
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+#else
+    return *mine;
+#endif
+}
+
+}  // namespace growkern
+#endif
+
+namespace growkern {
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+__device__ inline float to_float(f16 x) { return f16_value(x.bits); }
+
+// rounded to the nearest of the type
+template <class T>
+__device__ inline T narrow(float x);
+template <>
+__device__ inline float narrow<float>(float x) { return x; }
+template <>
+__device__ inline bf16 narrow<bf16>(float x) { return {bf16_bits(x)}; }
+template <>
+__device__ inline f16 narrow<f16>(float x) { return {f16_bits(x)}; }
+
+__device__ inline float minus_inf() { return __uint_as_float(0xff800000u); }
+
+// n values that move as one
+template <class T, int n>
+struct alignas(n * sizeof(T)) Pack {
+    T x[n];
+};
+
+template <class T>
+__device__ inline bool is_aligned(const T* pointer, int bytes) {
+    return reinterpret_cast<u64>(pointer) % bytes == 0;
+}
+
+struct Sum {
+    __device__ static float neutral() { return 0; }
+    __device__ static float of(float a, float b) { return a + b; }
+};
+struct Max {
+    __device__ static float neutral() { return minus_inf(); }
+    __device__ static float of(float a, float b) { return fmaxf(a, b); }
+};
+struct Min {
+    __device__ static float neutral() { return -minus_inf(); }
+    __device__ static float of(float a, float b) { return fminf(a, b); }
+};
+
+// every thread of the warp gets the n results
+template <class Op, int n>
+__device__ inline void reduce_warp(float (&x)[n]) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < n; ++i) x[i] = Op::of(x[i], __shfl_xor_sync(0xffffffffu, x[i], step));
+}
+
+// every thread of the block gets the n results; `scratch` has room for n floats of each warp
+template <class Op, int n>
+__device__ inline void reduce_block(float (&x)[n], float* scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    reduce_warp<Op>(x);
+    for (int i = 0; i < n; ++i)
+        if (lane == 0) scratch[warp * n + i] = x[i];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = lane < warps ? scratch[lane * n + i] : Op::neutral();
+    // the scratch may be filled again as soon as this returns
+    __syncthreads();
+    reduce_warp<Op>(x);
+}
+
+}  // namespace growkern

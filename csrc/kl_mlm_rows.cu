@@ -1,0 +1,246 @@
+// The rows of the KL + MLM loss on a GPU with thread-block clusters (sm_90 and later).
+//
+// A cluster takes one row of the student and of its K teachers into the shared memory of its
+// blocks, sums over it and forms the gradient from there: every logit crosses the device's memory
+// once. Equations are numbered in growkern/ops/kl_mlm_loss.py. Letters: N rows, V vocabulary.
+#include "kl_mlm_state.h"
+
+namespace growkern {
+
+// columns a thread takes at a time: 16 bytes of float32
+constexpr int QUAD = 4;
+
+// exp(x), given exp(x / T): squared at T = 2, knowledge inheritance's own
+__device__ inline float whole_exp(float x, float e_t, float inv_t) {
+    return inv_t == 1.0f ? e_t : inv_t == 0.5f ? e_t * e_t : __expf(x);
+}
+
+// (exp(r) - 1) / r, short of 5e-8 of it below 0.25
+__device__ inline float expm1_ratio(float r) {
+    const float tail = 1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720));
+    return 1 + r * (0.5f + r * (1.0f / 6 + r * tail));
+}
+
+// a quad, of which `left` columns exist
+template <class T>
+__device__ inline void load_logits(const T* at, int left, float cap, float (&x)[QUAD]) {
+    const Pack<T, QUAD> raw = *reinterpret_cast<const Pack<T, QUAD>*>(at);
+#pragma unroll
+    for (int i = 0; i < QUAD; ++i) {
+        x[i] = to_float(raw.x[i]);
+        if (CAPPED && cap != 0) x[i] = i < left ? cap * tanhf(x[i] / cap) : minus_inf();
+    }
+}
+
+template <class T, int BYTES>
+__device__ inline void fetch_chunks(T* to, const T* from, int n) {
+    constexpr int step = BYTES / sizeof(T);
+    for (int i = step * threadIdx.x; i + step <= n; i += step * THREADS)
+        copy_async<BYTES>(to + i, from + i);
+    for (int i = n / step * step + threadIdx.x; i < n; i += THREADS) to[i] = from[i];
+}
+
+// a slice into shared memory, in the widest pieces its address allows (rows of BERT's 30522 columns
+// begin anywhere), and a last quad filled up with -inf
+template <class T>
+__device__ inline void fetch(T* to, const T* from, int n) {
+    if (is_aligned(from, 16))
+        fetch_chunks<T, 16>(to, from, n);
+    else if (is_aligned(from, 8))
+        fetch_chunks<T, 8>(to, from, n);
+    else if (is_aligned(from, 4))
+        fetch_chunks<T, 4>(to, from, n);
+    else
+        for (int i = threadIdx.x; i < n; i += THREADS) to[i] = from[i];
+    for (int i = n + threadIdx.x; i < (n + QUAD - 1) / QUAD * QUAD; i += THREADS)
+        to[i] = narrow<T>(minus_inf());
+    commit_copies();
+}
+
+__device__ inline float max_of(const float (&x)[QUAD]) {
+    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+}
+
+__device__ inline int first_of(const float (&x)[QUAD], float top) {
+    return x[0] == top ? 0 : x[1] == top ? 1 : x[2] == top ? 2 : 3;
+}
+
+// numbers 0 to 6, of columns first .. first + n - 1
+__device__ inline void student_pass(const STUDENT* z, int first, int n, int label,
+                                    const RowsArgs& a, Partial& p) {
+    float &m = p.m[0], &rest = p.sums[0], &d_t = p.sums[1], &moment = p.sums[2];
+    for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
+        float x[QUAD];
+        load_logits(z + v, n - v, a.cap, x);
+        const float top = max_of(x);
+        if (top > m) {
+            const float rescale = __expf(m - top);
+            rest *= rescale;
+            moment *= rescale;
+            d_t *= __expf((m - top) * a.inv_t);
+            m = top;
+            if (PARTS) p.best[0] = first + v + first_of(x, top);
+        }
+        const float base = base_of(m);
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) {
+            const float e_t = __expf((x[i] - base) * a.inv_t);
+            const float e = whole_exp(x[i] - base, e_t, a.inv_t);
+            d_t += e_t;
+            if (first + v + i == label)
+                p.z_y = x[i];
+            else
+                rest += e;
+            if (PARTS && e > 0) moment += e * x[i];
+            if (a.smoothing != 0 && v + i < n) p.sums[3] += x[i];
+        }
+    }
+}
+
+// numbers 0 to 3 of a teacher
+__device__ inline void teacher_pass(const STUDENT* z, const TEACHER* u, int first, int n,
+                                    const RowsArgs& a, int k, Partial& p) {
+    float &m = p.m[1 + k], &d = p.sums[4 + 2 * k], &cross = p.sums[5 + 2 * k];
+    for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
+        float x[QUAD], y[QUAD];
+        load_logits(z + v, n - v, a.cap, x);
+        load_logits(u + v, n - v, a.teacher_cap, y);
+        const float top = max_of(y);
+        if (top > m) {
+            const float rescale = __expf((m - top) * a.inv_t);
+            d *= rescale;
+            cross *= rescale;
+            m = top;
+            if (PARTS) p.best[1 + k] = first + v + first_of(y, top);
+        }
+        const float base = base_of(m);
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) {
+            const float w = __expf((y[i] - base) * a.inv_t);
+            d += w;
+            // 0 * (-inf - z) is 0 here, not NaN: a token the teacher rules out costs nothing
+            if (!(w <= 0)) cross += w * ((y[i] - x[i]) * a.inv_t);
+        }
+    }
+}
+
+// as wide as the row's address allows
+__device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
+    Pack<GRAD, QUAD> quad;
+#pragma unroll
+    for (int i = 0; i < QUAD; ++i) quad.x[i] = narrow<GRAD>(g[i]);
+    if (left >= QUAD && is_aligned(to, sizeof(quad))) {
+        *reinterpret_cast<Pack<GRAD, QUAD>*>(to) = quad;
+    } else if (left >= QUAD && is_aligned(to, sizeof(quad) / 2)) {
+        const auto* halves = reinterpret_cast<const Pack<GRAD, QUAD / 2>*>(&quad);
+        for (int i = 0; i < 2; ++i) reinterpret_cast<Pack<GRAD, QUAD / 2>*>(to)[i] = halves[i];
+    } else {
+        for (int i = 0; i < QUAD && i < left; ++i) to[i] = quad.x[i];
+    }
+}
+
+// (4) to (6) and (8) of columns first .. first + n - 1
+__device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int first, int n,
+                                     int label, int kind, const Partial& p, const RowsArgs& a,
+                                     const float* drows, float count, GRAD* dstudent) {
+    const float m = base_of(p.m[0]), e_y = __expf(p.z_y - m), d = p.sums[0] + e_y;
+    const float dmlm = kind & 1 ? drows[0] : 0.0f;
+    const float pull = dmlm * 2 * a.z_loss * (logf(d) + m), smooth = dmlm * a.smoothing;
+    const float at_y = (pull * e_y - dmlm * p.sums[0]) / d + smooth - smooth / count;
+    const float per_e = (dmlm + pull) / d, everywhere = smooth / count, inv_d_t = 1 / p.sums[1];
+    float m_u[1 + K], inv_d_u[1 + K], shift[1 + K], dkl[1 + K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        const float d_u = p.sums[4 + 2 * k];
+        m_u[k] = base_of(p.m[1 + k]);
+        inv_d_u[k] = 1 / d_u;
+        shift[k] = (m - m_u[k]) * a.inv_t + logf(p.sums[1] / d_u);
+        dkl[k] = kind & 2 ? drows[(1 + k) * a.N] * a.inv_t : 0.0f;
+    }
+    for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
+        float x[QUAD], y[QUAD], g[QUAD], q[QUAD];
+        load_logits(z + v, n - v, a.cap, x);
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) {
+            q[i] = __expf((x[i] - m) * a.inv_t);
+            const float e = whole_exp(x[i] - m, q[i], a.inv_t);
+            g[i] = first + v + i == label ? at_y : per_e * e - everywhere;  // (4), (8)
+            q[i] *= inv_d_t;
+        }
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) {
+                const float prob = __expf((y[i] - m_u[k]) * a.inv_t) * inv_d_u[k];
+                const float r = (x[i] - y[i]) * a.inv_t - shift[k];
+                // (5); false for NaN: both sides rule the token out
+                g[i] += dkl[k] * (fabsf(r) < 0.25f ? prob * (r * expm1_ratio(r)) : q[i] - prob);
+            }
+        }
+        if (CAPPED && a.cap != 0)
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) g[i] *= 1 - (x[i] / a.cap) * (x[i] / a.cap);  // (6)
+        store_quad(dstudent + first + v, g, n - v);
+    }
+}
+
+// the state and the gradient of a row that does not count; its logits are not read
+__device__ inline void pass_over(const RowsArgs& a, i64 row, int first, int n) {
+    if (a.sums && first == 0 && threadIdx.x < 8 + 6 * K)
+        a.state[threadIdx.x * a.N + row] = threadIdx.x == 3 ? minus_inf() : 0.0f;
+    const float zeros[QUAD] = {};
+    if (a.grad)
+        for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS)
+            store_quad(a.dstudent + row * a.dstudent_stride + first + v, zeros, n - v);
+}
+
+}  // namespace growkern
+
+// a grid of N * CLUSTER blocks
+extern "C" __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER)
+kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
+    using namespace growkern;
+    const i64 row = blockIdx.x / CLUSTER;
+    const int first = blockIdx.x % CLUSTER * a.span, n = max(0, min(a.span, a.V - first));
+    const int kind = a.kind[row];
+    if (kind == 0) return pass_over(a, row, first, n);
+
+    STUDENT* z = static_cast<STUDENT*>(dynamic_shared());  // (span,)
+    TEACHER* u = reinterpret_cast<TEACHER*>(z + a.span);   // (K, span)
+    Scratch& scratch = *reinterpret_cast<Scratch*>(u + K * a.span);
+    fetch(z, a.student + row * a.student_stride + first, n);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        fetch(u + k * a.span, a.teacher[k] + row * a.teacher_stride[k] + first, n);
+    // int64: a label of another slice of the vocabulary may be anything
+    const i64 given = kind & 1 ? a.labels[row] : -1;
+    const int label = given >= 0 && given < a.V ? static_cast<int>(given) : -1;
+
+    Partial p = nothing_seen(a.V);
+    if (a.sums) {
+        // the student is summed while the teachers are on their way
+        wait_copies(K);
+        __syncthreads();
+        student_pass(z, first, n, label, a, p);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            wait_copies(K - 1 - k);
+            __syncthreads();
+            teacher_pass(z, u + k * a.span, first, n, a, k, p);
+        }
+        merge(p, a.inv_t, a.V, OverBlock{scratch.reduce});
+        merge_cluster(p, a, scratch);
+        if (first == 0 && threadIdx.x == 0) store_state(p, a, a.state + row);
+    } else {
+        p = load_state(a, a.state + row);
+        wait_copies(0);
+        __syncthreads();
+        cluster_arrive();
+    }
+    // the gradient may overwrite logits of other blocks: all have fetched theirs
+    cluster_wait();
+    if (a.grad)
+        gradient_pass(z, u, first, n, label, kind, p, a, a.drows + row,
+                      a.sums ? a.V : a.state[7 * a.N + row], a.dstudent + row * a.dstudent_stride);
+}

@@ -1,0 +1,241 @@
+"""Compiles CUDA C++ with the NVRTC that came with PyTorch, keeps the result, and launches it.
+
+No compiler and no CUDA toolkit is needed: NVRTC and the driver are called by ctypes. A kernel takes
+one argument, a structure; csrc says what is in it. One file with one set of macros is compiled once
+for each architecture and version of NVRTC, in 0.1 to 0.5 s, and kept on disk.
+"""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import growkern
+from growkern.errors import GrowthError
+
+# of CUfunction_attribute, in cuda.h
+MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTERS = 8, 14
+# more blocks than this in a cluster are not promised by every device that has clusters
+PORTABLE_CLUSTER = 8
+
+
+class Kernel(NamedTuple):
+    """A function of a file of csrc, compiled with some macros; its name is that of the file."""
+
+    name: str
+    macros: tuple[tuple[str, str | int], ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> list[str]:
+        """For NVRTC and nvcc alike."""
+        return ["-std=c++17", *self.options, *(f"-D{name}={value}" for name, value in self.macros)]
+
+
+class Grid(NamedTuple):
+    """How many of what; `cluster` is what the kernel was compiled for."""
+
+    blocks: int
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+
+
+# ------------------------------------------------------------------- libraries
+
+
+def _nvrtc_paths(major: str) -> Iterator[str]:
+    """By name where PyTorch has loaded it already or the system knows it, then where pip puts it."""
+    yield f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    for folder in (f"cu{major}", "cuda_nvrtc"):
+        yield str(packages / folder / "lib" / f"libnvrtc.so.{major}")
+
+
+@cache
+def nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of PyTorch's CUDA version, or None."""
+    for path in _nvrtc_paths((torch.version.cuda or "13").split(".")[0]):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    return None
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def source_folder() -> Path | None:
+    """Beside the package's modules, or in the source tree of an editable install."""
+    for folder in (Path(path) for path in growkern.__path__):
+        for found in (folder / "csrc", folder.parent / "csrc"):
+            if (found / "cuda_device.h").is_file():
+                return found
+    return None
+
+
+def why_not() -> str:
+    """What is missing to run CUDA C++ here; empty if nothing is."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return "no NVIDIA GPU found by PyTorch"
+    if source_folder() is None:
+        return "installed without the sources of csrc: pip install --force-reinstall growkern"
+    if nvrtc() is None:
+        return "no NVRTC beside PyTorch: pip install nvidia-cuda-nvrtc"
+    return ""
+
+
+def reason() -> str:
+    """What CUDA C++ runs on here, or why it does not."""
+    missing = why_not()
+    if missing:
+        return missing
+    return f"NVRTC {'.'.join(map(str, _version()))}; not measured yet, Triton stays the default"
+
+
+# --------------------------------------------------------------------- compile
+
+
+@cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib = nvrtc()
+    assert lib is not None
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def compile_cubin(kernel: Kernel, arch: str) -> bytes:
+    """Machine code for an architecture ("sm_90"), from NVRTC.
+
+    Raises:
+        GrowthError: NVRTC refuses; its first complaint is in the message.
+    """
+    lib, folder = nvrtc(), source_folder()
+    assert lib is not None and folder is not None
+    source = (folder / f"{kernel.name}.cu").read_bytes()
+    flags = [f"--gpu-architecture={arch}", f"-I{folder}", *kernel.flags]
+    options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    name = f"{kernel.name}.cu".encode()
+    status = lib.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
+    try:
+        if not status and lib.nvrtcCompileProgram(program, len(flags), options):
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            first = (log.value.decode(errors="replace").strip() or "no log").splitlines()[0]
+            raise GrowthError(f"NVRTC does not compile {kernel.name}.cu for {arch}: {first}")
+        status = status or lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        status = status or lib.nvrtcGetCUBIN(program, cubin)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+    if status:
+        raise GrowthError(f"NVRTC gives no code of {kernel.name}.cu for {arch}: status {status}")
+    return cubin.raw
+
+
+def _cache_path(kernel: Kernel, arch: str) -> Path:
+    """Named by everything the machine code depends on."""
+    folder = source_folder()
+    assert folder is not None
+    parts = [arch, repr(_version()), *kernel.flags]
+    files = [folder / f"{kernel.name}.cu", *sorted(folder.glob("*.h"))]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"
+
+
+def cached_cubin(kernel: Kernel, arch: str) -> bytes:
+    """`compile_cubin`, or what it gave before; a disk that cannot be written is no obstacle."""
+    path = _cache_path(kernel, arch)
+    if path.is_file():
+        return path.read_bytes()
+    cubin = compile_cubin(kernel, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # renamed when whole: other processes may be compiling the same kernel
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
+            out.write(cubin)
+        os.replace(out.name, path)
+    except OSError:
+        pass
+    return cubin
+
+
+# ---------------------------------------------------------------------- launch
+
+
+def _use_context(device: int) -> None:
+    """Give this thread PyTorch's context if it has none: autograd's threads may not."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check_driver(driver.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
+    if not context:
+        _check_driver(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "a context")
+        _check_driver(driver.cuCtxSetCurrent(context), "setting a context")
+
+
+@cache
+def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = cached_cubin(kernel, f"sm_{major}{minor}")
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    name = kernel.name.encode()
+    _check_driver(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel.name}")
+    found = driver.cuModuleGetFunction(ctypes.byref(function), module, name)
+    _check_driver(found, f"finding {kernel.name}")
+    return function
+
+
+@cache
+def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
+    """More shared memory and larger clusters than kernels get unasked."""
+    driver, function = _driver(), _function(kernel, device)
+    wanted = [(MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
+    if cluster > PORTABLE_CLUSTER:
+        wanted.append((NON_PORTABLE_CLUSTERS, 1))
+    for attribute, value in wanted:
+        status = driver.cuFuncSetAttribute(function, attribute, value)
+        _check_driver(status, f"attribute {attribute} = {value} of {kernel.name}")
+
+
+def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
+    """Run a kernel on PyTorch's current stream of a device; compiles it the first time.
+
+    The tensors whose addresses are in `args` must live until the call returns: PyTorch frees in the
+    order of the stream.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        _use_context(index)
+        function = _function(kernel, index)
+        _allow(kernel, index, grid.shared_bytes, grid.cluster)
+        address = ctypes.c_void_p(ctypes.addressof(args))
+        status = _driver().cuLaunchKernel(
+            function,
+            *(ctypes.c_uint(n) for n in (grid.blocks, 1, 1, grid.threads, 1, 1)),
+            ctypes.c_uint(grid.shared_bytes),
+            ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream),
+            ctypes.byref(address),
+            None,
+        )
+        _check_driver(status, f"launching {kernel.name}")
