@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops import _native
+from growkern.ops import _cuda, _native
 from growkern.ops._launch import HAS_TRITON
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton", "cuda")
 
 
 class Backend(NamedTuple):
@@ -30,6 +30,8 @@ def _describe(name: str) -> Backend:
         return Backend(name, True, f"plain PyTorch {torch.__version__}")
     if name == "cpu":
         return Backend(name, _native.library() is not None, _native.reason())
+    if name == "cuda":
+        return Backend(name, not _cuda.why_not(), _cuda.reason())
     if not HAS_TRITON:
         return Backend(name, False, "Triton is not installed: pip install triton")
     if torch.cuda.is_available():
@@ -55,7 +57,8 @@ def choose_backend(
 
     Args:
         requested: a name of BACKENDS, or None (or "") to decide here: a GPU gets Triton, a CPU
-            the compiled library, and "reference" stands in where those are missing.
+            the compiled library, and "reference" stands in where those are missing. "cuda" is
+            taken on request only, until it has been measured to be faster.
         device: where the tensors are.
         supported: the backends the op has for these dtypes; "reference" is always one.
         library: the op's "cpu" backend lives in the compiled library; False: it is PyTorch.
@@ -78,6 +81,7 @@ def choose_backend(
     if not found.live and (requested != "cpu" or library):
         raise GrowthError(f"backend={requested!r} cannot run here: {found.reason}")
     on_cpu = device.type == "cpu"
-    if (requested == "cpu" and not on_cpu) or (requested == "triton" and on_cpu != _interpreted()):
+    wants_cpu = {"cpu": True, "cuda": False, "triton": _interpreted()}.get(requested, on_cpu)
+    if wants_cpu != on_cpu:
         raise GrowthError(f"backend={requested!r} does not run on tensors on {device}")
     return requested

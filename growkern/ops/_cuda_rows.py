@@ -8,13 +8,15 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of 
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._cuda import Grid, Kernel, launch, why_not
+from growkern.ops._kl_mlm_options import Rows
+from growkern.ops._kl_mlm_state import Steps
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 THREADS = 256
@@ -93,15 +95,17 @@ def refusal(
 
 
 def plan(
-    rows: Any,
+    rows: Rows,
     state_SN: Tensor,
-    steps: Any,
+    steps: Steps,
     drows_SN: Tensor | None,
     dstudent_NV: Tensor | None,
     limit: int,
 ) -> Plan:
     """What `rows_on_cuda` launches where a block may have `limit` bytes of shared memory."""
     _, _, labels_N, kind_N, vocab, maths, parts = rows
+    # a kernel in Triton takes them in any integer type
+    labels_N, kind_N = labels_N.long().contiguous(), kind_N.int().contiguous()
     student_NV, *teachers_NV = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
     )
@@ -144,9 +148,9 @@ def plan(
 
 
 def rows_on_cuda(
-    rows: Any,
+    rows: Rows,
     state_SN: Tensor,
-    steps: Any,
+    steps: Steps,
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
 ) -> None:

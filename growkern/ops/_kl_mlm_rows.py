@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from growkern.ops._cuda_rows import rows_on_cuda
 from growkern.ops._kl_mlm_cpu import rows_on_cpu
 from growkern.ops._kl_mlm_launch import rows_on_triton
 from growkern.ops._kl_mlm_options import Rows
@@ -21,7 +22,7 @@ from growkern.ops._kl_mlm_state import (
 )
 from growkern.ops._vocab_parallel import add_up, gather
 
-ROW_FUNCTIONS = {"cpu": rows_on_cpu, "triton": rows_on_triton}
+ROW_FUNCTIONS = {"cpu": rows_on_cpu, "triton": rows_on_triton, "cuda": rows_on_cuda}
 RowFunction: TypeAlias = Callable[..., None]
 
 

@@ -178,7 +178,8 @@ def kl_mlm_loss(
             options, and gets the same loss and its own slice's gradient. A few numbers per row
             cross the network.
         vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
-        backend: "reference", "cpu" or "triton". Default: what fits the device.
+        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
+            only: not measured yet). Default: what fits the device.
 
     Returns:
         The loss, 0-d (or (...) with "none"), float32 (float64 for float64 logits); with

@@ -146,7 +146,8 @@ def linear_kl_mlm_loss(
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
             a one-dimensional mesh need neither.
-        backend: "reference", "cpu" or "triton". Default: what fits the device.
+        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
+            only: not measured yet). Default: what fits the device.
 
     Returns:
         As `kl_mlm_loss`. Gradients reach hidden states, weight and bias as far as each requires

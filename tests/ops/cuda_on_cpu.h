@@ -1,9 +1,9 @@
 // Runs a CUDA kernel on a CPU: every CUDA thread is a fibre, and fibres take turns at barriers.
 //
-// What a GPU would let pass by luck is caught here: shared memory starts as NaN, asynchronous copies
-// arrive as late or as early as they may, threads run first to last or last to first, addresses of
-// wide copies must be aligned, a barrier that not everybody reaches is an error, and so is reading the
-// shared memory of a block that has ended. Nothing is said about speed or registers.
+// What a GPU would let pass by luck is caught here: shared memory starts as NaN, asynchronous
+// copies arrive as late or as early as they may, threads run first to last or last to first. Errors
+// are a wide copy that is not aligned, a barrier that not everybody reaches, and reading the shared
+// memory of a block that has ended. Nothing is said about speed or registers.
 #pragma once
 #include <ucontext.h>
 
@@ -66,7 +66,7 @@ struct Fibre {
 
 struct Launch {
     Index grid_dim, block_dim;
-    unsigned cluster, shared_bytes;
+    unsigned shared_bytes;
     bool eager;  // copies arrive at once, and the last thread runs first
     std::function<void()> kernel;
 };
@@ -144,9 +144,11 @@ inline void run_cluster(std::vector<Fibre>& fibres, unsigned first_block) {
 }
 
 // null, or what is wrong with the kernel
-inline const char* run(unsigned grid, unsigned threads, unsigned cluster, unsigned shared_bytes,
-                       bool eager, std::function<void()> kernel) {
-    launch = {{grid}, {threads}, cluster, shared_bytes, eager, std::move(kernel)};
+template <class Args>
+const char* run(void (*kernel)(Args), const void* args, unsigned grid, unsigned threads,
+                unsigned shared_bytes, unsigned cluster, bool eager) {
+    const Args& given = *static_cast<const Args*>(args);
+    launch = {{grid}, {threads}, shared_bytes, eager, [&given, kernel] { kernel(given); }};
     error = nullptr;
     blocks = std::vector<Block>(cluster);
     std::vector<Fibre> fibres(cluster * threads);

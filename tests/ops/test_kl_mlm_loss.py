@@ -346,7 +346,8 @@ def test_alpha_zero_reads_no_teacher_and_one_no_label(device):
         ({"softcap": -1.0}, "softcap"),
         ({"reduction": "avg"}, "reduction"),
         ({"reduction": "sum", "num_items": 3}, "num_items"),
-        ({"backend": "cuda"}, "unknown"),
+        ({"backend": "vulkan"}, "unknown"),
+        ({"backend": "cuda"}, "cannot run here"),
     ],
     ids=str,
 )

@@ -1,0 +1,187 @@
+"""What compiles csrc/*.cu and launches it: nvcc and NVRTC here, the driver played by the emulation."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops import _cuda
+from growkern.ops._cuda import Grid, Kernel
+from growkern.ops._cuda_rows import RowsArgs, plan
+from growkern.ops._kl_mlm_options import Maths, Rows
+from growkern.ops._kl_mlm_state import Steps, n_numbers
+from tests.ops.cuda_emulator import emulate
+from tests.ops.loss_inputs import make_logits
+
+CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))
+
+
+def rows_kernel(student="float", teacher="float", grad="float", K=1, cluster=8, capped=0, parts=0):
+    macros = {"TEACHERS": K, "STUDENT": student, "TEACHER": teacher, "GRAD": grad}
+    macros |= {"CLUSTER": cluster, "THREADS": 256, "CAPPED": capped, "PARTS": parts}
+    return Kernel("kl_mlm_rows", tuple(macros.items()))
+
+
+# two blocks of 256 threads on a multiprocessor of 65536 registers leave 128 to each
+KERNELS = {
+    "linear, bf16 gradient": (rows_kernel(grad="bf16", cluster=16), 64),
+    "linear, no teacher": (rows_kernel(grad="bf16", K=0, cluster=2), 64),
+    "two teachers, capped, parts": (rows_kernel("bf16", "bf16", "bf16", 2, 8, 1, 1), 128),
+    "four teachers": (rows_kernel("f16", "f16", "f16", 4), 128),
+}
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: set CUDA_HOME or put it on PATH")
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_every_architecture_without_spills(name, tmp_path, record_property):
+    kernel, registers = KERNELS[name]
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (90, 100)]
+    flags = [*kernel.flags, "-fatbin", "-Xptxas=-v", *targets]
+    source = _cuda.source_folder() / f"{kernel.name}.cu"
+    command = [NVCC, *flags, "-o", str(tmp_path / "kernel.fatbin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    archs = re.findall(r"Compiling entry function .* for '(\w+)'", done.stderr)
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    kept = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", done.stderr)
+    assert archs == ["sm_90", "sm_100"] and len(used) == len(kept) == 2, done.stderr
+    record_property("registers", dict(zip(archs, used, strict=True)))
+    assert set(kept) == {("0", "0", "0")}, done.stderr
+    assert max(used) <= registers, done.stderr
+
+
+@pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+@pytest.mark.parametrize("name", KERNELS)
+def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
+    kernel, _ = KERNELS[name]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cubin = _cuda.cached_cubin(kernel, "sm_90")
+    assert cubin[:4] == b"\x7fELF" and kernel.name.encode() in cubin
+    # the second time it comes from the disk
+    monkeypatch.setattr(_cuda, "compile_cubin", None)
+    assert _cuda.cached_cubin(kernel, "sm_90") == cubin
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.*")))
+
+
+@pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+def test_nvrtc_says_why_it_does_not_compile():
+    with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
+        _cuda.compile_cubin(rows_kernel(student="quad"), "sm_90")
+
+
+class FakeDriver:
+    """Answers like libcuda, and launches in the emulation."""
+
+    def __init__(self, kernel):
+        self.kernel, self.calls, self.attributes = kernel, [], {}
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.attributes[attribute] = value
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        self.calls.append(name)
+        return 0
+
+    def cuLaunchKernel(self, function, *rest):
+        *grid, shared, stream, params, extra = rest
+        blocks, y, z, threads, ty, tz = (n.value for n in grid)
+        assert (y, z, ty, tz, extra) == (1, 1, 1, 1, None)
+        self.stream = stream.value
+        args = RowsArgs.from_address(params._obj.value)
+        cluster = dict(self.kernel.macros)["CLUSTER"]
+        emulate(self.kernel, Grid(blocks, threads, shared.value, cluster), args)
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"no binary for this GPU"
+        return 0
+
+    def __getattr__(self, name):
+        def other(*args):
+            self.calls.append(name)
+            return 0
+
+        return other
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A plan of two rows over two blocks, and the driver that gets it."""
+    student, teachers, labels = make_logits(2, 100, torch.float32, "cpu")
+    rows = Rows(student, teachers, labels, torch.tensor([2, 2]), 100, Maths(), False)
+    state_SN = torch.empty(n_numbers(1), 2)
+    made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
+    assert made.grid.cluster == 2
+    driver = FakeDriver(made.kernel)
+    for cached in (_cuda._function, _cuda._allow):
+        cached.cache_clear()
+    monkeypatch.setattr(_cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(_cuda, "cached_cubin", lambda kernel, arch: arch.encode())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    yield made, state_SN, driver
+    for cached in (_cuda._function, _cuda._allow):
+        cached.cache_clear()
+
+
+def test_launch_reaches_the_kernel_through_the_driver(launched):
+    made, state_SN, driver = launched
+    device = torch.device("cuda", 0)
+    for _ in range(2):
+        _cuda.launch(made.kernel, made.grid, made.args, device)
+    assert driver.calls.count("cuModuleLoadData") == 1 and b"kl_mlm_rows" in driver.calls
+    assert driver.attributes == {_cuda.MAX_DYNAMIC_SHARED_BYTES: made.grid.shared_bytes}
+    assert driver.stream == 77
+    assert state_SN[7].tolist() == [100.0, 100.0]
+    # a thread that has no context gets one
+    assert "cuCtxSetCurrent" in driver.calls
+
+
+def test_a_large_cluster_asks_for_leave(launched):
+    made, _, driver = launched
+    _cuda._allow(made.kernel, 0, 1000, 16)
+    assert driver.attributes[_cuda.NON_PORTABLE_CLUSTERS] == 1
+
+
+def test_what_the_driver_refuses_is_told(launched, monkeypatch):
+    made, _, driver = launched
+    monkeypatch.setattr(driver, "cuModuleLoadData", lambda *args: 209, raising=False)
+    with pytest.raises(RuntimeError, match=r"loading kl_mlm_rows: no binary for this GPU \(209\)"):
+        _cuda.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
+
+
+def test_reasons(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no NVIDIA GPU" in _cuda.reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_cuda, "nvrtc", lambda: None)
+    assert "pip install nvidia-cuda-nvrtc" in _cuda.reason()
+    monkeypatch.setattr(_cuda, "source_folder", lambda: None)
+    assert "sources of csrc" in _cuda.reason()
+
+
+def test_structures_are_laid_out_alike():
+    """The emulated kernel reads what Python wrote: here the last field, past every padding."""
+    student, _, labels = make_logits(1, 16, torch.float32, "cpu")
+    rows = Rows(student, [], labels, torch.tensor([1]), 16, Maths(z_loss=0.5), False)
+    state_SN = torch.empty(n_numbers(0), 1)
+    weights, grad = torch.ones(1, 1), torch.empty(1, 16)
+    made = plan(rows, state_SN, Steps(sums=True, grad=True), weights, grad, 227 << 10)
+    emulate(made.kernel, made.grid, made.args)
+    z = student.double().requires_grad_()
+    lse = z.logsumexp(-1)
+    (expected,) = torch.autograd.grad(lse - z[0, labels] + 0.5 * lse**2, z)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert ctypes.sizeof(made.args) % 8 == 0
