@@ -10,10 +10,19 @@ namespace growkern {
 // columns a thread takes at a time: 16 bytes of float32
 constexpr int QUAD = 4;
 
-// exp(x), given exp(x / T): squared at T = 2, knowledge inheritance's own
-__device__ inline float whole_exp(float x, float e_t, float inv_t) {
-    return inv_t == 1.0f ? e_t : inv_t == 0.5f ? e_t * e_t : __expf(x);
+// e = exp(x - base), given exp((x - base) / T): squared at T = 2, knowledge inheritance's own
+__device__ inline void whole_exp(const float (&x)[QUAD], float base, const float (&e_t)[QUAD],
+                                 float inv_t, float (&e)[QUAD]) {
+    if (inv_t == 1.0f || inv_t == 0.5f)
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) e[i] = inv_t == 1.0f ? e_t[i] : e_t[i] * e_t[i];
+    else
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) e[i] = __expf(x[i] - base);
 }
+
+// where in the quad from column v on the label is; beyond it if it is not
+__device__ inline u32 place_of(int label, int v) { return static_cast<u32>(label - v); }
 
 // (exp(r) - 1) / r, short of 5e-8 of it below 0.25
 __device__ inline float expm1_ratio(float r) {
@@ -32,12 +41,18 @@ __device__ inline void load_logits(const T* at, int left, float cap, float (&x)[
     }
 }
 
+template <class T>
+__device__ inline void copy_scalars(T* to, const T* from, int begin, int end) {
+#pragma unroll 1
+    for (int i = begin + threadIdx.x; i < end; i += THREADS) to[i] = from[i];
+}
+
 template <class T, int BYTES>
 __device__ inline void fetch_chunks(T* to, const T* from, int n) {
     constexpr int step = BYTES / sizeof(T);
     for (int i = step * threadIdx.x; i + step <= n; i += step * THREADS)
         copy_async<BYTES>(to + i, from + i);
-    for (int i = n / step * step + threadIdx.x; i < n; i += THREADS) to[i] = from[i];
+    copy_scalars(to, from, n / step * step, n);
 }
 
 // a slice into shared memory, in the widest pieces its address allows (rows of BERT's 30522 columns
@@ -51,7 +66,8 @@ __device__ inline void fetch(T* to, const T* from, int n) {
     else if (is_aligned(from, 4))
         fetch_chunks<T, 4>(to, from, n);
     else
-        for (int i = threadIdx.x; i < n; i += THREADS) to[i] = from[i];
+        copy_scalars(to, from, 0, n);
+#pragma unroll 1
     for (int i = n + threadIdx.x; i < (n + QUAD - 1) / QUAD * QUAD; i += THREADS)
         to[i] = narrow<T>(minus_inf());
     commit_copies();
@@ -65,12 +81,12 @@ __device__ inline int first_of(const float (&x)[QUAD], float top) {
     return x[0] == top ? 0 : x[1] == top ? 1 : x[2] == top ? 2 : 3;
 }
 
-// numbers 0 to 6, of columns first .. first + n - 1
+// numbers 0 to 6 of n columns; the label is counted from their first, column `first` of the row
 __device__ inline void student_pass(const STUDENT* z, int first, int n, int label,
                                     const RowsArgs& a, Partial& p) {
     float &m = p.m[0], &rest = p.sums[0], &d_t = p.sums[1], &moment = p.sums[2];
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
-        float x[QUAD];
+        float x[QUAD], e[QUAD], e_t[QUAD];
         load_logits(z + v, n - v, a.cap, x);
         const float top = max_of(x);
         if (top > m) {
@@ -84,16 +100,21 @@ __device__ inline void student_pass(const STUDENT* z, int first, int n, int labe
         const float base = base_of(m);
 #pragma unroll
         for (int i = 0; i < QUAD; ++i) {
-            const float e_t = __expf((x[i] - base) * a.inv_t);
-            const float e = whole_exp(x[i] - base, e_t, a.inv_t);
-            d_t += e_t;
-            if (first + v + i == label)
-                p.z_y = x[i];
-            else
-                rest += e;
-            if (PARTS && e > 0) moment += e * x[i];
-            if (a.smoothing != 0 && v + i < n) p.sums[3] += x[i];
+            e_t[i] = __expf((x[i] - base) * a.inv_t);
+            d_t += e_t[i];
         }
+        whole_exp(x, base, e_t, a.inv_t, e);
+        if (PARTS)
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) moment += e[i] > 0 ? e[i] * x[i] : 0.0f;
+        if (place_of(label, v) < QUAD)
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i)
+                if (i == place_of(label, v)) p.z_y = x[i], e[i] = 0;
+        rest += (e[0] + e[1]) + (e[2] + e[3]);
+        if (a.smoothing != 0)
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) p.sums[3] += v + i < n ? x[i] : 0.0f;
     }
 }
 
@@ -139,9 +160,9 @@ __device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
     }
 }
 
-// (4) to (6) and (8) of columns first .. first + n - 1
-__device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int first, int n,
-                                     int label, int kind, const Partial& p, const RowsArgs& a,
+// (4) to (6) and (8) of n columns; the label is counted from their first
+__device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, int label, int kind,
+                                     const Partial& p, const RowsArgs& a,
                                      const float* drows, float count, GRAD* dstudent) {
     const float m = base_of(p.m[0]), e_y = __expf(p.z_y - m), d = p.sums[0] + e_y;
     const float dmlm = kind & 1 ? drows[0] : 0.0f;
@@ -161,12 +182,16 @@ __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int fir
         float x[QUAD], y[QUAD], g[QUAD], q[QUAD];
         load_logits(z + v, n - v, a.cap, x);
 #pragma unroll
-        for (int i = 0; i < QUAD; ++i) {
-            q[i] = __expf((x[i] - m) * a.inv_t);
-            const float e = whole_exp(x[i] - m, q[i], a.inv_t);
-            g[i] = first + v + i == label ? at_y : per_e * e - everywhere;  // (4), (8)
-            q[i] *= inv_d_t;
-        }
+        for (int i = 0; i < QUAD; ++i) q[i] = __expf((x[i] - m) * a.inv_t);
+        whole_exp(x, m, q, a.inv_t, g);
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) g[i] = per_e * g[i] - everywhere;  // (4), (8)
+        if (place_of(label, v) < QUAD)
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i)
+                if (i == place_of(label, v)) g[i] = at_y;
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) q[i] *= inv_d_t;
 #pragma unroll
         for (int k = 0; k < K; ++k) {
             load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
@@ -181,7 +206,7 @@ __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int fir
         if (CAPPED && a.cap != 0)
 #pragma unroll
             for (int i = 0; i < QUAD; ++i) g[i] *= 1 - (x[i] / a.cap) * (x[i] / a.cap);  // (6)
-        store_quad(dstudent + first + v, g, n - v);
+        store_quad(dstudent + v, g, n - v);
     }
 }
 
@@ -215,7 +240,8 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
         fetch(u + k * a.span, a.teacher[k] + row * a.teacher_stride[k] + first, n);
     // int64: a label of another slice of the vocabulary may be anything
     const i64 given = kind & 1 ? a.labels[row] : -1;
-    const int label = given >= 0 && given < a.V ? static_cast<int>(given) : -1;
+    // counted from this block's first column, as the passes do; negative: not here
+    const int label = given >= 0 && given < a.V ? static_cast<int>(given) - first : -1;
 
     Partial p = nothing_seen(a.V);
     if (a.sums) {
@@ -241,6 +267,7 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
     // the gradient may overwrite logits of other blocks: all have fetched theirs
     cluster_wait();
     if (a.grad)
-        gradient_pass(z, u, first, n, label, kind, p, a, a.drows + row,
-                      a.sums ? a.V : a.state[7 * a.N + row], a.dstudent + row * a.dstudent_stride);
+        gradient_pass(z, u, n, label, kind, p, a, a.drows + row,
+                      a.sums ? a.V : a.state[7 * a.N + row],
+                      a.dstudent + row * a.dstudent_stride + first);
 }

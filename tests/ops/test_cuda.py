@@ -14,8 +14,8 @@ import torch
 
 from growkern.errors import GrowthError
 from growkern.ops import _cuda
-from growkern.ops._cuda import Grid, Kernel
-from growkern.ops._cuda_rows import RowsArgs, plan
+from growkern.ops._cuda import Grid
+from growkern.ops._cuda_rows import RowsArgs, plan, rows_kernel
 from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_state import Steps, n_numbers
 from tests.ops.cuda_emulator import emulate
@@ -25,18 +25,18 @@ CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))
 
 
-def rows_kernel(student="float", teacher="float", grad="float", K=1, cluster=8, capped=0, parts=0):
+def rows_of(student="float", teacher="float", grad="float", K=1, cluster=8, capped=0, parts=0):
     macros = {"TEACHERS": K, "STUDENT": student, "TEACHER": teacher, "GRAD": grad}
     macros |= {"CLUSTER": cluster, "THREADS": 256, "CAPPED": capped, "PARTS": parts}
-    return Kernel("kl_mlm_rows", tuple(macros.items()))
+    return rows_kernel(macros)
 
 
 # two blocks of 256 threads on a multiprocessor of 65536 registers leave 128 to each
 KERNELS = {
-    "linear, bf16 gradient": (rows_kernel(grad="bf16", cluster=16), 64),
-    "linear, no teacher": (rows_kernel(grad="bf16", K=0, cluster=2), 64),
-    "two teachers, capped, parts": (rows_kernel("bf16", "bf16", "bf16", 2, 8, 1, 1), 128),
-    "four teachers": (rows_kernel("f16", "f16", "f16", 4), 128),
+    "linear, bf16 gradient": (rows_of(grad="bf16", cluster=16), 64),
+    "linear, no teacher": (rows_of(grad="bf16", K=0, cluster=2), 64),
+    "two teachers, capped, parts": (rows_of("bf16", "bf16", "bf16", 2, 8, 1, 1), 128),
+    "four teachers": (rows_of("f16", "f16", "f16", 4), 128),
 }
 
 
@@ -75,7 +75,7 @@ def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
 @pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 def test_nvrtc_says_why_it_does_not_compile():
     with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
-        _cuda.compile_cubin(rows_kernel(student="quad"), "sm_90")
+        _cuda.compile_cubin(rows_of(student="quad"), "sm_90")
 
 
 class FakeDriver:

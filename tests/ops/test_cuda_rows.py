@@ -156,7 +156,9 @@ def test_top1_of_other_blocks_disagree(emulated):
     student, teacher = torch.zeros(2, 64), torch.zeros(2, 64)
     student[:, 3], teacher[0, 60], teacher[1, 3] = 5.0, 5.0, 5.0
     emulated.limit = limit_for(2, 64, [4, 4])
-    rows = Rows(student, [teacher], torch.zeros(2).long(), torch.tensor([2, 2]).int(), 64, Maths(), True)
+    rows = Rows(
+        student, [teacher], torch.zeros(2).long(), torch.tensor([2, 2]).int(), 64, Maths(), True
+    )
     assert run_rows(rows, [0.0, 1.0])[0][-1].tolist() == [0.0, 1.0]
 
 
@@ -164,7 +166,9 @@ def test_what_the_order_of_threads_may_not_change(emulated):
     """First to last with late copies, last to first with early ones: the same bits."""
     student, teachers, labels = inputs(3, 1003, FP32, 2)
     emulated.limit = limit_for(4, 1003, [4, 4, 4])
-    rows = Rows(student, teachers, labels.clamp(min=0), torch.full((3,), 3).int(), 1003, Maths(2.0), True)
+    rows = Rows(
+        student, teachers, labels.clamp(min=0), torch.full((3,), 3).int(), 1003, Maths(2.0), True
+    )
     first = run_rows(rows, [1.0, 0.5, 0.5])
     emulated.eager = True
     second = run_rows(rows, [1.0, 0.5, 0.5])
@@ -225,7 +229,9 @@ def test_padding_and_strides(emulated):
     labels = labels.clamp(max=36)
     plain = loss_and_grad(student[:, :37], [teachers[0][:, :37]], labels)
     emulated.limit = limit_for(2, 37, [4, 4])
-    padded = loss_and_grad(student, [teachers[0][:, :39].t().contiguous().t()], labels, vocab_size=37)
+    padded = loss_and_grad(
+        student, [teachers[0][:, :39].t().contiguous().t()], labels, vocab_size=37
+    )
     torch.testing.assert_close(padded[0], plain[0])
     torch.testing.assert_close(padded[1][:, :37], plain[1])
     assert (padded[1][:, 37:] == 0).all()
