@@ -51,7 +51,7 @@ class Grid(NamedTuple):
 
 
 def _nvrtc_paths(major: str) -> Iterator[str]:
-    """By name where PyTorch has loaded it already or the system knows it, then where pip puts it."""
+    """By name where PyTorch has loaded it or the system knows it, then where pip puts it."""
     yield f"libnvrtc.so.{major}"
     packages = Path(torch.__file__).parents[1] / "nvidia"
     for folder in (f"cu{major}", "cuda_nvrtc"):

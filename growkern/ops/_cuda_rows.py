@@ -115,7 +115,8 @@ def plan(
         x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
     )
     sizes = [x.element_size() for x in (student_NV, *teachers_NV)]
-    cluster = cluster_size(vocab, sizes, limit)
+    cluster, N = cluster_size(vocab, sizes, limit), student_NV.shape[0]
+    room = shared_bytes(vocab, cluster, sizes)
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
     caps = (maths.softcap, maths.teacher_softcap)
@@ -137,7 +138,7 @@ def plan(
         student_NV.stride(0),
         grad_NV.stride(0),
         every[1](*(x.stride(0) for x in teachers_NV)),
-        student_NV.shape[0],
+        N,
         vocab,
         _span(vocab, cluster),
         steps.sums,
@@ -147,11 +148,8 @@ def plan(
         maths.label_smoothing,
         maths.z_loss,
     )
-    grid = Grid(
-        student_NV.shape[0] * cluster, THREADS, shared_bytes(vocab, cluster, sizes), cluster
-    )
     tensors = (student_NV, *teachers_NV, labels_N, kind_N, drows_SN, state_SN, grad_NV)
-    return Plan(rows_kernel(macros), grid, args, tensors)
+    return Plan(rows_kernel(macros), Grid(N * cluster, THREADS, room, cluster), args, tensors)
 
 
 def rows_on_cuda(

@@ -1,4 +1,4 @@
-"""What compiles csrc/*.cu and launches it: nvcc and NVRTC here, the driver played by the emulation."""
+"""What compiles csrc/*.cu and launches it; the emulation plays the driver."""
 
 import ctypes
 import os

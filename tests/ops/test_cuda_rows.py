@@ -1,5 +1,7 @@
-"""The row kernel in CUDA C++, its very source run on a CPU, against the truth of the Triton kernel's
-tests; what only a GPU compiler can tell is in test_cuda.py."""
+"""The row kernel in CUDA C++, its very source run on a CPU, against the Triton kernel's truth.
+
+What only a compiler for GPUs can tell is in test_cuda.py.
+"""
 
 import functools
 
