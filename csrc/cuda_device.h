@@ -119,6 +119,12 @@ __device__ inline bf16 narrow<bf16>(float x) { return {bf16_bits(x)}; }
 template <>
 __device__ inline f16 narrow<f16>(float x) { return {f16_bits(x)}; }
 
+// a double too goes by way of float32, as PyTorch takes it
+template <class T>
+__device__ inline T from_acc(double x) { return narrow<T>(static_cast<float>(x)); }
+template <>
+__device__ inline double from_acc<double>(double x) { return x; }
+
 __device__ inline float minus_inf() { return __uint_as_float(0xff800000u); }
 
 // n values that move as one
@@ -130,6 +136,34 @@ struct alignas(n * sizeof(T)) Pack {
 template <class T>
 __device__ inline bool is_aligned(const T* pointer, int bytes) {
     return reinterpret_cast<u64>(pointer) % bytes == 0;
+}
+
+template <class T>
+__device__ inline void copy_scalars(T* to, const T* from, int begin, int end) {
+#pragma unroll 1
+    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) to[i] = from[i];
+}
+
+template <class T, int BYTES>
+__device__ inline void copy_chunks(T* to, const T* from, int n) {
+    constexpr int step = BYTES / sizeof(T);
+    for (int i = step * threadIdx.x; i + step <= n; i += step * blockDim.x)
+        copy_async<BYTES>(to + i, from + i);
+    copy_scalars(to, from, n / step * step, n);
+}
+
+// n values into shared memory (at 16 bytes), by all threads of the block, in the widest pieces that
+// their address allows: rows of BERT's 30522 columns begin anywhere. There after `wait_copies`
+template <class T>
+__device__ inline void copy_row(T* to, const T* from, int n) {
+    if (is_aligned(from, 16))
+        copy_chunks<T, 16>(to, from, n);
+    else if (is_aligned(from, 8))
+        copy_chunks<T, 8>(to, from, n);
+    else if (sizeof(T) <= 4 && is_aligned(from, 4))
+        copy_chunks<T, sizeof(T) <= 4 ? 4 : 8>(to, from, n);
+    else
+        copy_scalars(to, from, 0, n);
 }
 
 struct Sum {

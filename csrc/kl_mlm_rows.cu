@@ -41,32 +41,10 @@ __device__ inline void load_logits(const T* at, int left, float cap, float (&x)[
     }
 }
 
-template <class T>
-__device__ inline void copy_scalars(T* to, const T* from, int begin, int end) {
-#pragma unroll 1
-    for (int i = begin + threadIdx.x; i < end; i += THREADS) to[i] = from[i];
-}
-
-template <class T, int BYTES>
-__device__ inline void fetch_chunks(T* to, const T* from, int n) {
-    constexpr int step = BYTES / sizeof(T);
-    for (int i = step * threadIdx.x; i + step <= n; i += step * THREADS)
-        copy_async<BYTES>(to + i, from + i);
-    copy_scalars(to, from, n / step * step, n);
-}
-
-// a slice into shared memory, in the widest pieces its address allows (rows of BERT's 30522 columns
-// begin anywhere), and a last quad filled up with -inf
+// a slice into shared memory, its last quad filled up with -inf
 template <class T>
 __device__ inline void fetch(T* to, const T* from, int n) {
-    if (is_aligned(from, 16))
-        fetch_chunks<T, 16>(to, from, n);
-    else if (is_aligned(from, 8))
-        fetch_chunks<T, 8>(to, from, n);
-    else if (is_aligned(from, 4))
-        fetch_chunks<T, 4>(to, from, n);
-    else
-        copy_scalars(to, from, 0, n);
+    copy_row(to, from, n);
 #pragma unroll 1
     for (int i = n + threadIdx.x; i < (n + QUAD - 1) / QUAD * QUAD; i += THREADS)
         to[i] = narrow<T>(minus_inf());

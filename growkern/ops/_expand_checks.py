@@ -8,26 +8,26 @@ from growkern.errors import GrowthError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _check_index(name: str, x: Tensor | None, weight: Tensor) -> None:
+def _check_index(name: str, x: Tensor | None, device: torch.device) -> None:
     if x is None:
         return
     if x.ndim != 1:
         raise GrowthError(f"{name} must be a vector of indices, got shape {tuple(x.shape)}")
     if x.dtype != torch.int64:
         raise GrowthError(f"{name} must be an int64 tensor, got {x.dtype}: use {name}.long()")
-    if x.device != weight.device:
-        raise GrowthError(f"{name} is on {x.device}, the weight on {weight.device}: move {name}")
+    if x.device != device:
+        raise GrowthError(f"{name} is on {x.device}, the result on {device}: move {name}")
 
 
-def _check_factor(name: str, x: Tensor | None, n: int, weight: Tensor) -> None:
+def _check_factor(name: str, x: Tensor | None, n: int, device: torch.device) -> None:
     if x is None:
         return
     if tuple(x.shape) != (n,):
         raise GrowthError(f"{name} must have shape ({n},), got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise GrowthError(f"{name} must be a float tensor, got {x.dtype}")
-    if x.device != weight.device:
-        raise GrowthError(f"{name} is on {x.device}, the weight on {weight.device}: move {name}")
+    if x.device != device:
+        raise GrowthError(f"{name} is on {x.device}, the result on {device}: move {name}")
     if x.requires_grad and torch.is_grad_enabled():
         raise GrowthError(f"{name} gets no gradient: detach it")
 
@@ -45,12 +45,18 @@ def _check_weight(weight: Tensor, upper: Tensor | None) -> None:
             raise GrowthError(f"upper has {what} {found}, the weight {wanted}: they must agree")
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], weight: Tensor, upper: Tensor | None) -> None:
+def _check_out(
+    out: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor,
+    upper: Tensor | None,
+    device: torch.device,
+) -> None:
     if tuple(out.shape) != shape:
         raise GrowthError(f"out has shape {tuple(out.shape)}, the result {shape}")
     if out.dtype not in DTYPES:
         raise GrowthError(f"out must be one of {DTYPES}, got {out.dtype}")
-    if out.device != weight.device:
+    if out.device != device:
         raise GrowthError(f"out is on {out.device}, the weight on {weight.device}")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise GrowthError(f"out has strides {out.stride()}: it needs memory for every element")
@@ -68,9 +74,19 @@ def check_expand(
     seed: int,
     out: Tensor | None,
     out_dtype: torch.dtype | None,
+    reads_host: bool = False,
 ) -> None:
-    """Everything that shapes, dtypes and devices can tell; GrowthError names what is wrong."""
+    """Everything that shapes, dtypes and devices can tell; GrowthError names what is wrong.
+
+    `reads_host`: the backend reads pinned memory of the host, and `out` says where it writes.
+    """
     _check_weight(weight, upper)
+    device = weight.device
+    if reads_host and out is not None and out.is_cuda and weight.device.type == "cpu":
+        device = out.device
+        for name, x in (("weight", weight), ("upper", upper)):
+            if x is not None and not x.is_pinned():
+                raise GrowthError(f"{name} is on the CPU and not pinned: {name}.pin_memory()")
     is_vector = weight.ndim == 1
     col_given = (maps["cols"], row_factors["row_noise"], *col_factors.values())
     if is_vector and any(x is not None for x in col_given):
@@ -82,18 +98,18 @@ def check_expand(
 
     shape = list(weight.shape)
     for axis, (name, index) in enumerate(maps.items()):
-        _check_index(name, index, weight)
+        _check_index(name, index, device)
         if index is not None:
             shape[axis] = index.shape[0]
     for axis, factors in enumerate((row_factors, col_factors)):
         for name, x in factors.items():
             if x is not None:
-                _check_factor(name, x, shape[axis], weight)
+                _check_factor(name, x, shape[axis], device)
 
     if out_dtype not in (None, *DTYPES):
         raise GrowthError(f"out_dtype must be one of {DTYPES}, got {out_dtype}")
     if out is not None:
-        _check_out(out, tuple(shape), weight, upper)
+        _check_out(out, tuple(shape), weight, upper, device)
         if out_dtype not in (None, out.dtype):
             raise GrowthError(f"out has dtype {out.dtype}, but out_dtype={out_dtype}")
 

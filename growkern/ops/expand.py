@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops._backend import choose_backend
+from growkern.ops._cuda_expand import expand_cuda
 from growkern.ops._expand_checks import check_expand, check_no_overlap, check_range
 from growkern.ops._expand_cpu import expand_cpu
 from growkern.ops._expand_triton import expand_triton
@@ -118,7 +119,12 @@ def _reference_into(out_MN: Tensor, *args: Any) -> None:
     out_MN.copy_(expand_reference(*arguments))
 
 
-KERNELS = {"reference": _reference_into, "cpu": expand_cpu, "triton": expand_triton}
+KERNELS = {
+    "reference": _reference_into,
+    "cpu": expand_cpu,
+    "triton": expand_triton,
+    "cuda": expand_cuda,
+}
 
 
 def _run(
@@ -135,7 +141,7 @@ def _run(
     check_no_overlap(out_MN, weight_RC, upper_RC)
     if not out_MN.numel():
         return
-    run = KERNELS[choose_backend(backend, weight_RC.device)]
+    run = KERNELS[choose_backend(backend, out_MN.device)]
     run(out_MN, weight_RC, upper_RC, *maps, *factors)
 
 
@@ -251,7 +257,8 @@ def expand(
     (arXiv:2110.07143). Differentiable with respect to `weight` and `upper`.
 
     Args:
-        weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides.
+        weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides. With
+            backend="cuda" it may lie in pinned memory of the host and `out` on a GPU.
         rows: (M,) int64, the source row of every row of the result. None: each row once.
         cols: (N,) int64, the same for columns. Not for a 1-D weight.
         row_scale: (M,) float. None: 1.
@@ -267,7 +274,8 @@ def expand(
             slice of the map, not None: the noise is keyed by the source index.
         out: (M, N) or (M,), where to write; any strides; must not share memory with the inputs.
         out_dtype: dtype of the result. None: that of `out`, else of `weight`.
-        backend: "reference", "cpu" or "triton". None: the fastest one for the device.
+        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++, not measured yet). None: the
+            fastest one for the device.
 
     Returns:
         (M, N), or (M,) for a 1-D weight; `out` if it was given.
@@ -285,6 +293,7 @@ def expand(
         seed,
         out,
         out_dtype,
+        reads_host=backend == "cuda",
     )
     is_vector = weight.ndim == 1
     if is_vector:

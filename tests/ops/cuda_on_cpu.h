@@ -1,8 +1,9 @@
 // Runs a CUDA kernel on a CPU: every CUDA thread is a fibre, and fibres take turns at barriers.
 //
 // What a GPU would let pass by luck is caught here: shared memory starts as NaN, asynchronous
-// copies arrive as late or as early as they may, threads run first to last or last to first. Errors
-// are a wide copy that is not aligned, a barrier that not everybody reaches, and reading the shared
+// copies arrive as late or as early as they may, threads run first to last in step, or last to
+// first with one warp, and one block, as far ahead of the others as barriers let them. Errors are
+// a wide copy that is not aligned, a barrier that not everybody reaches, and reading the shared
 // memory of a block that has ended. Nothing is said about speed or registers.
 #pragma once
 #include <ucontext.h>
@@ -67,7 +68,7 @@ struct Fibre {
 struct Launch {
     Index grid_dim, block_dim;
     unsigned shared_bytes;
-    bool eager;  // copies arrive at once, and the last thread runs first
+    bool eager;  // copies arrive at once, warps and blocks run ahead, the last ones first
     std::function<void()> kernel;
 };
 
@@ -77,7 +78,7 @@ inline ucontext_t scheduler;
 inline Barrier cluster_barrier;
 inline std::vector<Block> blocks;  // of the cluster that runs
 inline const char* error;
-inline bool progress;
+inline unsigned steps;  // barriers reached and threads ended so far
 constexpr size_t STACK = 64 << 10;
 
 inline void fail(const char* message) {
@@ -88,7 +89,7 @@ inline void give_way() { swapcontext(&here->context, &scheduler); }
 
 inline unsigned arrive(Barrier& barrier) {
     const unsigned generation = barrier.generation;
-    progress = true;
+    ++steps;
     if (++barrier.arrived == barrier.members) barrier.arrived = 0, ++barrier.generation;
     return generation;
 }
@@ -100,7 +101,8 @@ inline void wait(const Barrier& barrier, unsigned generation) {
 inline void run_fibre() {
     launch.kernel();
     if (!here->copies.empty()) fail("a thread ended before its copies arrived");
-    here->done = progress = true;
+    here->done = true;
+    ++steps;
     --here->mine->running;
     give_way();
 }
@@ -120,6 +122,32 @@ inline void start(Fibre& fibre, unsigned index, unsigned first_block) {
     makecontext(&fibre.context, run_fibre, 0);
 }
 
+// every lane runs to where it has to wait; an eager warp until no lane gets further. Returns how
+// many have ended
+inline unsigned run_warp(Fibre* lanes) {
+    unsigned ended = 0, before;
+    do {
+        before = steps;
+        for (unsigned i = 0; i < 32 && !error; ++i) {
+            here = &lanes[launch.eager ? 31 - i : i];
+            if (here->done) continue;
+            swapcontext(&scheduler, &here->context);
+            ended += here->done;
+        }
+    } while (launch.eager && steps != before && !error);
+    return ended;
+}
+
+inline unsigned run_block(Fibre* threads, unsigned warps) {
+    unsigned ended = 0, before;
+    do {
+        before = steps;
+        for (unsigned i = 0; i < warps; ++i)
+            ended += run_warp(&threads[32 * (launch.eager ? warps - 1 - i : i)]);
+    } while (launch.eager && steps != before && !error);
+    return ended;
+}
+
 inline void run_cluster(std::vector<Fibre>& fibres, unsigned first_block) {
     const unsigned threads = launch.block_dim.x;
     for (Block& block : blocks) {
@@ -131,15 +159,14 @@ inline void run_cluster(std::vector<Fibre>& fibres, unsigned first_block) {
     }
     cluster_barrier = {static_cast<unsigned>(fibres.size())};
     for (unsigned i = 0; i < fibres.size(); ++i) start(fibres[i], i, first_block);
-    for (size_t left = fibres.size(); left && !error;) {
-        progress = false;
-        for (size_t i = 0; i < fibres.size() && !error; ++i) {
-            here = &fibres[launch.eager ? fibres.size() - 1 - i : i];
-            if (here->done) continue;
-            swapcontext(&scheduler, &here->context);
-            left -= here->done;
+    unsigned running = fibres.size();
+    while (running && !error) {
+        const unsigned before = steps;
+        for (unsigned i = 0; i < blocks.size(); ++i) {
+            const unsigned block = launch.eager ? blocks.size() - 1 - i : i;
+            running -= run_block(&fibres[block * threads], threads / 32);
         }
-        if (left && !progress) fail("some threads wait at a barrier that others never reach");
+        if (running && steps == before) fail("threads wait at a barrier that others never reach");
     }
 }
 

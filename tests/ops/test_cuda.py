@@ -15,6 +15,7 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops import _cuda
 from growkern.ops._cuda import Grid
+from growkern.ops._cuda_expand import expand_kernel
 from growkern.ops._cuda_rows import RowsArgs, plan, rows_kernel
 from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_state import Steps, n_numbers
@@ -37,6 +38,9 @@ KERNELS = {
     "linear, no teacher": (rows_of(grad="bf16", K=0, cluster=2), 64),
     "two teachers, capped, parts": (rows_of("bf16", "bf16", "bf16", 2, 8, 1, 1), 128),
     "four teachers": (rows_of("f16", "f16", "f16", 4), 128),
+    # four blocks of 256 threads, three with noise: enough to keep the memory busy
+    "expand": (expand_kernel(torch.bfloat16, torch.bfloat16, False, 0), 64),
+    "expand, upper, noise": (expand_kernel(torch.bfloat16, torch.bfloat16, True, 2), 80),
 }
 
 

@@ -136,10 +136,27 @@ def test_gradient_overwrites_the_logits(dtype, blocks, V, emulated):
     assert (actual[1][1] == 0).all()
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_gradient_of_sums_known_overwrites_the_logits(blocks, eager, emulated):
+    """Backward on its own: a block that is ahead may not write what another has not read."""
+    V = 500
+    emulated.limit, emulated.eager = limit_for(blocks, V, [4, 4]), eager
+    student, teachers, labels = inputs(2, V, FP32)
+    labels, kind = labels.clamp(min=0), torch.full((2,), 3)
+    rows = Rows(student.clone(), teachers, labels, kind, V, Maths(2.0), False)
+    state_SN = torch.empty(n_numbers(1), 2)
+    rows_on_cuda(rows, state_SN, Steps(sums=True))
+    place = rows.student_NV.view(BF16)[:, :V]
+    rows_on_cuda(rows, state_SN, Steps(grad=True), torch.ones(2, 2), place)
+    expected = truth(rows._replace(student_NV=student), [1.0, 1.0])
+    assert relative_error(place, expected[1]) < 4e-3
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_every_option_at_once(blocks, emulated):
     """Two teachers, parts, smoothing, z-loss, caps, and rows of every kind; top-1 ties go first."""
-    V = 301
+    V = 2501
     emulated.limit = limit_for(blocks, V, [4, 4, 4])
     student, teachers, labels = make_logits(8, V, FP32, "cpu", 2)
     student[5, [17, 200]], teachers[1][5, [17, 290]] = 9.0, 9.0
@@ -165,7 +182,7 @@ def test_top1_of_other_blocks_disagree(emulated):
 
 
 def test_what_the_order_of_threads_may_not_change(emulated):
-    """First to last with late copies, last to first with early ones: the same bits."""
+    """In step with late copies, or one block ahead with early ones: the same bits."""
     student, teachers, labels = inputs(3, 1003, FP32, 2)
     emulated.limit = limit_for(4, 1003, [4, 4, 4])
     rows = Rows(
@@ -186,6 +203,9 @@ def test_gradient_near_the_teacher_keeps_its_digits(drift):
     expected = loss_and_grad(student.double(), [teacher.double()], labels, "reference", alpha=1.0)
     actual = loss_and_grad(student, [teacher], labels, alpha=1.0)
     assert relative_error(actual[1], expected[1]) <= 2e-6 / drift**0.5
+    # unlikely tokens, whose exp has the largest error: a plain difference is at 1e-6 / drift
+    tail = expected[1].abs() < 1e-3 * expected[1].abs().max()
+    assert relative_error(actual[1][tail], expected[1][tail]) <= 8e-7 / drift
 
 
 def test_label_term_has_no_cancellation():

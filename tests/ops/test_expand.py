@@ -421,7 +421,7 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
         ({"rows": ROWS, "row_scale": ONES[:3]}, r"row_scale must have shape \(4,\), got \(3,\)"),
         ({"row_scale": torch.ones(3).long()}, "row_scale must be a float tensor"),
         ({"row_scale": torch.ones(3).requires_grad_()}, "row_scale gets no gradient"),
-        ({"row_scale": torch.ones(3, device="meta")}, "row_scale is on meta, the weight on cpu"),
+        ({"row_scale": torch.ones(3, device="meta")}, "row_scale is on meta, the result on cpu"),
         ({"row_noise": torch.ones(3), "col_noise": ONES}, "not both"),
         ({"weight": ONES, "cols": ROWS}, "a 1-D weight takes rows and row_scale only"),
         ({"weight": ONES, "row_noise": ONES}, "a 1-D weight takes rows and row_scale only"),
@@ -431,7 +431,8 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
         ({"out": torch.ones(3, 4), "out_dtype": torch.half}, "out has dtype torch.float32, but"),
         ({"out": torch.ones(3, 1).expand(3, 4)}, "memory for every element"),
         ({"out": torch.ones(3, 4).requires_grad_()}, "out= has no gradient"),
-        ({"backend": "cuda"}, "backend='cuda' is unknown: use one of reference, cpu, triton"),
+        ({"backend": "gpu"}, "backend='gpu' is unknown: use one of reference, cpu, triton, cuda"),
+        ({"backend": "cuda"}, "backend='cuda' cannot run here: no NVIDIA GPU"),
     ],
 )
 def test_refuses(changes, message):

@@ -1,0 +1,118 @@
+"""`expand` in CUDA C++, its very source run on a CPU: bit for bit the reference."""
+
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops._cuda_expand import by_source, plan
+from growkern.ops._expand_checks import check_expand
+from growkern.ops.expand import expand_reference
+from tests.ops.cuda_emulator import emulate
+from tests.ops.test_expand import CASES, in_runs, layouts, make_case, op_args
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+# of a block: the row and the one beside it in shared memory, or neither
+STAGED, DIRECT = 48 << 10, 0
+
+
+def run(out, args, limit=STAGED, eager=False):
+    made = plan(out, *args, limit=limit)
+    assert made.args.staged == (limit == STAGED)
+    emulate(made.kernel, made.grid, made.args, eager=eager)
+    return out
+
+
+def assert_is_reference(case, dtype, out_dtype=None, **how):
+    out_dtype = out_dtype or dtype
+    args = op_args(case, dtype)[:11]
+    expected = expand_reference(*args, out_dtype)
+    out = torch.full_like(expected, float("nan"))
+    assert torch.equal(run(out, args, **how), expected), (case.keys(), dtype, out_dtype)
+
+
+# the dtypes with what they are likely to meet; each pair of kinds is compiled once
+KINDS = [(FP32, CASES), (BF16, [CASES[0], CASES[-1]]), (FP16, CASES[:1]), (FP64, CASES[-2:])]
+KINDS = [(dtype, *case) for dtype, cases in KINDS for case in cases]
+# one row; fewer output rows than sources; a source row of many; columns past what threads take
+SIZES = [(1, 9, 3, 40), (19, 33, 7, 70), (5, 300, 40, 2100)]
+
+
+@pytest.mark.parametrize("dtype, upper, noise", KINDS)
+def test_is_the_reference_bit_for_bit(dtype, upper, noise):
+    for size in SIZES:
+        case = make_case(*size, dtype, "cpu", upper=upper, noise=noise)
+        runs = in_runs(case)
+        assert_is_reference(case, dtype)
+        assert_is_reference(runs | {"row_scale": None, "col_scale": None}, dtype, limit=DIRECT)
+        if upper in ("none", "cols") and noise != "row":
+            assert_is_reference(case | {"rows": None, "row_scale": None}, dtype)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(FP32, BF16), (BF16, FP32), (FP64, FP16)])
+def test_dtypes_in_and_out(dtype, out_dtype):
+    assert_is_reference(make_case(9, 21, 20, 50, dtype, "cpu"), dtype, out_dtype)
+
+
+@pytest.mark.parametrize("layout", ["strided", "offset", "transposed"])
+def test_any_strides_in_and_out(layout):
+    case = make_case(19, 33, 41, 70, FP32, "cpu", upper="both", noise="col")
+    args = op_args(case, FP32)[:11]
+    expected = expand_reference(*args)
+    moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
+    assert torch.equal(run(torch.zeros(41, 70), op_args(case | moved, FP32)[:11]), expected)
+    out = layouts(torch.zeros_like(expected))[layout]
+    around = out._base.clone() if out._base is not None else None
+    assert torch.equal(run(out, args), expected)
+    if layout != "transposed":
+        out.zero_()
+        assert torch.equal(out._base, around), "wrote outside of out"
+
+
+def test_the_order_of_threads_changes_nothing():
+    case = make_case(5, 300, 40, 2100, FP32, "cpu", upper="both", noise="row")
+    assert_is_reference(case, FP32, eager=True)
+
+
+def test_identity_and_empty():
+    W = torch.randn(6, 11)
+    args = (W, *[None] * 7, 0, 0, 0)
+    assert torch.equal(run(torch.empty(6, 11), args), W)
+    none = torch.empty(0, dtype=torch.long)
+    assert plan(torch.empty(6, 0), W, None, None, none, *[None] * 4, 0, 0, 0).grid.blocks == 6
+
+
+def test_columns_of_few_rows_are_shared_by_blocks():
+    W = torch.randn(1, 5000)
+    cols = torch.randint(5000, (9000,))
+    args = (W, None, None, cols, *[None] * 4, 0, 0, 0)
+    assert plan(torch.empty(1, 9000), *args).grid.blocks == 9
+    assert torch.equal(run(torch.empty(1, 9000), args), W[:, cols])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_output_rows_by_source(times):
+    rows = torch.randint(times * 7, (50,))
+    first, target = by_source(rows, 7, 50, torch.device("cpu"))
+    assert sorted(target.tolist()) == list(range(50))
+    for r in range(7):
+        mine = rows[target[first[r] : first[r + 1]].long()]
+        assert (mine % 7 == r).all() and (mine.diff() >= 0).all()
+
+
+def test_a_weight_on_the_host_must_be_pinned():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda", 0)
+
+    out = torch.empty(3, 4).as_subclass(OnGpu)
+    none = {"rows": None, "cols": None}, {"row_noise": None}, {"col_scale": None}
+    for pinned in (False, True):
+        weight = torch.randn(3, 4)
+        weight.is_pinned = lambda pinned=pinned: pinned
+        if pinned:
+            check_expand(weight, None, *none, 0, out, None, reads_host=True)
+        else:
+            with pytest.raises(GrowthError, match=r"not pinned: weight.pin_memory\(\)"):
+                check_expand(weight, None, *none, 0, out, None, reads_host=True)
+        with pytest.raises(GrowthError, match="out is on cuda:0, the weight on cpu"):
+            check_expand(weight, None, *none, 0, out, None)
