@@ -4,7 +4,8 @@ Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this fi
 width, V vocabulary, K teachers, W = 1 + K terms, S statistics per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def linear_kl_mlm_op(
     every row and no gradient. `anchor` is `anchor_of` of the student.
     """
     settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
-    outputs = _empty_outputs(student, weight_WN, per_row, want)
+    outputs = empty_outputs(student, weight_WN, per_row, want)
     for x in outputs:
         x.zero_()
     loss, rows_SN, *grads = outputs
@@ -54,7 +55,7 @@ def linear_kl_mlm_op(
     return outputs
 
 
-def _empty_outputs(
+def empty_outputs(
     student: Sequence[Tensor], weight_WN: Tensor, per_row: bool, want: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     W, N = weight_WN.shape
@@ -74,7 +75,7 @@ def _empty_outputs(
 @linear_kl_mlm_op.register_fake
 def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
     _, _, _, per_row, want, *_ = settings
-    return _empty_outputs(student, weight_WN, per_row, want)
+    return empty_outputs(student, weight_WN, per_row, want)
 
 
 @torch.library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
@@ -102,7 +103,7 @@ def anchor_of(student: Sequence[Tensor]) -> Tensor:
     return torch.cat([x[:0].reshape(0) for x in student])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def setup_context(ctx, inputs, output) -> None:
     student, teachers, labels_N, kind_N, weight_WN, anchor, *settings = inputs
     _, rows_SN, *grads = output
     ctx.mark_non_differentiable(rows_SN, *grads)
@@ -115,22 +116,28 @@ def _setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(anchor, *grads)
 
 
-def _backward(ctx, dloss, *_) -> tuple:
-    none = [None] * (4 + len(Settings._fields))
-    if dloss is None:
-        return [None] * 3, [None] * ctx.n_teachers, *none
-    anchor, *saved = ctx.saved_tensors
-    if ctx.settings.per_row:
-        labels_N, kind_N, weight_WN, *heads = saved
-        settings = ctx.settings._replace(parts=False, per_row=False)
-        with torch.no_grad():
-            rows = (labels_N, kind_N, weight_WN * dloss)
-            _, _, *saved = linear_kl_mlm_op(heads[:3], heads[3:], *rows, anchor, *settings)
-        dloss = dloss.new_ones(())
-    grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
-    student = [grad if wish else None for grad, wish in zip(grads, ctx.settings.want, strict=True)]
-    return student, [None] * ctx.n_teachers, *none
+def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """The backward of `op`: what forward has found, or, for losses per row, another sweep."""
+
+    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        none = [None] * (4 + len(Settings._fields))
+        if dloss is None:
+            return [None] * 3, [None] * ctx.n_teachers, *none
+        anchor, *saved = ctx.saved_tensors
+        if ctx.settings.per_row:
+            labels_N, kind_N, weight_WN, *heads = saved
+            settings = ctx.settings._replace(parts=False, per_row=False)
+            with torch.no_grad():
+                rows = (labels_N, kind_N, weight_WN * dloss)
+                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *settings)
+            dloss = dloss.new_ones(())
+        grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
+        wanted = zip(grads, ctx.settings.want, strict=True)
+        student = [grad if wish else None for grad, wish in wanted]
+        return student, [None] * ctx.n_teachers, *none
+
+    return backward
 
 
-linear_kl_mlm_op.register_autograd(_backward, setup_context=_setup_context)
+linear_kl_mlm_op.register_autograd(backward_of(linear_kl_mlm_op), setup_context=setup_context)
 linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)
