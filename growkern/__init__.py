@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from growkern.ops.expand import expand as expand
     from growkern.ops.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
+    from growkern.ops.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
+    from growkern.train.cache_teacher import CacheReport as CacheReport
+    from growkern.train.cache_teacher import cache_teacher as cache_teacher
     from growkern.train.config import TwoStageConfig as TwoStageConfig
     from growkern.train.growth_adamw import GrowthAdamW as GrowthAdamW
     from growkern.train.growth_adamw import decay_groups as decay_groups
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.teacher_cache import TeacherCache as TeacherCache
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -48,6 +52,10 @@ _MODULE_OF = {
     "kl_mlm_loss": "growkern.ops.kl_mlm_loss",
     "linear_kl_mlm_loss": "growkern.ops.linear_kl_mlm_loss",
     "GrowthAdamW": "growkern.train.growth_adamw",
+    "topk_kl_mlm_loss": "growkern.ops.topk_kl_mlm_loss",
+    "CacheReport": "growkern.train.cache_teacher",
+    "TeacherCache": "growkern.train.teacher_cache",
+    "cache_teacher": "growkern.train.cache_teacher",
     "TwoStageConfig": "growkern.train.config",
     "decay_groups": "growkern.train.growth_adamw",
     "InheritanceSchedule": "growkern.train.inheritance",

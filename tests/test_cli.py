@@ -62,7 +62,17 @@ def test_help_is_quick_and_names_every_command():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("[]")
-    for command in ("plan", "grow", "verify", "train", "plot", "demo", "bench", "info"):
+    for command in (
+        "plan",
+        "grow",
+        "verify",
+        "train",
+        "cache-teacher",
+        "plot",
+        "demo",
+        "bench",
+        "info",
+    ):
         assert f" {command} " in done.stdout
 
 
@@ -101,6 +111,50 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
     with pytest.raises((ValueError, OSError), match="not-there"):
         cli.main()
+
+
+# ------------------------------------------------------------------ cache-teacher
+
+
+def test_cache_teacher_writes_what_training_reads(run, checkpoint, tmp_path):
+    from growkern import TeacherCache
+    from growkern.train.data import MaskedLMCollator, pack_text
+
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(" ".join(["a small model grows"] * 40))
+    texts, out = [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "cache"
+    options = ["--out", out, "--k", 4, "--temperature", 2, "--sequence-length", 8, "--seed", 3]
+    code, printed, _ = run("cache-teacher", checkpoint, *texts, *options, "--epochs", 2)
+    assert code == 0 and "bytes/token" in printed and str(out) in printed
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    blocks = pack_text(texts, tokenizer, 8)
+    collator = MaskedLMCollator(tokenizer, 0.15, 3)
+    cache = TeacherCache(out)
+    assert len(cache) == 2 * len(blocks) and cache.header.temperature == 2.0
+    for epoch in range(2):
+        collator.set_epoch(epoch)
+        ids, _ = cache.batch(collator([blocks[i] for i in range(len(blocks))]))
+        assert ids.shape[-1] == 4 and (ids != 0).any()
+    assert_bad_input(run("cache-teacher", checkpoint, *texts, *options), str(out), "exists")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--k", 99], ["k is 99", "9"]),
+        (["--rows", "label"], ["did you mean 'labels'"]),
+        (["--sequence-length", 9999], ["positions"]),
+        (["--temperature", 0], ["temperature"]),
+    ],
+    ids=lambda value: str(value[0]),
+)
+def test_a_cache_that_cannot_be_made_is_one_line(run, checkpoint, tmp_path, change, words):
+    (tmp_path / "a.txt").write_text("a small model grows " * 40)
+    options = ["--out", tmp_path / "c", "--k", 2, "--temperature", 1, "--sequence-length", 8]
+    result = run("cache-teacher", checkpoint, tmp_path / "a.txt", *options, *change)
+    assert_bad_input(result, *words)
+    assert not (tmp_path / "c").exists()
 
 
 # ------------------------------------------------------------------ plan, grow, verify

@@ -1,0 +1,63 @@
+"""`growkern cache-teacher`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from growkern.cli.app import Source, app, silence_transformers
+
+
+@app.command()
+def cache_teacher(
+    source: Source,
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="UTF-8 text files.")],
+    out: Annotated[Path, typer.Option(help="Directory of the cache.")],
+    k: Annotated[int, typer.Option("--k", help="Tokens kept per row.")],
+    temperature: Annotated[float, typer.Option(help="Of the softmax: the training run's.")],
+    rows: Annotated[str, typer.Option(help="labels | all (every real token)")] = "labels",
+    dtype: Annotated[str, typer.Option(help="float16 | bfloat16 | float32")] = "float16",
+    sequence_length: Annotated[int, typer.Option(help="The run's data.sequence_length.")] = 128,
+    masking_probability: Annotated[float, typer.Option(help="The run's; masked models.")] = 0.15,
+    seed: Annotated[int, typer.Option(help="The run's training.seed: of the masks.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Maskings kept of each block; masked models.")] = 1,
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory; else SRC's own.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Blocks per call of the teacher.")] = 32,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache.")] = False,
+) -> None:
+    """Run the teacher SRC once over the text and keep its k likeliest tokens per row."""
+    from transformers import AutoTokenizer
+
+    from growkern.growth.show import human
+    from growkern.train.cache_teacher import cache_teacher as make
+    from growkern.train.checks import is_causal
+    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+    from growkern.train.run import check_fits, load_language_model
+
+    silence_transformers()
+    model = load_language_model(source)
+    reader = AutoTokenizer.from_pretrained(tokenizer or source)
+    check_fits(source, reader, sequence_length)
+    report = make(
+        model,
+        pack_text(texts, reader, sequence_length),
+        out,
+        k=k,
+        temperature=temperature,
+        rows=rows,
+        dtype=dtype,
+        collator=CausalLMCollator(reader)
+        if is_causal(model)
+        else MaskedLMCollator(reader, masking_probability, seed),
+        epochs=epochs,
+        tokenizer=reader,
+        batch_size=batch_size,
+        overwrite=overwrite,
+        progress=sys.stderr.isatty(),
+    )
+    print(
+        f"{report.directory}: {report.rows} rows of {report.tokens} tokens, "
+        f"{human(report.bytes)}B, {report.bytes_per_row:.0f} bytes/row, "
+        f"{report.bytes_per_token:.1f} bytes/token, {report.seconds:.1f} s"
+    )

@@ -1,0 +1,342 @@
+"""A teacher's kept rows: what is on disk, who may read it, and what survives a kill."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import growkern
+from growkern import GrowthError, TeacherCache, cache_teacher
+from growkern.train import cache_teacher as writer
+from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
+from growkern.train.head import align_labels, head_inputs
+from growkern.train.teacher_cache import pack_ids, rows_of, unpack_ids
+from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
+
+
+def blocks_of(rows=11, length=9, seed=0):
+    rng = np.random.default_rng(seed)
+    return TokenBlocks(rng.integers(5, VOCAB, (rows, length), dtype=np.int32))
+
+
+def collator_of(family, **options):
+    return CausalLMCollator(TinyTokenizer()) if is_causal(family) else MaskedLMCollator(
+        TinyTokenizer(), 0.4, **options
+    )  # fmt: skip
+
+
+def make(directory, family="bert", *, model=None, blocks=None, collator=None, **options):
+    defaults = {"k": 5, "temperature": 2.0, "batch_size": 4, "progress": False}
+    return cache_teacher(
+        model or build(family, layers=1, width=8),
+        blocks_of() if blocks is None else blocks,
+        directory,
+        collator=collator or collator_of(family),
+        **(defaults | options),
+    )
+
+
+def test_ids_survive_packing():
+    rng = np.random.default_rng(0)
+    for vocabulary, k in [(2, 1), (48, 5), (30_522, 64), (128_256, 7), (1 << 25, 3)]:
+        bits = max(1, (vocabulary - 1).bit_length())
+        ids = rng.integers(0, vocabulary, (6, k))
+        ids[0], ids[1] = 0, vocabulary - 1
+        packed = pack_ids(ids, bits)
+        assert packed.shape == (6, -(-k * bits // 8)) and packed.dtype == np.uint8
+        unpacked = unpack_ids(packed, k, bits)
+        assert unpacked.dtype == np.int32 and np.array_equal(unpacked, ids)
+    assert unpack_ids(np.empty((0, 4), np.uint8), 5, 6).shape == (0, 5)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("rows", ["labels", "all"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_holds_what_the_model_says(family, rows, dtype, tmp_path):
+    model, blocks = build(family, layers=1, width=8), blocks_of()
+    collator = collator_of(family)
+    options = {"rows": rows, "dtype": dtype, "epochs": 2, "shard_bytes": 300}
+    report = make(tmp_path / "c", family, model=model, collator=collator, **options)
+    cache = TeacherCache(tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("rows-*"))) > 2
+    assert len(cache) == report.examples == 22 and report.tokens == 22 * 9
+    assert report.bytes == sum(f.stat().st_size for f in (tmp_path / "c").iterdir())
+
+    total = 0
+    for epoch in range(2):
+        if not is_causal(family):
+            collator.set_epoch(epoch)
+        # another order and other batches than it was written in
+        batch = collator([blocks[i] for i in (7, 0, 10, 3, 4)])
+        ids, logprobs = cache.batch(batch)
+        assert ids.shape == logprobs.shape == (5, 9, 5) and ids.dtype == torch.int32
+        assert str(logprobs.dtype) == f"torch.{dtype}"
+        kept = torch.ones(5, 9, dtype=torch.bool)
+        if is_causal(family):
+            kept[:, -1] = False  # predicts what is not there
+        elif rows == "labels":
+            kept = batch["labels"] != -100
+        assert torch.equal(rows_of(batch, rows, is_causal(family)), kept)
+        total += int(kept.sum())
+        with torch.no_grad():
+            logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
+        expected = (logits / 2.0).log_softmax(-1)[kept].topk(5, dim=-1)
+        assert torch.equal(ids[kept].long(), expected.indices)
+        rounding = torch.finfo(getattr(torch, dtype)).eps
+        torch.testing.assert_close(
+            logprobs[kept].double(), expected.values, rtol=rounding, atol=1e-6
+        )
+        assert (ids[~kept] == 0).all() and (logprobs[~kept] == 0).all()
+    assert 0 < total < report.rows
+    counts = [len(cache.rows([i])[0]) for i in range(22)]
+    assert sum(counts) == report.rows and report.bytes_per_row >= 2 * 3
+
+
+def test_padding_and_neighbours_do_not_matter(tmp_path):
+    """Rows of unequal length: an example is found whatever it is padded to."""
+    rng = np.random.default_rng(1)
+    rows = [{"input_ids": rng.integers(5, VOCAB, n).astype(np.int32)} for n in (4, 9, 6, 9, 3)]
+    model, collator = build("bert", layers=1, width=8), collator_of("bert")
+    report = make(tmp_path / "c", model=model, blocks=rows, rows="all", batch_size=2)
+    assert report.tokens == report.rows == 31
+    cache = TeacherCache(tmp_path / "c")
+    batch = collator([rows[i] for i in (0, 3, 4)])
+    ids, logprobs = cache.batch(batch)
+    with torch.no_grad():
+        logits = model.eval()(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits
+    expected = (logits.double() / 2).log_softmax(-1).topk(5, dim=-1)
+    real = batch["attention_mask"].bool()
+    assert torch.equal(ids[real].long(), expected.indices[real])
+    torch.testing.assert_close(logprobs[real].double(), expected.values[real], rtol=1e-3, atol=1e-6)
+
+
+def test_examples_without_rows_and_larger_than_a_file(tmp_path):
+    collator, blocks = MaskedLMCollator(TinyTokenizer(), 0.1), blocks_of(8)
+    batch = collator([blocks[i] for i in range(8)])
+    counts = (batch["labels"] != -100).sum(1).tolist()
+    assert 0 in counts and max(counts) > 1
+    report = make(tmp_path / "c", collator=collator, blocks=blocks, shard_bytes=1)
+    cache = TeacherCache(tmp_path / "c")
+    assert [len(cache.rows([i])[0]) for i in range(8)] == counts and report.rows == sum(counts)
+    one = make(tmp_path / "one", collator=collator, blocks=blocks)
+    assert one.rows == report.rows
+    for many, few in zip(
+        cache.batch(batch), TeacherCache(tmp_path / "one").batch(batch), strict=True
+    ):
+        assert torch.equal(many, few)
+
+
+class _Lookup:
+    """A collator that asks the cache: what a data worker runs."""
+
+    def __init__(self, cache, collator):
+        self.cache, self.collator = cache, collator
+
+    def __call__(self, features):
+        return self.cache.batch(self.collator(features))
+
+
+def test_read_from_several_workers(tmp_path):
+    make(tmp_path / "c", shard_bytes=300)
+    cache = pickle.loads(pickle.dumps(TeacherCache(tmp_path / "c")))
+    lookup, blocks = _Lookup(cache, collator_of("bert")), blocks_of()
+    loader = DataLoader(blocks, 3, collate_fn=lookup, num_workers=2)
+    alone = [lookup([blocks[i] for i in range(a, min(a + 3, 11))]) for a in range(0, 11, 3)]
+    for found, expected in zip(loader, alone, strict=True):
+        assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_goes_on_after_a_kill(tmp_path, monkeypatch):
+    """Killed while a shard is written: whole ones are kept, the half one is not trusted."""
+    whole = make(tmp_path / "whole", shard_bytes=300)
+    real, runs = writer.kept_rows, []
+
+    def dies(*args):
+        runs.append(1)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(writer, "kept_rows", dies)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "c", shard_bytes=300)
+    assert not (tmp_path / "c").exists()
+    staging = tmp_path / ".c.caching"
+    shards = sorted(staging.glob("rows-*"))
+    assert shards and not (staging / "index.safetensors").exists()
+    (staging / "rows-00099.safetensors.partial").write_bytes(b"half")
+    kept = shards[0].stat().st_mtime_ns
+    again = []
+    monkeypatch.setattr(writer, "kept_rows", lambda *args: again.append(1) or real(*args))
+    report = make(tmp_path / "c", shard_bytes=300)
+    assert (tmp_path / "c" / shards[0].name).stat().st_mtime_ns == kept
+    assert len(again) > 0 and len(again) + len(shards) <= len(runs) + 4
+    assert report.rows == whole.rows and not staging.exists()
+    files = sorted((tmp_path / "whole").iterdir())
+    assert [file.name for file in files] == sorted(p.name for p in (tmp_path / "c").iterdir())
+    for file in files:
+        assert (tmp_path / "c" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_truncated_shard_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_write_index", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path / "c")
+    monkeypatch.undo()
+    shard = tmp_path / ".c.caching" / "rows-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    report = make(tmp_path / "c")
+    make(tmp_path / "d")
+    assert (tmp_path / "c" / shard.name).read_bytes() == (
+        tmp_path / "d" / shard.name
+    ).read_bytes() and report.rows
+
+
+def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_write_index", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path / "c")
+    monkeypatch.undo()
+    for change in (
+        {"temperature": 1.0},
+        {"k": 4},
+        {"dtype": "bfloat16"},
+        {"blocks": blocks_of(seed=1)},
+        {"model": build("bert", layers=1, width=8, seed=1)},
+        {"collator": collator_of("bert", seed=1)},
+    ):
+        with pytest.raises(GrowthError, match="half-made cache of something else"):
+            make(tmp_path / "c", **change)
+    make(tmp_path / "c", temperature=1.0, overwrite=True)
+    assert TeacherCache(tmp_path / "c").header.temperature == 1.0
+    with pytest.raises(GrowthError, match="exists"):
+        make(tmp_path / "c")
+    make(tmp_path / "c", overwrite=True)
+    assert TeacherCache(tmp_path / "c").header.temperature == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_nothing_but_a_cache_is_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(GrowthError, match="no teacher cache"):
+        make(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").is_file()
+
+
+@pytest.mark.parametrize("change", ["text", "seed", "epoch", "probability"])
+def test_rows_of_another_batch_are_refused(change, tmp_path):
+    make(tmp_path / "c")
+    cache, collator, blocks = TeacherCache(tmp_path / "c"), collator_of("bert"), blocks_of()
+    if change == "text":
+        blocks = blocks_of(seed=1)
+    elif change == "seed":
+        collator = collator_of("bert", seed=1)
+    elif change == "epoch":
+        collator.set_epoch(1)
+    else:
+        collator = MaskedLMCollator(TinyTokenizer(), 0.5)
+    with pytest.raises(GrowthError, match="not in"):
+        cache.batch(collator([blocks[i] for i in range(3)]))
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    def random_masks(features):
+        batch = collator_of("bert")(features)
+        batch["labels"] = torch.where(torch.rand(batch["labels"].shape) < 0.5, 7, -100)
+        return batch
+
+    def nothing(features):
+        batch = collator_of("bert")(features)
+        return batch | {"labels": torch.full_like(batch["labels"], -100)}
+
+    broken = build("bert", layers=1, width=8)
+    broken.base_model.embeddings.LayerNorm.bias.data[0] = float("nan")
+    for change, message in [
+        ({"k": 0}, "k is 0"),
+        ({"k": VOCAB + 1}, "k <= vocab_size"),
+        ({"vocab_size": VOCAB + 1}, "k <= vocab_size"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"rows": "label"}, "did you mean 'labels'"),
+        ({"dtype": "fp16"}, "dtype"),
+        ({"epochs": 0}, "epochs"),
+        ({"collator": random_masks}, "other masks each time"),
+        ({"collator": nothing}, "without a single row"),
+        ({"collator": lambda features: {"ids": 1}}, "must give input_ids and labels"),
+        ({"model": broken}, "NaN"),
+        ({"model": tmp_path / "nowhere"}, "no checkpoint directory"),
+    ]:
+        with pytest.raises(GrowthError, match=message):
+            make(tmp_path / "c", **change)
+        assert not (tmp_path / "c").exists()
+        shutil.rmtree(tmp_path / ".c.caching", ignore_errors=True)
+
+
+def test_what_is_no_cache_is_refused(tmp_path):
+    with pytest.raises(GrowthError, match="no teacher cache"):
+        TeacherCache(tmp_path)
+    make(tmp_path / "c", shard_bytes=300)
+    for name, content, message in [
+        ("cache.json", b"{}", "no header of format"),
+        ("cache.json", b"\xff", "no teacher cache"),
+        ("index.safetensors", b"", "truncated or corrupt"),
+        ("rows-00001.safetensors", None, "truncated or corrupt"),
+    ]:
+        file = tmp_path / "c" / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] if content is None else content)
+        with pytest.raises(GrowthError, match=message):
+            TeacherCache(tmp_path / "c")
+        file.write_bytes(whole)
+    TeacherCache(tmp_path / "c")
+
+
+def test_a_checkpoint_directory_and_a_padded_head(tmp_path):
+    model = build("bert", layers=1, width=8)
+    model.save_pretrained(tmp_path / "model")
+    make(tmp_path / "c", model=tmp_path / "model", vocab_size=40, k=40, dtype="float32")
+    cache = TeacherCache(tmp_path / "c")
+    ids, logprobs = cache.rows(range(len(cache)))
+    assert int(ids.max()) < 40 and cache.header.vocab_size == 40
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(ids)))
+    make(tmp_path / "same", model=model, vocab_size=40, k=40, dtype="float32")
+    assert TeacherCache(tmp_path / "same").header == cache.header
+
+
+def test_a_model_in_training_is_asked_without_dropout_and_left_as_it_was(tmp_path):
+    model = build("bert", layers=1, width=8)
+    make(tmp_path / "still", model=model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    make(tmp_path / "c", model=model.train())
+    assert model.training and model.config.use_cache
+    files = [tmp_path / name / "rows-00000.safetensors" for name in ("still", "c")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_all_of_the_vocabulary_kept_is_the_live_teacher(family, tmp_path):
+    """The loss of kept rows is the loss of the model that made them, as training calls both."""
+    teacher, student = build(family, layers=1, width=8), build(family, layers=2, width=12, seed=1)
+    make(tmp_path / "c", family, model=teacher, k=VOCAB, dtype="float32")
+    blocks, causal = blocks_of(), is_causal(family)
+    batch = collator_of(family)([blocks[i] for i in range(5)])
+    ids, logprobs = TeacherCache(tmp_path / "c").batch(batch)
+    labels = align_labels(batch["labels"], causal=causal)
+    hidden, weight, bias = (
+        None if x is None else x.detach()
+        for x in head_inputs(student, {"input_ids": batch["input_ids"]})
+    )
+    with torch.no_grad():
+        live = head_inputs(teacher.requires_grad_(False), {"input_ids": batch["input_ids"]})
+    options = {"student_bias": bias, "temperature": 2.0}
+    expected = growkern.linear_kl_mlm_loss(
+        hidden, weight, live.hidden, live.weight, labels, teacher_bias=live.bias, **options
+    )
+    actual = growkern.topk_kl_mlm_loss(hidden, weight, ids, logprobs, labels, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
