@@ -9,8 +9,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from growkern.errors import GrowthError
+from growkern.train.cached_teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
 from growkern.train.inheritance import InheritanceSchedule, Teachers
+from growkern.train.teacher_cache import TeacherCache
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
@@ -26,7 +28,9 @@ def as_list(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
-def choose_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> Teachers:
+def choose_teachers(
+    inheritance: InheritanceSchedule | None, teacher: Any
+) -> Teachers | CachedTeacher:
     if (inheritance is None) != (teacher is None):
         given, missing = (
             ("inheritance", "teacher") if teacher is None else ("teacher", "inheritance")
@@ -34,6 +38,8 @@ def choose_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> Te
         raise GrowthError(f"{given} is given without {missing}: pass both or neither")
     if inheritance is None:
         return Teachers([], None)
+    if isinstance(teacher, TeacherCache):
+        return CachedTeacher(teacher, inheritance)
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 
 

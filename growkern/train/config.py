@@ -6,7 +6,7 @@
     [output]       directory, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
     [inheritance]  rate, end_step, temperature, kl_rows, teacher_weights       (optional)
-    [teacher]      paths                                                       (with inheritance)
+    [teacher]      paths or cache                                              (with inheritance)
 
 Paths are relative to the file they stand in.
 """
@@ -68,9 +68,17 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class TeacherSection:
-    """Checkpoint directories of the teachers; a tokenizer beside one is compared."""
+    """Checkpoint directories of the teachers, or one cache that `growkern cache-teacher` wrote.
 
-    paths: tuple[str, ...]
+    A tokenizer beside a checkpoint, or the one a cache was made with, is compared.
+    """
+
+    paths: tuple[str, ...] = ()
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.paths) == bool(self.cache):
+            raise GrowthError("give either paths (teachers that run) or cache (one that was run)")
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ over optimizer steps t. From t = S_d on the rate is 0 and no teacher runs at all
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growkern.errors import GrowthError
+from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.head import HeadInputs, check_head, head_inputs
 
 KLRows = Literal["labels", "all"]
@@ -98,18 +100,28 @@ class Teachers:
             )
         return len(tokenizer)
 
+    def collator(self, collator: Callable[[Any], Any], dataset: Any) -> Callable[[Any], Any]:
+        """The run's own: teachers that run read what the student reads."""
+        return collator
+
+    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+        """`linear_kl_mlm_loss` beside what the teachers say to a batch; at alpha 0 none runs."""
+        predictions = self.predict(inputs) if alpha > 0 else []
+        if not predictions:
+            return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
+        hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
+        return partial(
+            linear_kl_mlm_loss,
+            teacher_hidden=hidden,
+            teacher_weight=weight,
+            teacher_bias=bias,
+            teacher_weights=self.weights,
+        )
+
     @torch.no_grad()
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
         """Hidden states, weight and bias of each teacher's output projection."""
         return [head_inputs(model, inputs) for model in self.models]
-
-
-def loss_arguments(predictions: Sequence[HeadInputs]) -> dict[str, list[Tensor] | None]:
-    """The teacher's arguments of `linear_kl_mlm_loss`; None each when no teacher ran."""
-    if not predictions:
-        return {"teacher_hidden": None, "teacher_weight": None, "teacher_bias": None}
-    hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
-    return {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
 
 
 def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:

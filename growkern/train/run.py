@@ -25,6 +25,7 @@ from growkern.errors import GrowthError
 from growkern.train.checks import is_causal
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
+from growkern.train.teacher_cache import TeacherCache
 from growkern.train.trainer import TwoStageTrainer
 
 MARKER = "run.json"
@@ -50,7 +51,7 @@ def train(
             "pip install 'growkern[train]'"
         )
     output = base / run.output.directory
-    _check_output(output, [base / name for name in _checkpoint_directories(run)], texts)
+    _check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = _identity(run, base, texts)
     ours = _is_ours(output, identity, overwrite)
     if ours and (output / TRAINER_STATE_NAME).is_file():
@@ -92,7 +93,7 @@ def build_trainer(
     model = load_language_model(base / run.model.path)
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
     for directory in (base / run.model.path, *teacher_paths):
-        _check_fits(directory, tokenizer, run.data.sequence_length)
+        check_fits(directory, tokenizer, run.data.sequence_length)
     train_blocks, eval_blocks = (_blocks(texts[name], tokenizer, run.data) for name in texts)
     collator: Any = CausalLMCollator(tokenizer)
     if not is_causal(model):
@@ -103,7 +104,9 @@ def build_trainer(
         _arguments(run, base, evaluate=eval_blocks is not None, progress=progress),
         two_stage=run.two_stage,
         inheritance=run.inheritance,
-        teacher=[load_language_model(one) for one in teacher_paths] or None,
+        teacher=TeacherCache(base / run.teacher.cache)
+        if run.teacher and run.teacher.cache
+        else [load_language_model(one) for one in teacher_paths] or None,
         teacher_tokenizer=[
             AutoTokenizer.from_pretrained(one) for one in teacher_paths if _has_tokenizer(one)
         ],
@@ -188,7 +191,7 @@ def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, A
         digest.update(str(len(files)).encode())
         for file in files:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
-    for name in _checkpoint_directories(run):
+    for name in _input_directories(run):
         for file in sorted((base / name).glob("*.*")):
             whole = file.suffix == ".json"
             digest.update(file.read_bytes() if whole else str(file.stat().st_size).encode())
@@ -199,12 +202,17 @@ def _checkpoint_directories(run: Run) -> list[str]:
     return [run.model.path, *(run.teacher.paths if run.teacher else ())]
 
 
+def _input_directories(run: Run) -> list[str]:
+    cache = run.teacher.cache if run.teacher else None
+    return _checkpoint_directories(run) + ([cache] if cache else [])
+
+
 def _check_directory(directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise GrowthError(f"{directory} is no checkpoint directory: it has no config.json")
 
 
-def _check_fits(directory: Path, tokenizer: Any, length: int) -> None:
+def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
     """Refuse blocks longer, or ids larger, than a model has embeddings for."""
     config = AutoConfig.from_pretrained(directory)
     positions = getattr(config, "max_position_embeddings", None)

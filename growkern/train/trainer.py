@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.checks import (
     as_list,
     check_arguments,
@@ -24,13 +23,12 @@ from growkern.train.config import TwoStageConfig
 from growkern.train.flops import ModelCost
 from growkern.train.head import (
     IGNORE_INDEX,
-    HeadInputs,
     align_labels,
     align_rows,
     check_head,
     head_swap,
 )
-from growkern.train.inheritance import InheritanceSchedule, check_tokenizers, loss_arguments
+from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.meter import Meter
 from growkern.train.optimizer_state import create_optimizer_state
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
@@ -40,8 +38,9 @@ class TwoStageTrainer(Trainer):
     """Train a language model in two stages, with its old self as teacher if there is one.
 
     model: a ...ForMaskedLM or ...ForCausalLM model. two_stage: None trains the whole model always.
-    inheritance and teacher (a model or several) go together. teacher_tokenizer: one per teacher;
-    refused when it differs from processing_class. Everything else is `transformers.Trainer`'s.
+    inheritance and teacher (a model, several, or a `TeacherCache`) go together. teacher_tokenizer:
+    one per teacher that runs; refused when it differs from processing_class. Everything else is
+    `transformers.Trainer`'s.
 
     Batches are {input_ids, labels, ...}; labels of causal models are not shifted. The loss is
     `linear_kl_mlm_loss`; evaluation is the plain loss of the whole model, a mean over all labels.
@@ -81,6 +80,7 @@ class TwoStageTrainer(Trainer):
         self._teachers.freeze(model, args.device)
 
         super().__init__(model=model, args=args, **options)
+        self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         # the labels of an accumulated batch are counted if the model takes loss arguments, shifted
         # if it shifts them; what the class says of itself is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
@@ -109,14 +109,11 @@ class TwoStageTrainer(Trainer):
         training = model.training
         depth, alpha = self._plan() if training else (None, 0.0)
         options = self._loss_options(inputs, labels_BS, alpha, num_items_in_batch)
-        predictions: list[HeadInputs] = []
-        if alpha > 0:
-            with self.accelerator.autocast():
-                predictions = self._teachers.predict(inputs)
-        options |= loss_arguments(predictions)
+        with self.accelerator.autocast():
+            loss_function = self._teachers.loss_function(inputs, alpha)
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            loss, parts = linear_kl_mlm_loss(
+            loss, parts = loss_function(
                 hidden, weight, labels=labels_BS, student_bias=bias, **options
             )
             if training:
@@ -155,7 +152,6 @@ class TwoStageTrainer(Trainer):
             options["num_items"] = torch.as_tensor(items).clamp(min=1)
         if alpha > 0 and self.inheritance is not None:
             options["temperature"] = self.inheritance.temperature
-            options["teacher_weights"] = self._teachers.weights
             if self.inheritance.kl_rows == "all":
                 options["kl_rows"] = self._real_rows(inputs, labels_BS)
                 if items is not None and self._kl_items is not None:
@@ -279,6 +275,9 @@ class _Cues(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.meter.start_step()
+        collator, schedule = self.trainer.data_collator, self.trainer.inheritance
+        if schedule is not None and hasattr(collator, "leave_out"):
+            collator.leave_out(schedule.rate_at(state.global_step) == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.meter.end_step()

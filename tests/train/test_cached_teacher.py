@@ -1,0 +1,131 @@
+"""Training beside a kept teacher: the live one's losses, and what a cache does not fit."""
+
+import copy
+
+import pytest
+import torch
+
+from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
+from growkern.train.data import MaskedLMCollator
+from growkern.train.run import train
+from tests.train.test_run import workplace  # noqa: F401
+from tests.train.test_teacher_cache import blocks_of, collator_of, make
+from tests.train.test_trainer import STAGES, arguments, losses_of
+from tests.train.tiny import VOCAB, TinyTokenizer, build
+
+SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
+
+
+def train_with(path, family, teacher, *, schedule=SCHEDULE, collator=None, model=None, **options):
+    trainer = TwoStageTrainer(
+        model or build(family, tied=True).double(),
+        arguments(path, **options),
+        two_stage=STAGES,
+        inheritance=schedule,
+        teacher=teacher,
+        train_dataset=blocks_of(),
+        eval_dataset=blocks_of(4, seed=3),
+        data_collator=collator or collator_of(family),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "family, rows, workers", [("bert", "labels", 0), ("bert", "all", 2), ("llama", "labels", 0)]
+)
+def test_all_of_the_vocabulary_trains_as_the_live_teacher(family, rows, workers, tmp_path):
+    """8 steps over 11 blocks in 6 batches: the second epoch has masks, and rows, of its own."""
+    teacher = build(family, layers=2, width=8, seed=9).double()
+    schedule = InheritanceSchedule(rate=0.8, end_step=7, kl_rows=rows)
+    options = {"schedule": schedule, "dataloader_num_workers": workers}
+    live = train_with(tmp_path / "a", family, copy.deepcopy(teacher), **options)
+    make(tmp_path / "c", family, model=teacher, k=VOCAB, rows=rows, dtype="float32", epochs=2)
+    kept = train_with(tmp_path / "b", family, TeacherCache(tmp_path / "c"), **options)
+    # what is kept is float32: the model's float64 losses agree to its rounding
+    assert losses_of(kept) == pytest.approx(losses_of(live), rel=1e-5)
+    for name, weight in kept.model.named_parameters():
+        torch.testing.assert_close(weight, live.model.get_parameter(name), rtol=1e-4, atol=1e-4)
+    assert kept.evaluate()["eval_loss"] == pytest.approx(live.evaluate()["eval_loss"], rel=1e-5)
+    line = kept.state.log_history[0]
+    assert {"kl", "mlm", "top1_agreement"} <= set(line)
+    assert line["flops"] < live.state.log_history[0]["flops"]
+
+
+def test_goes_round_the_masks_it_has(tmp_path):
+    """One masking kept: later epochs draw it again, where a live run would draw anew."""
+    make(tmp_path / "c", k=4)
+    trainer = train_with(tmp_path / "a", "bert", TeacherCache(tmp_path / "c"))
+    assert len(losses_of(trainer)) == 8
+    collator, blocks = trainer.data_collator, blocks_of()
+    first = collator.inner([blocks[0]])
+    collator.set_epoch(5)
+    assert torch.equal(collator.inner([blocks[0]])["input_ids"], first["input_ids"])
+
+
+def test_nothing_is_read_once_the_teacher_is_gone(tmp_path, monkeypatch):
+    make(tmp_path / "c", k=4)
+    cache, asked = TeacherCache(tmp_path / "c"), []
+    real = cache.batch
+    monkeypatch.setattr(cache, "batch", lambda batch: asked.append(1) or real(batch))
+    train_with(tmp_path / "a", "bert", cache, schedule=InheritanceSchedule(end_step=2))
+    # two for the check before training; of 8 batches the loader fetches two ahead
+    assert 2 + 2 <= len(asked) <= 2 + 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"schedule": InheritanceSchedule(end_step=6, temperature=1.0)}, "temperature"),
+        ({"schedule": InheritanceSchedule(end_step=6, kl_rows="all")}, "kl_rows"),
+        ({"schedule": InheritanceSchedule(end_step=6, teacher_weights=(0.5, 0.5))}, "one teacher"),
+        ({"collator": MaskedLMCollator(TinyTokenizer(), 0.4, seed=1)}, "not in"),
+        ({"model": build("bert", layers=2, width=8, vocab_size=40)}, "over 48 tokens"),
+        ({"model": build("bert", layers=2, width=8, vocab_size=64)}, "over 48 tokens"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_does_not_fit_is_refused_before_training(change, message, tmp_path):
+    make(tmp_path / "c", k=4)
+    with pytest.raises(GrowthError, match=message):
+        train_with(tmp_path / "a", "bert", TeacherCache(tmp_path / "c"), **change)
+
+
+def test_tokenizers_are_compared(tmp_path):
+    class Other(TinyTokenizer):
+        def get_vocab(self):
+            return {str(i): VOCAB - 1 - i for i in range(VOCAB)}
+
+    make(tmp_path / "c", k=4, tokenizer=Other())
+    common = {"two_stage": STAGES, "inheritance": SCHEDULE, "data_collator": collator_of("bert")}
+    with pytest.raises(GrowthError, match="another tokenizer"):
+        TwoStageTrainer(
+            build("bert", layers=2), arguments(tmp_path / "a"), train_dataset=blocks_of(),
+            teacher=TeacherCache(tmp_path / "c"), processing_class=TinyTokenizer(), **common,
+        )  # fmt: skip
+
+
+def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
+    """The commands' own path: the text, the masks and the seed of the run find their rows."""
+    from typer.testing import CliRunner
+
+    from growkern.cli import app
+
+    text = str(workplace / "text")
+    arguments = ["cache-teacher", str(workplace / "teacher"), f"{text}/a.txt", f"{text}/b.txt"]
+    arguments += ["--out", str(workplace / "kept"), "--k", str(VOCAB), "--temperature", "2"]
+    arguments += ["--sequence-length", "16", "--dtype", "float32", "--epochs", "2"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    live = train(workplace / "run.toml", progress=False)
+    file = workplace / "run.toml"
+    text = file.read_text().replace('paths = ["teacher"]', 'cache = "kept"')
+    (workplace / "kept.toml").write_text(text.replace('"out"', '"out2"'))
+    kept = train(workplace / "kept.toml", progress=False)
+    assert kept.training_loss == pytest.approx(live.training_loss, rel=1e-5)
+    assert train(workplace / "kept.toml", progress=False) is None
+    (workplace / "kept.toml").write_text(text.replace('"out"', '"kept"'))
+    with pytest.raises(GrowthError, match="which the run reads"):
+        train(workplace / "kept.toml", progress=False)
+    (workplace / "kept.toml").write_text(text.replace("[output]", 'paths = ["teacher"]\n[output]'))
+    with pytest.raises(GrowthError, match="either paths"):
+        train(workplace / "kept.toml", progress=False)
