@@ -14,7 +14,7 @@ from torch import Tensor
 from growkern.ops._kl_mlm_kernel import _first_of, _zero_row
 from growkern.ops._kl_mlm_launch import MAX_BLOCK_V, MAX_REGISTERS
 from growkern.ops._kl_mlm_options import KL_ROW
-from growkern.ops._launch import acc_torch_dtype, jit, next_power_of_2, tl
+from growkern.ops._launch import acc_torch_dtype, jit, launch_choice, next_power_of_2, tl
 from growkern.ops._special import expm1, tanh
 from growkern.ops._topk_kl_mlm_teacher import teacher_masses
 
@@ -253,6 +253,11 @@ def topk_rows_on_triton(
     ids_Nk, log_p_Nk, log_tail_N = teacher_masses(topk, kl_N, vocab, drop_tail != 0, acc)
     k = ids_Nk.shape[1]
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
+    choice = launch_choice(
+        "topk_kl_mlm_rows", student_NV, vocab, BLOCK_V=MAX_BLOCK_V, num_warps=8,
+        maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    block = min(choice.pop("BLOCK_V"), next_power_of_2(vocab))
     _topk_rows_kernel[(N,)](
         student_NV,
         (ids_Nk, log_p_Nk, log_tail_N),
@@ -267,7 +272,6 @@ def topk_rows_on_triton(
         k,
         MATHS=(1 / temperature, cap),
         STEPS=(dstudent_NV is not None, parts),
-        BLOCKS=(min(MAX_BLOCK_V, next_power_of_2(vocab)), next_power_of_2(k)),
-        num_warps=8,
-        maxnreg=MAX_REGISTERS,
+        BLOCKS=(block, next_power_of_2(k)),
+        **choice,
     )

@@ -21,7 +21,7 @@ from tests.ops.test_linear_kl_mlm_loss import (  # noqa: F401
     quiet_interpreter,
 )
 
-PROVIDERS = ["cpu", "triton"]  # what is tested against the reference
+PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 
 
 def topk_of(logits, k, temperature=1.0, dtype=None):
@@ -172,8 +172,8 @@ def test_more_entries_leave_less_out(device):
 
 @pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-4)], ids=str)
-def test_gradients_beside_a_close_teacher(dtype, bar, drift):
-    student, teacher, labels = drifted_heads(24, 32_000, drift, dtype)
+def test_gradients_beside_a_close_teacher(dtype, bar, drift, device):
+    student, teacher, labels = drifted_heads(24, 32_000, drift, dtype, device)
     topk = topk_of(F.linear(*(x.double() for x in teacher)), 64, 2.0, torch.float32)
     options = {"alpha": 1.0, "temperature": 2.0}
     in64 = [x.double() for x in student]
@@ -184,9 +184,9 @@ def test_gradients_beside_a_close_teacher(dtype, bar, drift):
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-def test_narrow_gradients_written_over_the_logits(dtype, bar):
+def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
     """The Triton kernel rounds dlogits once, in place; k more than one block's threads."""
-    student, teacher, labels = drifted_heads(6, 9000, 0.01, dtype)
+    student, teacher, labels = drifted_heads(6, 9000, 0.01, dtype, device)
     topk = topk_of(F.linear(*(x.double() for x in teacher)), 300, 1.0, torch.float32)
     in64 = [x.double() for x in student]
     _, truth = loss_and_grads(in64, topk, labels, backend="reference", alpha=1.0)
@@ -393,8 +393,8 @@ def test_extreme_logits(backend, device):
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
-def test_float16_with_a_loss_scaler(backend):
-    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16)
+def test_float16_with_a_loss_scaler(backend, device):
+    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16, device)
     topk = topk_of(F.linear(*teacher), 32, 1.0, torch.float16)
     options = {"alpha": 1.0, "num_items": 1e5}
     in64 = [x.double() for x in student]
