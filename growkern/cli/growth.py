@@ -75,30 +75,20 @@ def grow(
     moments: Annotated[str, typer.Option(help="Of it: grow | old_slices | reset.")] = "grow",
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
-    import torch
-
     from growkern.growth.grow import grow_checkpoint
-    from growkern.growth.moments import moment_findings
-    from growkern.growth.optimizer import grow_optimizer
-    from growkern.growth.optimizer_file import OPTIMIZER_FILE, read_optimizer, write_optimizer
-    from growkern.growth.plan import plan as make_plan
-    from growkern.growth.show import human
 
     silence_transformers()
     compared = {} if text is None else tokens_of(source, text)
-    if dtype is not None and dtype not in DTYPES:
-        raise GrowthError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    as_dtype = dtype_of(dtype)
+    # before the weights: a file that does not fit must stop everything
     state = None
     if optimizer is not None:
-        # before the weights: a file that does not fit must stop everything
-        planned = make_plan(source, dtype=torch_dtype, **growth)
-        state = grow_optimizer(read_optimizer(optimizer), planned, moments=moments)
+        state = grown_optimizer(source, optimizer, moments, dtype=as_dtype, **growth)
     report = grow_checkpoint(
         source,
         target,
         overwrite=overwrite,
-        dtype=torch_dtype,
+        dtype=as_dtype,
         max_shard_size=max_shard_size,
         memory_limit=memory_limit,
         resume=not no_resume,
@@ -106,19 +96,49 @@ def grow(
         progress=sys.stderr.isatty(),
         **growth,
     )
-    findings = report.plan.findings
+    print_growth(report)
     if state is not None:
-        write_optimizer(state, report.directory / OPTIMIZER_FILE)
-        findings += moment_findings(report.plan) if moments == "grow" else ()
-    for finding in findings:
-        print(f"{finding.level}: {finding.what} ({finding.why})")
-    speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
-    kept = f", {human(report.bytes_kept)}B of it before" if report.bytes_kept else ""
-    print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
+        write_grown_optimizer(state, report, moments)
     if text is None:
         print(f"check it with: growkern verify {source} {report.directory}")
     else:
         finish(source, report.directory, compared)
+
+
+def dtype_of(name: str | None) -> Any:
+    import torch
+
+    if name is not None and name not in DTYPES:
+        raise GrowthError(f"--dtype {name!r}{nearest(name, DTYPES)}")
+    return None if name is None else getattr(torch, name)
+
+
+def print_growth(report: Any) -> None:
+    from growkern.growth.show import human
+
+    for finding in report.plan.findings:
+        print(finding.line())
+    speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
+    kept = f", {human(report.bytes_kept)}B of it before" if report.bytes_kept else ""
+    print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
+
+
+def grown_optimizer(source: Path, optimizer: Path, moments: str, **how: Any) -> dict[str, Any]:
+    """The Trainer's optimizer.pt, grown; nothing is written."""
+    from growkern.growth.optimizer import grow_optimizer
+    from growkern.growth.optimizer_file import read_optimizer
+    from growkern.growth.plan import plan as make_plan
+
+    return grow_optimizer(read_optimizer(optimizer), make_plan(source, **how), moments=moments)
+
+
+def write_grown_optimizer(state: dict[str, Any], report: Any, moments: str) -> None:
+    from growkern.growth.moments import moment_findings
+    from growkern.growth.optimizer_file import OPTIMIZER_FILE, write_optimizer
+
+    write_optimizer(state, report.directory / OPTIMIZER_FILE)
+    for finding in moment_findings(report.plan) if moments == "grow" else ():
+        print(finding.line())
 
 
 @app.command()

@@ -39,6 +39,9 @@ class Finding:
     what: str
     why: str
 
+    def line(self) -> str:
+        return f"{self.level}: {self.what} ({self.why})"
+
 
 @dataclass(frozen=True)
 class GrowthPlan:

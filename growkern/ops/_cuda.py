@@ -239,3 +239,9 @@ def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.dev
             None,
         )
         _check_driver(status, f"launching {kernel.name}")
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

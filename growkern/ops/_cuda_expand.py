@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops._cuda import Grid, Kernel, launch, why_not
+from growkern.ops._cuda import Grid, Kernel, launch, shared_limit, why_not
 from growkern.ops._hash_noise import line_keys
 from growkern.ops._launch import acc_torch_dtype
 
@@ -27,8 +27,10 @@ THREADS = 256
 # a weight of few rows is shared by this many blocks: a vector is one row
 LEAST_BLOCKS = 256
 
-_POINTERS = ("weight", "upper", "out", "first", "target", "rows", "cols", "row_scale", "col_scale")
-_POINTERS += ("noise", "line_key", "line_mult")
+_POINTERS = (
+    *("weight", "upper", "out", "first", "target", "rows", "cols", "row_scale", "col_scale"),
+    *("noise", "line_key", "line_mult"),
+)
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("R", "C", "M", "N", "blocks_per_row", "staged", "reads_upper_beside")
 
@@ -54,7 +56,12 @@ class Plan(NamedTuple):
 
 def expand_kernel(dtype: torch.dtype, out_dtype: torch.dtype, upper: bool, noise: int) -> Kernel:
     acc = "double" if dtype == torch.float64 else "float"
-    macros = {"IN": TYPES[dtype], "OUT": TYPES[out_dtype], "ACC": acc, "UPPER": int(upper)}
+    macros: dict[str, str | int] = {
+        "IN": TYPES[dtype],
+        "OUT": TYPES[out_dtype],
+        "ACC": acc,
+        "UPPER": int(upper),
+    }
     macros |= {"NOISE": noise, "THREADS": THREADS}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
@@ -90,6 +97,7 @@ def plan(
     seed: int,
     row_offset: int,
     col_offset: int,
+    *,
     limit: int = 48 << 10,
 ) -> Plan:
     """What `expand_cuda` launches where a block may have `limit` bytes of shared memory."""
@@ -103,7 +111,8 @@ def plan(
     weight_RC = weight_RC if weight_RC.stride(1) == 1 else weight_RC.contiguous()
     if upper_RC is not None and upper_RC.stride(1) != 1:
         upper_RC = upper_RC.contiguous()
-    kind, noise, keys = 0, None, (None, None)
+    kind, noise = 0, None
+    keys: tuple[Tensor | None, Tensor | None] = (None, None)
     if col_noise_N is not None:
         kind, noise, keys = 2, col_noise_N, line_keys(M, row_offset, seed, device)
     elif row_noise_M is not None:
@@ -131,11 +140,6 @@ def plan(
     kernel = expand_kernel(weight_RC.dtype, out_MN.dtype, upper_RC is not None, kind)
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
     return Plan(kernel, grid, args, tensors)
-
-
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def expand_cuda(out_MN: Tensor, weight_RC: Tensor, *arguments) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops._cuda import Grid, Kernel, launch, why_not
+from growkern.ops._cuda import Grid, Kernel, launch, shared_limit, why_not
 from growkern.ops._kl_mlm_options import Rows
 from growkern.ops._kl_mlm_state import Steps
 
@@ -120,7 +120,7 @@ def plan(
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
     caps = (maths.softcap, maths.teacher_softcap)
-    macros = {
+    macros: dict[str, str | int] = {
         "TEACHERS": len(teachers_NV),
         "STUDENT": TYPES[student_NV.dtype],
         "TEACHER": TYPES[teachers_NV[0].dtype if teachers_NV else student_NV.dtype],
@@ -180,8 +180,3 @@ def rows_on_cuda(
 def _too_old(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return "" if major >= 9 else f"needs thread-block clusters, sm_90: this is sm_{major}{minor}"
-
-
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -119,12 +119,7 @@ def _reference_into(out_MN: Tensor, *args: Any) -> None:
     out_MN.copy_(expand_reference(*arguments))
 
 
-KERNELS = {
-    "reference": _reference_into,
-    "cpu": expand_cpu,
-    "triton": expand_triton,
-    "cuda": expand_cuda,
-}
+KERNELS = dict(reference=_reference_into, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
 
 
 def _run(
@@ -261,13 +256,11 @@ def expand(
             backend="cuda" it may lie in pinned memory of the host and `out` on a GPU.
         rows: (M,) int64, the source row of every row of the result. None: each row once.
         cols: (N,) int64, the same for columns. Not for a 1-D weight.
-        row_scale: (M,) float. None: 1.
-        col_scale: (N,) float. None: 1. Not for a 1-D weight.
+        row_scale, col_scale: (M,) and (N,) float. None: 1. No `col_scale` for a 1-D weight.
         upper: like `weight`, the same tensor of the next layer. An element whose row index is
             R or more, or whose column index is C or more, reads it at the remainders.
         row_noise: (M,) float, relative size of the noise on each row, for a matrix whose rows
-            are the axis that is read. At most one of `row_noise` and `col_noise`.
-        col_noise: (N,) float, the same for columns.
+            are the axis that is read. `col_noise`: (N,), the same for columns. At most one.
         seed: of the noise, in [0, 2**63).
         row_offset: position of the result's first row in the whole matrix, if it is a shard.
         col_offset: the same for columns. With noise on an axis that is sharded, pass that axis'
@@ -295,8 +288,7 @@ def expand(
         out_dtype,
         reads_host=backend == "cuda",
     )
-    is_vector = weight.ndim == 1
-    if is_vector:
+    if is_vector := weight.ndim == 1:
         # a vector is a matrix of one row: its elements lie along the contiguous axis
         weight, upper = weight[None], None if upper is None else upper[None]
         rows, cols, row_scale, col_scale = None, rows, None, row_scale
