@@ -8,6 +8,7 @@ the pieces that hold them are read, by any number of processes, with no collecti
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class StoredTensor:
 
     @property
     def file(self) -> str:
-        return str(self.reader.path)
+        return str(Path(self.reader.path) / METADATA_FILE)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,6 +101,10 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         return self.stored.properties.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
         return self.read_runs([[(0, n)] for n in self.shape])

@@ -26,7 +26,7 @@ from growkern.growth.materialise import materialise, persistent_buffers, restore
 from growkern.growth.options import GrowthOptions
 from growkern.growth.placement import device_of, local_part, local_tensor
 from growkern.growth.plan import GrowthPlan, plan_growth
-from growkern.growth.source import Source, open_source
+from growkern.growth.source import Source, open_source, refuse_nonfinite
 from growkern.growth.tasks import Task
 
 # what wrappers add to the names of parameters
@@ -92,7 +92,7 @@ def grow_into(
             local = local_tensor(targets[task.name])
             _fill(grown, task, parts[task.name], local, backend)
             if not allow_nonfinite:
-                _refuse_nonfinite(task, local)
+                refuse_nonfinite(f"{task.name}, grown from {task.source}", local)
             written += local.nbytes
             bar.update()
     model.growth_plan = grown
@@ -130,14 +130,6 @@ def _part_reader(
         return grown.source.read(name)
 
     return read
-
-
-def _refuse_nonfinite(task: Task, local: Tensor) -> None:
-    if not bool(torch.isfinite(local).all()):
-        raise GrowthError(
-            f"{task.name} grown from {task.source} holds NaN or Inf; mend the checkpoint, or grow "
-            "it as it is with allow_nonfinite=True"
-        )
 
 
 # ------------------------------------------------------------------- checks

@@ -14,7 +14,7 @@ import transformers
 
 from growkern.errors import GrowthError
 from growkern.growth.checksums import CHECKSUMS_FILE
-from growkern.growth.files import STORED_DTYPES, read_header_bytes
+from growkern.growth.files import METADATA_FILE, STORED_DTYPES, read_header_bytes
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, plan_growth
 from growkern.growth.shards import ShardLayout
@@ -29,10 +29,12 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     found = {}
     for name in sorted({header.file for header in source.headers.values()}):
         file = Path(name)
+        is_metadata = file.name == METADATA_FILE
+        header = file.read_bytes() if is_metadata else read_header_bytes(file)
         found[file.name] = {
             "size": file.stat().st_size,
             "modified": file.stat().st_mtime_ns,
-            "header": hashlib.sha256(read_header_bytes(file)).hexdigest(),
+            "header": hashlib.sha256(header).hexdigest(),
         }
     return found
 
