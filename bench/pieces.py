@@ -115,15 +115,6 @@ ALL = (
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot"),
-    Piece(
-        "bench_grow_checkpoint",
-        "checkpoints grown on disk beside cp",
-        420,
-        "bench_grow_checkpoint",
-        args=("--sizes", "small", "medium"),
-        toy_args=("--sizes", "toy", "--repeats", "1"),
-        toy={"SIZES": {"toy": (64, 128, 1, 50)}},
-    ),
 )
-# a benchmark takes part from the day it is there
+# a benchmark takes part from the day it is there; those of disks and CPUs are for `make bench`
 PIECES = tuple(p for p in ALL if Path(__file__).with_name(f"{p.module}.py").is_file())
