@@ -267,8 +267,7 @@ def expand(
             slice of the map, not None: the noise is keyed by the source index.
         out: (M, N) or (M,), where to write; any strides; must not share memory with the inputs.
         out_dtype: dtype of the result. None: that of `out`, else of `weight`.
-        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++, not measured yet). None: the
-            fastest one for the device.
+        backend: "reference", "cpu", "triton" or "cuda" (not measured yet). None: by the device.
 
     Returns:
         (M, N), or (M,) for a 1-D weight; `out` if it was given.
@@ -292,8 +291,8 @@ def expand(
         # a vector is a matrix of one row: its elements lie along the contiguous axis
         weight, upper = weight[None], None if upper is None else upper[None]
         rows, cols, row_scale, col_scale = None, rows, None, row_scale
-    factors = (row_scale, col_scale, row_noise, col_noise, seed, row_offset, col_offset)
-    arguments = (weight, upper, rows, cols, *factors)
+    factors = (row_scale, col_scale, row_noise, col_noise)
+    arguments = (weight, upper, rows, cols, *factors, seed, row_offset, col_offset)
     if out is not None:
         expand_out_op(out[None] if is_vector else out, *arguments, backend or "")
         return out
