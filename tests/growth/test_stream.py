@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
-from growkern.growth import checksums, stream
+from growkern.growth import checksums, pieces, stream
 from growkern.growth.files import read_headers
 from growkern.growth.shards import parse_size
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
@@ -117,6 +117,23 @@ def test_too_small_a_limit_names_the_least(tmp_path):
     least = str(raised.value).split()[-1]
     grow(source, tmp_path / "grown", hidden_size=24, memory_limit=least)
     assert (tmp_path / "grown").is_dir()
+
+
+def test_as_many_workers_as_fit(tmp_path, monkeypatch):
+    plan = growkern.plan(save(tmp_path, "LlamaForCausalLM", LLAMA), hidden_size=24)
+    monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    least = next(n for n in range(pieces.FIXED_BYTES, 1 << 30) if fits(plan, n))
+    each = least - pieces.FIXED_BYTES
+    assert pieces.workers_within(plan, least) == 1
+    assert pieces.workers_within(plan, least + 2 * each) == 3
+    assert pieces.workers_within(plan, 1 << 30) == pieces.MOST_WORKERS
+
+
+def fits(plan, limit):
+    try:
+        return pieces.workers_within(plan, limit)
+    except growkern.GrowthError:
+        return 0
 
 
 PEAK = """
