@@ -122,18 +122,13 @@ def test_too_small_a_limit_names_the_least(tmp_path):
 def test_as_many_workers_as_fit(tmp_path, monkeypatch):
     plan = growkern.plan(save(tmp_path, "LlamaForCausalLM", LLAMA), hidden_size=24)
     monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    least = next(n for n in range(pieces.FIXED_BYTES, 1 << 30) if fits(plan, n))
-    each = least - pieces.FIXED_BYTES
+    each = max(pieces._bytes_in_work(plan, piece) for piece in pieces.pieces_of(plan))
+    least = pieces.FIXED_BYTES + each
     assert pieces.workers_within(plan, least) == 1
     assert pieces.workers_within(plan, least + 2 * each) == 3
     assert pieces.workers_within(plan, 1 << 30) == pieces.MOST_WORKERS
-
-
-def fits(plan, limit):
-    try:
-        return pieces.workers_within(plan, limit)
-    except growkern.GrowthError:
-        return 0
+    with pytest.raises(growkern.GrowthError, match="at least"):
+        pieces.workers_within(plan, least - 1)
 
 
 PEAK = """
