@@ -15,8 +15,8 @@ from growkern.ops._vocab_parallel import Shard, check_shard, is_dtensor, local, 
 
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
-# a GEMM in float32 leaves 8e-5 in the KL gradient at 1 % drift, one in float64 under 1e-5; it takes a CPU
-# twice the time
+# a GEMM in float32 leaves 8e-5 in the KL gradient at 1 % drift, one in float64 under 1e-5; it
+# takes a CPU twice the time
 LOGITS_DTYPE = {("cpu", torch.float32): torch.float64}
 
 
