@@ -33,24 +33,16 @@ def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
 
 
 @jit
-def _expand_kernel(
-    sources,  # weight, upper: (R, C); upper may be None
-    maps,  # rows (M,), cols (N,); None: identity
-    scales,  # row_scale (M,), col_scale (N,); None: 1
-    noise,  # size on the axis that is read; key and mult on the other; all None with NO_NOISE
-    out_ptr,  # (M, N)  out
-    strides,  # r and c of weight, r and c of upper, m and n of out
-    shape,  # R, C, M, N
-    NOISE: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def expand_block(
+    block, sources, maps, scales, noise, out_ptr, strides, shape,
+    NOISE: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of the result, counted along its rows; the arguments of `_expand_kernel`."""
     R, C, M, N = shape
     n_blocks_n = tl.cdiv(N, BLOCK_N)
     # int64: m * stride passes 2**31 at 65k x 32k elements
-    n = (tl.program_id(0) % n_blocks_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_first = (tl.program_id(0) // n_blocks_n).to(tl.int64) * BLOCK_M
+    n = (block % n_blocks_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_first = (block // n_blocks_n).to(tl.int64) * BLOCK_M
     n_inside = n < N
     col = n
     if maps[1] is not None:
@@ -91,7 +83,27 @@ def _expand_kernel(
         tl.store(to, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _block_n(out_bytes: int) -> int:
+@jit
+def _expand_kernel(
+    sources,  # weight, upper: (R, C); upper may be None
+    maps,  # rows (M,), cols (N,); None: identity
+    scales,  # row_scale (M,), col_scale (N,); None: 1
+    noise,  # size on the axis that is read; key and mult on the other; all None with NO_NOISE
+    out_ptr,  # (M, N)  out
+    strides,  # r and c of weight, r and c of upper, m and n of out
+    shape,  # R, C, M, N
+    NOISE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    expand_block(
+        tl.program_id(0), sources, maps, scales, noise, out_ptr, strides, shape,
+        NOISE, ACC, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+def columns_of_block(out_bytes: int) -> int:
     """Columns of a block: 16 bytes of the output for each of 128 threads, twice for 8-byte ones."""
     return max(512, 2048 // out_bytes)
 
@@ -123,7 +135,7 @@ def expand_triton(
         noise = (row_noise_M.to(acc).contiguous(), *keys)
     scales = (row_scale_M, col_scale_N)
     # the index vectors as they are: int64 in the public interface, eight rows share each load
-    block_n = _block_n(out_MN.element_size())
+    block_n = columns_of_block(out_MN.element_size())
     choice = launch_choice("expand", out_MN, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     _expand_kernel[(-(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),)](
@@ -164,7 +176,7 @@ def aot_cases() -> list[AotCase]:
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": _block_n(size)}
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(size)}
         noisy = {"noise": (factor, "*i32", "*i32")}
         ways = (
             ("FPI", fpi, NO_NOISE),

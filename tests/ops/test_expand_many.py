@@ -1,0 +1,56 @@
+"""A work list of tensors is what `expand` gives one by one."""
+
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops._expand_many import ExpandJob, expand_many
+from growkern.ops._launch import HAS_TRITON
+from growkern.ops.expand import expand
+from tests.ops.test_expand import layouts, make_case
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+
+
+def make_jobs(device):
+    """Several kinds and sizes: identity axes, vectors, strided outputs, an empty one."""
+    jobs, expected = [], []
+
+    def add(case, out_dtype=None, layout=None):
+        whole = expand(**case, out_dtype=out_dtype, backend="triton")
+        out = torch.zeros_like(whole)
+        out = layouts(out)[layout] if layout else out
+        jobs.append(ExpandJob(out, **case))
+        expected.append(whole)
+
+    for seed, (upper, noise) in enumerate([("none", "none"), ("both", "col"), ("rows", "row")] * 2):
+        case = make_case(19, 33, 41, 530, FP32, device, upper=upper, noise=noise, seed=seed)
+        add(case | {"row_offset": 3, "col_offset": 5}, layout="offset" if seed > 2 else None)
+    # rows of the output that can be written 16 bytes at a time
+    for size in ((5, 30, 17, 528), (4, 20, 9, 1040)):
+        add(make_case(*size, FP32, device, upper="both", noise="col"))
+    for dtype in (FP32, BF16, FP64):
+        add({"weight": torch.randn(9, 40, device=device).to(dtype)})
+    case = make_case(7, 5, 9, 2051, BF16, device)
+    add(case | {"rows": None, "row_scale": None})
+    add(case, FP32)
+    add({"weight": torch.randn(1, 30, device=device), "cols": torch.arange(77, device=device) % 30})
+    add({"weight": torch.randn(3, 4, device=device), "rows": torch.empty(0, device=device).long()})
+    return jobs, expected
+
+
+def test_many_at_once_are_the_same_bits(device):
+    jobs, expected = make_jobs(device)
+    # fp32 with none, col and row noise, and wide; bf16; bf16 to fp32; fp64
+    assert expand_many(jobs) == 7
+    assert sum(job.is_wide for job in jobs) == 2
+    for job, whole in zip(jobs, expected, strict=True):
+        assert torch.equal(job.out, whole), job.kind
+
+
+def test_nothing_to_do_and_other_devices(device):
+    assert expand_many([]) == 0
+    job = ExpandJob(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device=device))
+    with pytest.raises(GrowthError, match="one device"):
+        expand_many([job])
