@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern import linear_kl_mlm_loss
 from growkern.train.checks import is_causal
 from growkern.train.head import align_labels, head_inputs, head_swap
-from growkern.train.inheritance import loss_arguments
+from growkern.train.inheritance import loss_beside
 
 
 def count_labels(batches: list[dict[str, Tensor]], model: Any) -> Tensor:
@@ -43,8 +42,10 @@ def inherited_loss(
         with torch.no_grad():
             teachers.append(head_inputs(teacher, inputs))
 
+    loss = loss_beside(teachers)
+
     def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_kl_mlm_loss(
+        return loss(
             hidden,
             weight,
             labels=labels,
@@ -52,7 +53,6 @@ def inherited_loss(
             alpha=alpha,
             temperature=temperature,
             num_items=num_items,
-            **loss_arguments(teachers),
         )
 
     with head_swap(model, loss_of):

@@ -106,22 +106,28 @@ class Teachers:
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
         """`linear_kl_mlm_loss` beside what the teachers say to a batch; at alpha 0 none runs."""
-        predictions = self.predict(inputs) if alpha > 0 else []
-        if not predictions:
-            return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
-        hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
-        return partial(
-            linear_kl_mlm_loss,
-            teacher_hidden=hidden,
-            teacher_weight=weight,
-            teacher_bias=bias,
-            teacher_weights=self.weights,
-        )
+        return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights)
 
     @torch.no_grad()
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
         """Hidden states, weight and bias of each teacher's output projection."""
         return [head_inputs(model, inputs) for model in self.models]
+
+
+def loss_beside(
+    predictions: Sequence[HeadInputs], weights: Sequence[float] | None = None
+) -> Callable[..., Any]:
+    """`linear_kl_mlm_loss` that knows its teachers' part; of the labels alone where none ran."""
+    if not predictions:
+        return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
+    hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
+    return partial(
+        linear_kl_mlm_loss,
+        teacher_hidden=hidden,
+        teacher_weight=weight,
+        teacher_bias=bias,
+        teacher_weights=weights,
+    )
 
 
 def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
