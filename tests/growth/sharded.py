@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -221,13 +220,6 @@ def run_optimizer(mesh, directory):
     return {"difference": max(d.max().item() for d in differences if d.numel())}
 
 
-def attempt(function, *arguments):
-    try:
-        return function(*arguments)
-    except Exception:
-        return {"error": traceback.format_exc()}
-
-
 def main(directory):
     dist.init_process_group("gloo")
     with CommDebugMode() as comm:
@@ -237,12 +229,12 @@ def main(directory):
     names = TWO_RANKS if dist.get_world_size() == 2 else CASES
     for number, name in enumerate(names):
         *case, kind = CASES[name]
-        results[name] = attempt(run, *case, kind, found[kind], directory / f"source-{number}")
+        results[name] = run(*case, kind, found[kind], directory / f"source-{number}")
     if dist.get_world_size() == 2:
         for kind in ("fsdp", "tp"):
             name = f"checkpoint, {kind}"
-            results[name] = attempt(run_checkpoint, kind, found, directory / kind)
-        results["optimizer"] = attempt(run_optimizer, found["fsdp"], directory)
+            results[name] = run_checkpoint(kind, found, directory / kind)
+        results["optimizer"] = run_optimizer(found["fsdp"], directory)
     file = directory / f"rank-{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
     dist.barrier()

