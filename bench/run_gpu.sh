@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One visit to a GPU machine that has no network and is lent by the minute:
+# One visit to a GPU machine that has no network and little time:
 #
 #   bench/run_gpu.sh OUT [SECONDS] [options of bench.gpu]
 #

@@ -11,6 +11,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _check_index(name: str, x: Tensor | None, device: torch.device) -> None:
     if x is None:
         return
+    if not isinstance(x, Tensor):
+        raise GrowthError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name})")
     if x.ndim != 1:
         raise GrowthError(f"{name} must be a vector of indices, got shape {tuple(x.shape)}")
     if x.dtype != torch.int64:
@@ -22,6 +24,8 @@ def _check_index(name: str, x: Tensor | None, device: torch.device) -> None:
 def _check_factor(name: str, x: Tensor | None, n: int, device: torch.device) -> None:
     if x is None:
         return
+    if not isinstance(x, Tensor):
+        raise GrowthError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name})")
     if tuple(x.shape) != (n,):
         raise GrowthError(f"{name} must have shape ({n},), got {tuple(x.shape)}")
     if not x.is_floating_point():

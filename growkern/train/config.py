@@ -122,8 +122,9 @@ class TrainingSection:
             *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"),
             *("eval_every", "save_every", "data_workers"),
         ):
-            if getattr(self, name) < 0:
-                raise GrowthError(f"training.{name} is {getattr(self, name)}: it is negative")
+            # written so that NaN fails
+            if not 0 <= getattr(self, name) < math.inf:
+                raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be 0 or more")
 
 
 @dataclass(frozen=True)

@@ -412,6 +412,8 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
         ({"weight": torch.ones(2, 2, 2)}, r"1 or 2 dimensions, got shape \(2, 2, 2\)"),
         ({"weight": torch.ones(3, 4).int()}, "weight must be one of .* got torch.int32"),
         ({"rows": ROWS.int()}, r"rows must be an int64 tensor, got torch.int32: use rows.long"),
+        ({"rows": [0, 1]}, "rows must be a tensor, got list"),
+        ({"row_scale": [1.0]}, "row_scale must be a tensor, got list"),
         ({"rows": ROWS[None]}, r"rows must be a vector of indices, got shape \(1, 4\)"),
         ({"rows": torch.tensor([0, 3])}, "rows holds 0 to 3, allowed are 0 to 2; only with"),
         ({"cols": torch.tensor([-1, 3])}, "cols holds -1 to 3, allowed are 0 to 3"),
