@@ -118,20 +118,20 @@ class Stream:
             share = max(1, threads // workers)
             committer = stack.enter_context(ThreadPoolExecutor(1))
             pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
-            try:
-                self._collect([pool.submit(self._write, p) for p in pieces], committer, bar)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            self._collect(pieces, pool, committer, bar)
 
     def _collect(
         self,
-        written: list[Future[tuple[Piece, dict[Mark, str], bool]]],
+        pieces: list[Piece],
+        pool: ThreadPoolExecutor,
         committer: ThreadPoolExecutor,
         bar: Any,
     ) -> None:
+        written: list[Future[tuple[Piece, dict[Mark, str], bool]]] = []
         new: dict[Mark, str] = {}
         commit: Future[None] = committer.submit(lambda: None)
         try:
+            written.extend(pool.submit(self._write, piece) for piece in pieces)
             for future in as_completed(written):
                 piece, sums, was_built = future.result()
                 self.sums.update(sums)
@@ -144,7 +144,8 @@ class Stream:
                     commit.result()
                     commit, new = committer.submit(self._commit, new), {}
         finally:
-            # of an error too, what is finished is kept
+            # after an error too: what was in other workers' hands is finished, and all is kept
+            pool.shutdown(cancel_futures=True)
             done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
             new |= {m: s for f in done for m, s in f.result()[1].items() if m not in self.sums}
             committer.submit(self._commit, new).result()

@@ -125,7 +125,7 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
         ("text/*.txt", "txet/*.txt", r"no text file matches .*txet"),
         ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
         ("sequence_length = 16", "sequence_length = 1600", r"model has \d+ positions"),
-        ("warmup_steps = 2", "weight_decay = -1.0", "weight_decay is -1.0: it is negative"),
+        ("warmup_steps = 2", "weight_decay = -1.0", "weight_decay is -1.0: it must be 0 or more"),
         ('directory = "out"', 'directory = "model"', "model, which the run reads"),
         ('directory = "out"', 'directory = "."', "which the run reads"),
     ],
