@@ -189,18 +189,6 @@ def check_vocabulary(
     return vocab_size
 
 
-def check_labels(labels: Tensor, rows: torch.Size, what: str) -> Tensor:
-    """Labels as int64 (N,)."""
-    if labels.shape != rows:
-        raise GrowthError(
-            f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
-            "does not shift: align causal labels before the call"
-        )
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise GrowthError(f"labels must be integer token ids, got {labels.dtype}")
-    return labels.reshape(-1).long()
-
-
 def row_kinds(
     labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
 ) -> Tensor:

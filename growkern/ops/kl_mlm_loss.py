@@ -43,6 +43,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
+from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
 from growkern.ops._kl_mlm_op import kl_mlm_rows_op
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
@@ -51,7 +52,6 @@ from growkern.ops._kl_mlm_options import (
     LossParts,
     Maths,
     as_teachers,
-    check_labels,
     check_options,
     check_row_weights,
     check_vocabulary,
@@ -186,7 +186,8 @@ def kl_mlm_loss(
         ``return_parts`` a tuple of it and `LossParts`. 0 when no row counts.
 
     Raises:
-        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad.
+        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad; on
+            a CPU also a label outside the vocabulary, which a GPU asserts without waiting.
     """
     teachers = as_teachers(teacher_logits, alpha)
     options = check_options(
@@ -198,8 +199,9 @@ def kl_mlm_loss(
     shard = check_shard(group, vocab_start, vocab_size)
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
-    labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits")
+    labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    labels_N = inside_vocabulary(labels_N, kind_N, shard.vocab or vocab)
 
     N = labels_N.numel()
     # not -1: a rank may hold no column

@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops._backend import choose_backend
+from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     LossParts,
     Maths,
     as_teachers,
-    check_labels,
     check_options,
     check_row_weights,
     check_vocabulary,
@@ -154,7 +154,8 @@ def linear_kl_mlm_loss(
         one: a frozen head or trunk costs no GEMM.
 
     Raises:
-        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad.
+        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad; on
+            a CPU also a label outside the vocabulary, which a GPU asserts without waiting.
     """
     hiddens = as_teachers(teacher_hidden, alpha)
     options = check_options(
@@ -168,8 +169,9 @@ def linear_kl_mlm_loss(
     )  # fmt: skip
     widths = [t[1].shape[0] for t in teachers]
     vocab = check_vocabulary(vocab_size, student[1].shape[0], widths, shard)
-    labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden")
+    labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    labels_N = inside_vocabulary(labels_N, kind_N, shard.vocab or vocab)
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]

@@ -35,13 +35,13 @@ from torch.nn import functional as F
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
+from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     KL_ROW,
     MLM_ROW,
     LossParts,
     as_teachers,
-    check_labels,
     check_options,
     check_row_weights,
     check_vocabulary,
@@ -156,9 +156,10 @@ def topk_kl_mlm_loss(
         anything in the teacher's place.
 
     Raises:
-        GrowthError: shapes, dtypes or options that do not fit; on a CPU also ids outside the
-            vocabulary or twice in a row, and log-probs that sum to more than 1. A GPU asserts,
-            without waiting, that ids lie inside; ids that stand there twice go unseen.
+        GrowthError: shapes, dtypes or options that do not fit; on a CPU also ids or
+            labels outside the vocabulary, ids twice in a row, and log-probs that sum to more than
+            1. A GPU asserts, without waiting, that ids and labels lie inside; ids that stand there
+            twice go unseen.
     """
     cached = as_teachers(teacher_topk_logprobs, alpha)
     options = check_options(
@@ -180,8 +181,9 @@ def topk_kl_mlm_loss(
             logits_dtype=logits_dtype,
         )  # fmt: skip
     topk = check_topk(teacher_topk_ids, cached[0], student_hidden, vocab)
-    labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden")
+    labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    labels_N = inside_vocabulary(labels_N, kind_N, vocab)
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]

@@ -56,7 +56,9 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
     return ((actual.double() - truth).norm() / truth.norm()).item()
 
 
-def check_compiled(compiled, make, call, expect, values=((0.0, 6), (2.5, 9), (5.0, 13), (10.0, 4))):
+def check_compiled(
+    compiled, make, call, expect, values=((0.0, 6), (2.5, 9), (5.0, 13), (7.5, 30), (10.0, 4))
+):
     """Values and gradients of `compiled` at other alphas and sizes, with nothing compiled anew.
 
     make(N) gives (student tensors, teachers, labels); call(compiled, student, teachers, labels, a)

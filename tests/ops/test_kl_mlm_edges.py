@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
+from growkern.ops._kl_mlm_labels import inside_vocabulary
 from growkern.ops._kl_mlm_options import Maths
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from tests.ops.loss_inputs import BACKENDS, make_logits
@@ -152,3 +153,22 @@ def test_four_micro_batches_are_the_big_batch(backend, device):
         ).backward()  # fmt: skip
     for x, expected in zip(inputs, whole, strict=True):
         torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_labels_that_count_lie_inside_the_vocabulary(device):
+    """Also in a compiled graph; but nobody asks where no label is read."""
+    student, teachers, labels = make_logits(6, 33, torch.float32, device)
+    labels[3] = 33
+    loss = torch.compile(growkern.kl_mlm_loss, fullgraph=True, backend="aot_eager")
+    if device == "cpu":
+        for op in (growkern.kl_mlm_loss, loss):
+            with pytest.raises(growkern.GrowthError, match=r"row 3 is 33, outside 0\.\.32"):
+                op(student, teachers, labels)
+    assert growkern.kl_mlm_loss(student, teachers, labels, alpha=1.0).isfinite()
+    labels[1::3] = 33
+    assert growkern.kl_mlm_loss(student, teachers, labels, ignore_index=33).isfinite()
+
+
+def test_opcheck_of_the_labels(device):
+    labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
+    torch.library.opcheck(inside_vocabulary, (labels, kind, 9))

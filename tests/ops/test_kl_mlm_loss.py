@@ -308,7 +308,7 @@ def test_compiles_whole_and_once_for_every_alpha_and_size(backend, kind, device)
         lambda z, ts, labels, a: [
             [x] if i else x for i, x in enumerate(loss_and_grad(*z, ts, labels, alpha=a / 10))
         ],
-        [(1.0, 6), (2.5, 9), (5.0, 13), (9.0, 4)],
+        [(1.0, 6), (2.5, 9), (5.0, 13), (7.5, 30), (9.0, 4)],
     )
 
 
@@ -340,6 +340,10 @@ def test_alpha_zero_reads_no_teacher_and_one_no_label(device):
         ({"vocab_size": 9}, "vocab_size=9"),
         ({"labels": torch.zeros(5, dtype=torch.long)}, "must match the rows"),
         ({"labels": torch.zeros(4)}, "integer"),
+        ({"labels": torch.tensor([0, 1, 8, 2])}, r"row 2 is 8, outside 0\.\.7"),
+        ({"labels": torch.tensor([0, -1, 8, 2])}, r"row 1 is -1, outside 0\.\.7"),
+        ({"labels": torch.tensor([0, 1, 7, 2]), "vocab_size": 7}, r"row 2 is 7, outside 0\.\.6"),
+        ({"ignore_index": 0.5}, "ignore_index must be an integer"),
         ({"kl_rows": "every"}, "'labels', 'all'"),
         ({"kl_rows": torch.ones(4)}, "bool mask"),
         ({"temperature": 0.0}, "temperature"),

@@ -428,6 +428,8 @@ def test_chunks_follow_the_memory_and_the_rows():
         ({"student_bias": torch.ones(8)}, "bias"),
         ({"student_bias": torch.ones(9).double()}, "share a dtype"),
         ({"labels": torch.zeros(5, dtype=torch.long)}, "must match the rows"),
+        ({"labels": torch.tensor([0, 1, 99, 2])}, "row 2 is 99, outside 0"),
+        ({"ignore_index": 0.5}, "ignore_index must be an integer"),
         ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"max_rows": 3}, "max_rows=3"),
         ({"logits_dtype": torch.bfloat16}, "logits_dtype must be"),
