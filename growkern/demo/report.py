@@ -40,13 +40,19 @@ def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
 def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
     """The records of `summarize` as a rich table."""
     target = rows[0]["final_loss"]
+    caption = (
+        f"The small model: loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} for "
+        f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs of a "
+        "teacher are counted where there is one; evaluation is not."
+    )
+    if source.losses[-1] <= target:
+        caption += (
+            " The small model is already where scratch ends: trained this briefly, scratch sets "
+            "no mark to measure savings by."
+        )
     table = Table(
         title=f"Training the large model to validation loss {target:.3f} (where scratch ends)",
-        caption=(
-            f"The small model: loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} for "
-            f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs of a "
-            "teacher are counted where there is one; evaluation is not."
-        ),
+        caption=caption,
     )
     table.add_column("run")
     for head in ("start\nloss", "final\nloss", "FLOPs\nto it", "seconds\nto it"):

@@ -143,6 +143,12 @@ def curve(name, losses, flops, seconds):
     return Curve(name, tuple(range(len(losses))), flops, losses, seconds)
 
 
+def printed(rows, source):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(result_table(rows, source))
+    return console.file.getvalue()
+
+
 def test_savings_with_and_without_the_source():
     source = curve("source", (7.0, 5.0), (0.0, 20.0), (0.0, 2.0))
     scratch = curve("scratch", (8.0, 6.0, 4.0), (0.0, 50.0, 100.0), (0.0, 5.0, 10.0))
@@ -154,12 +160,19 @@ def test_savings_with_and_without_the_source():
     assert [row["saving"] for row in rows] == [0.0, pytest.approx(0.6), None]
     assert [row["saving_with_source"] for row in rows] == [0.0, pytest.approx(0.4), None]
 
-    console = Console(file=io.StringIO(), width=80)
-    console.print(result_table(rows, source))
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    text = printed(rows, source)
+    assert "no mark to measure savings" not in text
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
     assert cells["grown"] == ["5.000", "3.000", "40", "4", "60%", "40%"]
     assert cells["slow"] == ["9.000", "4.500", "not reached", "-", "-", "-"]
+
+
+def test_a_source_beyond_scratch_is_said_to_be():
+    scratch = curve("scratch", (8.0, 6.0), (0.0, 50.0), (0.0, 5.0))
+    source = curve("source", (7.0, 6.0), (0.0, 20.0), (0.0, 2.0))
+    text = " ".join(printed(summarize(source, [scratch]), source).split())
+    assert "The small model is already where scratch ends" in text
 
 
 def test_presets_compare_like_with_like():
