@@ -39,8 +39,8 @@ def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
     return Shard(group.group_name, start, vocab_size, -(-vocab_size // group.size()))
 
 
-def refuse_sharded_reference(group: str) -> None:
-    if group:
+def refuse_sharded_reference(backend: str, group: str) -> None:
+    if backend == "reference" and group:
         raise GrowthError("backend='reference' needs the whole vocabulary: it takes no group")
 
 
@@ -70,12 +70,12 @@ def _resolved(group: Any) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group)
 
 
-def gather(state_SN: Tensor, group: str) -> Tensor:
-    """The states of all ranks, (L, S, N), in the order of their columns."""
+def gather(x: Tensor, group: str) -> Tensor:
+    """The tensors of all ranks, (L, ...), in the order of their columns."""
     ranks = _resolved(group)
-    gathered_LSN = state_SN.new_empty(ranks.size(), *state_SN.shape)
-    dist.all_gather(list(gathered_LSN.unbind(0)), state_SN.contiguous(), group=ranks)
-    return gathered_LSN
+    gathered = x.new_empty(ranks.size(), *x.shape)
+    dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=ranks)
+    return gathered
 
 
 def add_up(x: Tensor, group: str) -> None:

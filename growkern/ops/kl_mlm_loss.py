@@ -43,7 +43,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
+from growkern.ops._kl_mlm_labels import check_labels, checked_labels
 from growkern.ops._kl_mlm_op import kl_mlm_rows_op
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
@@ -197,18 +197,18 @@ def kl_mlm_loss(
     )  # fmt: skip
     _check_logits(student_logits, teachers)
     shard = check_shard(group, vocab_start, vocab_size)
+    chosen = choose_backend(backend, student_logits.device, library=False)
+    refuse_sharded_reference(chosen, shard.group)
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    labels_N = inside_vocabulary(labels_N, kind_N, shard.vocab or vocab)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
 
     N = labels_N.numel()
     # not -1: a rank may hold no column
     student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
-    chosen = choose_backend(backend, student_logits.device, library=False)
     if chosen == "reference":
-        refuse_sharded_reference(shard.group)
         z_NV, *u_NV = (x[:, :vocab] for x in (student_NV, *teachers_NV))
         rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, options.maths)
     else:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
+from growkern.ops._kl_mlm_labels import check_labels, checked_labels
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     LossParts,
@@ -145,7 +145,9 @@ def linear_kl_mlm_loss(
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
-            a one-dimensional mesh need neither.
+            a one-dimensional mesh need neither. FSDP's are such DTensors too, but every rank has
+            rows of its own: call this from the forward of a module that `fully_shard` wraps, where
+            the head is whole.
         backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
             only: not measured yet). Default: what fits the device.
 
@@ -155,7 +157,8 @@ def linear_kl_mlm_loss(
 
     Raises:
         GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad; on
-            a CPU also a label outside the vocabulary, which a GPU asserts without waiting.
+            a CPU also a label outside the vocabulary, or other rows on other ranks of the group,
+            which a GPU asserts without waiting.
     """
     hiddens = as_teachers(teacher_hidden, alpha)
     options = check_options(
@@ -167,18 +170,20 @@ def linear_kl_mlm_loss(
         (student_hidden, student_weight, student_bias), hiddens, teacher_weight, teacher_bias,
         (group, vocab_start, vocab_size),
     )  # fmt: skip
+    chosen = choose_backend(backend, labels.device, library=False)
+    refuse_sharded_reference(chosen, shard.group)
     widths = [t[1].shape[0] for t in teachers]
     vocab = check_vocabulary(vocab_size, student[1].shape[0], widths, shard)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    labels_N = inside_vocabulary(labels_N, kind_N, shard.vocab or vocab)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     settings = Settings(
         list(Sizes(vocab, shard.each or vocab, **limits)), list(options.maths), return_parts,
         reduction == "none", want, check_logits_dtype(logits_dtype, student[0]), shard.group,
-        choose_backend(backend, labels.device, library=False),
+        chosen,
     )  # fmt: skip
     rows = (labels_N - shard.start, kind_N, weight_WN)
     loss, rows_SN = _loss_and_rows(student, teachers, rows, settings)
@@ -193,7 +198,6 @@ def _loss_and_rows(
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     if settings.backend == "reference":
-        refuse_sharded_reference(settings.group)
         labels_N, kind_N, weight_WN = rows
         rows_SN = linear_kl_mlm_rows_reference(
             student, teachers, labels_N, kind_N, settings.sizes[0], Maths(*settings.maths),

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_labels import check_labels, inside_vocabulary
+from growkern.ops._kl_mlm_labels import check_labels, checked_labels
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     KL_ROW,
@@ -183,7 +183,7 @@ def topk_kl_mlm_loss(
     topk = check_topk(teacher_topk_ids, cached[0], student_hidden, vocab)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    labels_N = inside_vocabulary(labels_N, kind_N, vocab)
+    labels_N = checked_labels(labels_N, kind_N, vocab, shard.group)
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]

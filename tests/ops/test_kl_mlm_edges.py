@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops._kl_mlm_labels import inside_vocabulary
+from growkern.ops._kl_mlm_labels import checked_labels
 from growkern.ops._kl_mlm_options import Maths
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from tests.ops.loss_inputs import BACKENDS, make_logits
@@ -171,4 +171,4 @@ def test_labels_that_count_lie_inside_the_vocabulary(device):
 
 def test_opcheck_of_the_labels(device):
     labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
-    torch.library.opcheck(inside_vocabulary, (labels, kind, 9))
+    torch.library.opcheck(checked_labels, (labels, kind, 9, ""))

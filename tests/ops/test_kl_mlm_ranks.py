@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import growkern
@@ -71,7 +72,7 @@ def check_columns(rank, group):
 
 
 def check_traffic(group):
-    """What crosses the network: 14 numbers per row, and dX."""
+    """What crosses the network: a check of the labels, 14 numbers per row, and dX."""
     sent = []
     gather, add_up = dist.all_gather, dist.all_reduce
     student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
@@ -87,7 +88,7 @@ def check_traffic(group):
     finally:
         dist.all_gather, dist.all_reduce = gather, add_up
     live = int((labels != IGNORED).sum())
-    assert sent == [(14, live), (live, 8)], sent
+    assert sent == [(2,), (14, live), (live, 8)], sent
 
 
 def check_dtensors():
@@ -128,6 +129,44 @@ def check_rows(rank, group):
         torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-12)
 
 
+class Head(torch.nn.Module):
+    """A head whose forward is the loss, so that FSDP gathers what it reads."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+
+    def forward(self, hidden, teacher, labels, **options):
+        return growkern.linear_kl_mlm_loss(
+            hidden, self.weight, *teacher[:2], labels, student_bias=self.bias,
+            teacher_bias=teacher[2], **options,
+        )  # fmt: skip
+
+
+def check_fsdp(rank):
+    """FSDP2 gives every rank its own rows: right from inside a forward, refused from outside."""
+    student, (teacher,), labels = make_heads(20, 13, 8, torch.float64, "cpu")
+    _, (_, *expected), _ = linear(student, teacher, labels)
+    mesh = init_device_mesh("cpu", (4,))
+    head = fully_shard(Head(*student[1:]), mesh=mesh)
+    here = slice(0, 8) if rank == 0 else slice(4 + 4 * rank, 8 + 4 * rank)
+    part = [student[0][here], [teacher[0][here], *teacher[1:]], labels[here]]
+    # FSDP divides the sum of all ranks' gradients by their number
+    count = (labels != IGNORED).sum() / 4
+    head(*part, num_items=count).backward()
+    for parameter, grad in zip((head.weight, head.bias), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=1e-6, atol=1e-12)
+    head.reshard()
+    weights = [distribute_tensor(x, mesh, [Shard(0)]) for x in teacher[1:]]
+    for cut in (part[0], student[0][:4]):
+        given = labels[here] if cut is part[0] else labels[rank : rank + 4]
+        with pytest.raises(growkern.errors.GrowthError, match="the ranks of the group have other"):
+            growkern.linear_kl_mlm_loss(
+                cut, head.weight, teacher[0][: len(cut)], weights[0], given,
+                student_bias=head.bias, teacher_bias=weights[1],
+            )  # fmt: skip
+
+
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
@@ -138,6 +177,7 @@ def run_rank(rank, folder):
         check_rows(rank % 2, pair)
         check_traffic(dist.group.WORLD)
         check_dtensors()
+        check_fsdp(rank)
         dist.barrier()
     except BaseException:
         traceback.print_exc()
