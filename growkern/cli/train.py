@@ -16,9 +16,16 @@ def train(
     ] = False,
 ) -> None:
     """Train in two stages as RUN.toml says; started again, it goes on where it was."""
+    import torch.distributed as dist
+
     from growkern.train.run import train as start
 
     result = start(run, overwrite=overwrite)
+    if dist.is_initialized():
+        is_first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not is_first:
+            return
     if result is None:
         print("this run is finished; nothing was done")
     else:

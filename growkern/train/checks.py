@@ -1,5 +1,6 @@
 """What the trainer refuses before any work, and what it is told to do instead."""
 
+import os
 from typing import Any
 
 from transformers import TrainingArguments
@@ -58,13 +59,23 @@ def is_causal(model: Any) -> bool:
 
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
     """Refuse what would train another function or silently lose the sub-models."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     refusals = {
         "torch_compile=True makes one graph per depth and breaks on the fused loss: compile the "
         "blocks instead (`for block in stack: block.compile()`, stacks from layer_stacks)": (
             args.torch_compile
         ),
-        "more than one process or device is not supported by this version: run one process with "
-        "one visible device": args.world_size > 1 or args.n_gpu > 1,
+        "one process drives one device: start one per device (torchrun --nproc_per_node=N)": (
+            args.n_gpu > 1
+        ),
+        "sharded training (FSDP, DeepSpeed) is not supported by this version: processes train "
+        "under DistributedDataParallel": bool(args.fsdp or args.deepspeed),
+        f"{started} processes were started and every one would train alone: without an accelerator "
+        "set use_cpu=True": started > args.world_size,
+        "average_tokens_across_devices=False gives the labels of small batches more weight: leave "
+        "it on": args.world_size > 1 and not args.average_tokens_across_devices,
+        "ddp_find_unused_parameters=False waits for ever for the layers that stage 1 leaves out: "
+        "leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
         "label_smoothing_factor is not part of the fused loss: leave it at 0": (
             args.label_smoothing_factor != 0
         ),

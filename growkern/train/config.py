@@ -95,7 +95,8 @@ class DataSection:
 class TrainingSection:
     """One optimizer and one schedule over all steps, both stages included.
 
-    eval_every and save_every: in optimizer steps, 0 for the end only.
+    batch_size: examples of all processes together. eval_every and save_every: in optimizer steps, 0
+    for the end only.
     """
 
     steps: int

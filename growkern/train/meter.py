@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,9 +11,13 @@ from growkern.ops.kl_mlm_loss import LossParts
 
 
 class Meter:
-    """Sums on the device, read once per log line."""
+    """Sums on the device, read once per log line.
 
-    def __init__(self) -> None:
+    add_up: the sum of a tensor over all processes.
+    """
+
+    def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        self._add_up = add_up
         self._reset()
 
     def _reset(self) -> None:
@@ -43,12 +48,14 @@ class Meter:
         self._seconds += time.perf_counter() - self._since
 
     def drain(self) -> dict[str, float]:
-        """The means since the last call; the meter starts anew."""
-        logs = {
-            name: float(torch.as_tensor(total) / torch.as_tensor(self._weights[name]).clamp(min=1))
-            for name, total in self._sums.items()
-        }
-        if self._seconds > 0:
-            logs["tokens_per_second"] = self._tokens / self._seconds
+        """The means since the last call, over all processes; the meter starts anew."""
+        rows = [(self._sums[name], self._weights[name]) for name in self._sums]
+        # seconds and the processes they were measured in: a mean, too
+        rows += [(self._tokens, 0), (self._seconds, 1)]
+        sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
+        logs = {name: x / max(n, 1) for name, (x, n) in zip(self._sums, sums_N2, strict=False)}
+        (tokens, _), (seconds, processes) = sums_N2[-2:]
+        if seconds > 0:
+            logs["tokens_per_second"] = tokens / (seconds / processes)
         self._reset()
         return logs

@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import os
 import re
 import shutil
 from importlib.util import find_spec
@@ -36,12 +37,16 @@ def train(
 ) -> TrainOutput | None:
     """Train as a run file says, or go on where the same run stopped.
 
+    Under torchrun every process calls it; the batches are shared out, so that a run is the same on
+    any number of processes.
+
     overwrite: drop what another run left in the output directory (only a run's directory).
     returns: Trainer's output (global_step, training_loss, metrics); None when nothing was left to
         train. A finished run's directory is not touched.
     raises: GrowthError before any work when the file, a path, a model or the directory is unfit.
     """
     run, base = load_run(path), Path(path).parent
+    _batch_of_a_process(run)
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
     for name in _checkpoint_directories(run):
         _check_directory(base / name)
@@ -59,10 +64,11 @@ def train(
 
     trainer = build_trainer(run, base, texts, progress=progress)
     # only now, with everything checked: what was there is dropped, what will be there is named
-    if not ours:
+    if not ours and trainer.is_world_process_zero():
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
         (output / MARKER).write_text(json.dumps(identity, indent=1))
+    trainer.accelerator.wait_for_everyone()
     result = train_or_resume(trainer)
     trainer.save_model()
     trainer.save_state()
@@ -247,13 +253,23 @@ def _blocks(files: list[Path], tokenizer: Any, data: DataSection) -> TokenBlocks
     return pack_text(files, tokenizer, data.sequence_length) if files else None
 
 
+def _batch_of_a_process(run: Run) -> int:
+    """Rows that each process takes of a batch, under torchrun too."""
+    batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if batch % processes:
+        raise GrowthError(
+            f"training.batch_size is {batch}: {processes} processes cannot share it evenly"
+        )
+    return batch // processes
+
+
 def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> TrainingArguments:
     training = run.training
     return TrainingArguments(
         output_dir=str(base / run.output.directory),
         max_steps=training.steps,
-        per_device_train_batch_size=training.batch_size,
-        per_device_eval_batch_size=training.batch_size,
+        per_device_train_batch_size=_batch_of_a_process(run),
+        per_device_eval_batch_size=_batch_of_a_process(run),
         gradient_accumulation_steps=training.accumulation,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_steps,

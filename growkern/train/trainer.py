@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from growkern.train.checks import (
     as_list,
@@ -20,6 +20,7 @@ from growkern.train.checks import (
     is_causal,
 )
 from growkern.train.config import TwoStageConfig
+from growkern.train.cues import Cues
 from growkern.train.flops import ModelCost
 from growkern.train.head import (
     IGNORE_INDEX,
@@ -30,7 +31,6 @@ from growkern.train.head import (
 )
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.meter import Meter
-from growkern.train.optimizer_state import create_optimizer_state
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 
 
@@ -66,6 +66,9 @@ class TwoStageTrainer(Trainer):
         **options: Any,
     ) -> None:
         check_arguments(args, options)
+        if two_stage is not None and args.world_size > 1:
+            # a step's gradients are those of its sub-model alone
+            args.ddp_find_unused_parameters = True
         self._causal = is_causal(model)
         check_head(model)
         self.two_stage, self.inheritance = two_stage, inheritance
@@ -91,8 +94,8 @@ class TwoStageTrainer(Trainer):
         self._kl_items: Tensor | None = None
         self._eval_sum: Tensor | float = 0.0
         self._eval_items: Tensor | float = 0
-        self.meter = Meter()
-        self.add_callback(_Cues(self))
+        self.meter = Meter(self._add_up)
+        self.add_callback(Cues(self))
 
     # ------------------------------------------------------------------- loss
 
@@ -109,22 +112,41 @@ class TwoStageTrainer(Trainer):
         training = model.training
         depth, alpha = self._plan() if training else (None, 0.0)
         options = self._loss_options(inputs, labels_BS, alpha, num_items_in_batch)
+        with self._window(depth):
+            loss, parts, outputs = self._run(model, inputs, labels_BS, options)
+        if training:
+            self._record(parts, labels_BS, options["kl_rows"], alpha, depth)
+            if num_items_in_batch is not None:
+                # divided by the labels of all processes, whose gradients are then averaged
+                loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def _run(
+        self, model: Any, inputs: dict[str, Any], labels_BS: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Any, Any]:
+        """The fused loss at the model's head, its parts, and the model's other outputs."""
         with self.accelerator.autocast():
-            loss_function = self._teachers.loss_function(inputs, alpha)
+            loss_function = self._teachers.loss_function(inputs, options["alpha"])
+        seen = []
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             loss, parts = loss_function(
                 hidden, weight, labels=labels_BS, student_bias=bias, **options
             )
-            if training:
-                self._record(parts, labels_BS, options["kl_rows"], alpha, depth)
+            seen.append(parts)
             return loss
 
-        with self._window(depth), head_swap(self.accelerator.unwrap_model(model), loss_of):
+        with head_swap(self.accelerator.unwrap_model(model), loss_of):
             outputs = model(**inputs)
         loss = outputs.logits
         outputs.logits = None
-        return (loss, outputs) if return_outputs else loss
+        return loss, seen[0], outputs
+
+    def _add_up(self, x: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.accelerator.num_processes == 1:
+            return x
+        return self.accelerator.reduce(x.to(self.args.device), "sum")
 
     def _plan(self) -> tuple[int | None, float]:
         """Depth (None: all) and inheritance rate of the current step."""
@@ -169,7 +191,7 @@ class TwoStageTrainer(Trainer):
         """Labels, and beside them KL rows, of a whole accumulated batch."""
         if self.inheritance is not None and self.inheritance.kl_rows == "all":
             rows = [self._real_rows(batch, batch["labels"]).sum() for batch in batch_samples]
-            self._kl_items = sum(rows, torch.zeros((), device=device)).clamp(min=1)
+            self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device))).clamp(min=1)
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # ---------------------------------------------------------------- records
@@ -230,15 +252,18 @@ class TwoStageTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
-        """The loss alone: logits are never made."""
+        """The plain loss alone: logits are never made."""
         inputs = self._prepare_inputs(inputs)
-        labels_BS = align_labels(inputs["labels"], causal=self._causal)
+        labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
+        options = self._loss_options(inputs, labels_BS, 0.0, None) | {"reduction": "none"}
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
-        items = (labels_BS != IGNORE_INDEX).sum()
-        self._eval_sum += loss.double() * items
-        self._eval_items += items
-        return loss, None, None
+            loss_BS = self._run(model, inputs, labels_BS, options)[0].double()
+        labelled_B = (labels_BS != IGNORE_INDEX).sum(1)
+        # example by example: those that only fill up the processes' last batch fall out
+        losses, items = self.accelerator.gather_for_metrics((loss_BS.sum(1), labelled_B))
+        self._eval_sum += losses.sum()
+        self._eval_items += items.sum()
+        return loss_BS.sum() / labelled_B.sum().clamp(min=1), None, None
 
     def evaluation_loop(
         self,
@@ -256,28 +281,3 @@ class TwoStageTrainer(Trainer):
         if self._eval_items:
             output.metrics[f"{metric_key_prefix}_loss"] = float(self._eval_sum / self._eval_items)
         return output
-
-
-class _Cues(TrainerCallback):
-    """Tells the trainer's parts where the loop is."""
-
-    def __init__(self, trainer: TwoStageTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = kwargs["optimizer"]
-        create_optimizer_state(getattr(optimizer, "optimizer", optimizer))
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        collator = self.trainer.data_collator
-        if hasattr(collator, "set_epoch"):
-            collator.set_epoch(int(state.epoch or 0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.meter.start_step()
-        collator, schedule = self.trainer.data_collator, self.trainer.inheritance
-        if schedule is not None and hasattr(collator, "leave_out"):
-            collator.leave_out(schedule.rate_at(state.global_step) == 0)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.meter.end_step()

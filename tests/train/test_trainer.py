@@ -359,10 +359,22 @@ def refuse(match, model=None, tmp_path="unused", args=None, **options):
         TwoStageTrainer(model or build("bert"), args or arguments(tmp_path), **options)
 
 
-def test_arguments_that_train_another_function_are_refused(tmp_path):
+def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch):
     def given(**options):
         return arguments(tmp_path, **options)
 
+    two = given()
+    # what a second process makes of the arguments
+    monkeypatch.setattr(type(two), "world_size", property(lambda args: 2))
+    two.average_tokens_across_devices = False
+    refuse("gives the labels of small batches", args=two)
+    two.average_tokens_across_devices, two.ddp_find_unused_parameters = True, False
+    refuse("waits for ever", args=two)
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuse("would train alone", args=given())
+    monkeypatch.undo()
+    refuse("sharded training", args=given(fsdp="full_shard"))
     refuse("torch_compile", args=given(torch_compile=True))
     refuse("label_smoothing", args=given(label_smoothing_factor=0.1))
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}

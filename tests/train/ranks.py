@@ -1,0 +1,74 @@
+"""What one of several processes does: `torchrun --nproc_per_node=N -m tests.train.ranks FOLDER`.
+
+Trains on the rows that the other process does not have, evaluates, stops, goes on, and leaves what
+it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import build
+
+ROWS, EVAL_ROWS, STEPS = 16, 5, 8
+STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=5)
+# (family, micro-batches a step, rows with a KL term)
+CASES = [("bert", 1, "labels"), ("gpt2", 2, "labels"), ("llama", 1, "all")]
+
+
+def schedule_of(kl_rows):
+    return InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows)
+
+
+def models_of(family):
+    return build(family, tied=True).double(), build(family, layers=2, width=8, seed=9).double()
+
+
+def trainer_for(folder, case, batch, **options):
+    family, accumulation, kl_rows = case
+    model, teacher = models_of(family)
+    args = arguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch, gradient_accumulation_steps=accumulation, use_cpu=True,
+        **options,
+    )  # fmt: skip
+    return TwoStageTrainer(
+        model, args, two_stage=STAGES, inheritance=schedule_of(kl_rows), teacher=teacher,
+        train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS),
+    )  # fmt: skip
+
+
+def found_by(trainer):
+    return {
+        "log": [line for line in trainer.state.log_history if "loss" in line],
+        "weights": trainer.model.state_dict(),
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "flops": trainer.state.total_flos,
+    }
+
+
+def main(folder):
+    for i, case in enumerate(CASES):
+        saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": False}
+        trainer = trainer_for(folder / f"run{i}", case, 2, **saving)
+        trainer.train()
+        found = found_by(trainer)
+        again = trainer_for(folder / f"run{i}", case, 2)
+        again.train(resume_from_checkpoint=str(folder / f"run{i}" / "checkpoint-3"))
+        found["resumed"] = again.model.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{i}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
+    dist.barrier()
+    sys.stdout.flush()
+    # gloo's threads now and then abort a process that leaves in the ordinary way
+    os._exit(0)

@@ -1,0 +1,103 @@
+"""Training on two processes is training on one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from growkern import GrowthError
+from growkern.train.head import align_labels
+from growkern.train.run import train
+from tests.train import ranks
+from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.test_trainer import Batches
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def on_two_processes(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*TORCHRUN, "-m", *map(str, command)], cwd=ROOT, env=environment, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    on_two_processes("tests.train.ranks", folder)
+    return [torch.load(folder / f"{i}.pt", weights_only=True) for i in range(len(ranks.CASES))]
+
+
+def timeless(line):
+    return {name: value for name, value in line.items() if name != "tokens_per_second"}
+
+
+@pytest.mark.parametrize("i", range(len(ranks.CASES)))
+def test_two_processes_are_one_with_batches_twice_as_large(found, i, tmp_path):
+    """Losses, parts, FLOPs, weights and the evaluation's mean, over unequal numbers of labels."""
+    trainer = ranks.trainer_for(tmp_path, ranks.CASES[i], 4)
+    trainer.train()
+    alone = ranks.found_by(trainer)
+    assert len(alone["log"]) == ranks.STEPS
+    for ours, theirs in zip(found[i]["log"], alone["log"], strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-6)
+        assert ours["tokens_per_second"] > 0
+    for name, weight in alone["weights"].items():
+        torch.testing.assert_close(found[i]["weights"][name], weight, rtol=1e-7, atol=1e-9)
+    assert found[i]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-9)
+    assert found[i]["flops"] == pytest.approx(alone["flops"])
+
+
+@pytest.mark.parametrize("i", range(len(ranks.CASES)))
+def test_the_evaluation_counts_every_label_once(found, i):
+    """Five rows on two processes in pairs: three of the eight places only fill up."""
+    family = ranks.CASES[i][0]
+    model, _ = ranks.models_of(family)
+    model.load_state_dict(found[i]["weights"])
+    rows = Batches(ranks.EVAL_ROWS).rows
+    inputs = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    labels = align_labels(inputs.pop("labels"), causal=family != "bert")
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert found[i]["eval_loss"] == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("i", range(len(ranks.CASES)))
+def test_resumed_in_the_sub_model_stage_it_ends_the_same(found, i):
+    for name, weight in found[i]["weights"].items():
+        assert torch.equal(found[i]["resumed"][name], weight), name
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_run_file_on_two_processes(workplace):  # noqa: F811
+    """The same batches and masks, shared out; one of the processes writes."""
+    said = on_two_processes("growkern", "train", workplace / "run.toml")
+    assert said.count("6 steps, mean training loss") == 1
+    two = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
+    shutil.rmtree(workplace / "out")
+    train(workplace / "run.toml", progress=False)
+    one = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
+    for name in ("loss", "eval_loss", "kl"):
+        values = [[line[name] for line in log if name in line] for log in (two, one)]
+        np.testing.assert_allclose(*values, rtol=1e-4)
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_batches_that_cannot_be_shared_are_refused(workplace, monkeypatch):  # noqa: F811
+    assert "batch_size = 4" in RUN
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(GrowthError, match="batch_size is 4: 3 processes cannot share"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
