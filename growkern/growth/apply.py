@@ -19,6 +19,7 @@ from growkern.growth.baselines import build_baseline
 from growkern.growth.extras import made_rows
 from growkern.growth.norms import build_norm
 from growkern.growth.plan import GrowthPlan
+from growkern.growth.shares import take_shares
 from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
@@ -109,6 +110,7 @@ def _build_weight(
         upper = None
         if task.upper is not None and _mixes(axes, block):
             upper = made_rows(plan, task, task.upper, read, extra)
+        place = out[_within(part, block)]
         expand(
             made_rows(plan, task, task.source, read, extra),
             rows=rows["index"],
@@ -121,9 +123,13 @@ def _build_weight(
             seed=seed,
             row_offset=offsets[0],
             col_offset=offsets[1],
-            out=out[_within(part, block)],
+            out=place,
             backend=backend,
         )
+        for dim, (m, (where, _)) in enumerate(zip(axes, block, strict=True)):
+            sums = m.sums_of(where)
+            if sums is not None:
+                take_shares(place, dim, *sums)
     return out
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from growkern.growth import maps
 from growkern.growth.plan import GrowthPlan
+from growkern.growth.shares import partial_sums
 from growkern.growth.tasks import Task
 
 
@@ -31,6 +32,8 @@ class AxisMap:
         scale, noise: float64.
         source: length of the source's axis.
         extra: how many target entries at the end are gathered from made rows.
+        sums: where shares sum back bit for bit, what `shares.take_shares` takes; it is then used
+            in the place of `scale`.
     """
 
     index: Tensor
@@ -38,17 +41,26 @@ class AxisMap:
     noise: Tensor
     source: int
     extra: int = 0
+    sums: tuple[Tensor, Tensor] | None = None
 
     def block(self, where: range) -> dict[str, Tensor | None]:
         """Index, scale and noise of some target entries, None where they change nothing."""
         at = slice(where.start, where.stop)
         index, scale, noise = self.index[at], self.scale[at], self.noise[at]
         is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
+        is_scaled = self.sums is None and not bool((scale == 1).all())
         return {
             "index": None if is_plain else index,
-            "scale": None if bool((scale == 1).all()) else scale,
+            "scale": scale if is_scaled else None,
             "noise": noise if bool(noise.any()) else None,
         }
+
+    def sums_of(self, where: range) -> tuple[Tensor, Tensor] | None:
+        """`sums` of some target entries, None where every share is all of it."""
+        if self.sums is None:
+            return None
+        upto, before = (x[where.start : where.stop] for x in self.sums)
+        return (upto, before) if bool((upto - before != 1).any()) else None
 
     def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
         """The wanted target entries in runs that are copies, then extra ones."""
@@ -85,12 +97,14 @@ def axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
         extra = int(made.sum())
         index = torch.where(made, index - space.source, index + first + total * fresh)
         none = torch.zeros(space.target, dtype=torch.float64)
-        pieces.append((index, scale, none if noise is None else noise))
+        pieces.append((index, scale, none if noise is None else noise, ~space.is_extra))
         first += space.source
-    joined, scales, noises = (torch.cat(x) for x in zip(*pieces, strict=True))
+    joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
     if role == "write":
         scales = scales * layout.scale(task.tensor.row)
-    return AxisMap(joined, scales, noises, total, extra)
+    is_split = role == "read" and plan.options.symmetry == "split"
+    sums = partial_sums(joined, scales, is_copy) if is_split else None
+    return AxisMap(joined, scales, noises, total, extra, sums)
 
 
 def gradient_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:

@@ -156,4 +156,6 @@ def _rounding(plan: GrowthPlan) -> list[Finding]:
     if powers and plan.options.symmetry == "none":
         return [Finding("exact", dtype, "all shares are powers of two: no rounding")]
     why = "weights are rounded to this dtype after scaling"
+    if plan.options.symmetry == "split":
+        why = "shares sum to the source's weights bit for bit, but products with them round"
     return [Finding("approximate", dtype, why)]

@@ -157,10 +157,15 @@ class Layout:
         split = self._split(spec.name, None, stream.read_index, ~stream.is_extra)
         return normed(stream, split)
 
+    def is_dual(self, name: str) -> bool:
+        """A tied head reads from this space: what is written there are shares."""
+        spec = self.family.spaces[name]
+        return spec.kind == "tied_output" and (self.tied or spec.untied is None)
+
     def _tied_output(self, spec: SpaceSpec, layer: Layer) -> Space:
-        if self.tied or spec.untied is None:
+        if self.is_dual(spec.name):
             return tied_output(self.space(str(spec.of)), self.scale(spec))
-        return self.space(spec.untied, layer)
+        return self.space(str(spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
         """What makes up for a factor of the model that changes with the stream's size.

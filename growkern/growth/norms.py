@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan import GrowthPlan
+from growkern.growth.shares import partial_sums, take_shares
 from growkern.growth.spaces import Space
 from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
@@ -31,10 +32,29 @@ def build_norm(
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
     upper, index = _upper(plan, task, value, read, index)
+    sums = None if exact else _sums(plan, task, index, scale)
     built = expand(
-        value, rows=index, row_scale=scale, upper=upper, out_dtype=dtype, backend=backend
+        value,
+        rows=index,
+        row_scale=scale if sums is None else None,
+        upper=upper,
+        out_dtype=dtype,
+        backend=backend,
     )
+    if sums is not None:
+        take_shares(built, 0, *sums)
     return (built * gain - offset).to(plan.dtype) if exact else built
+
+
+def _sums(
+    plan: GrowthPlan, task: Task, index: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """What `take_shares` takes, where a tied head reads what the norm puts out."""
+    assert task.tensor.norm is not None
+    entering, leaving = task.tensor.norm
+    if plan.options.symmetry != "split" or not plan.layout.is_dual(leaving):
+        return None
+    return partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
 
 
 def _offset(plan: GrowthPlan, task: Task) -> float:
