@@ -23,6 +23,7 @@ struct Storage {
     std::vector<int64_t> source, first, target;
     std::vector<int32_t> cols;
     std::vector<Run> runs;
+    std::vector<int16_t> col_steps;
 };
 
 // output rows grouped by the row they read, so that a source row is gathered once
@@ -52,6 +53,17 @@ void find_runs(const ExpandArgs& a, Storage& s) {
             s.runs.push_back({j, 1, c});
         }
     }
+}
+
+// `power_step` of all column scales of a bfloat16 matrix; false if one has none
+bool find_steps(const ExpandArgs& a, Storage& s) {
+    if (!a.col_scale || a.in_type != BF16 || a.out_type != BF16) return false;
+    s.col_steps.resize(a.N);
+    const float* scale = static_cast<const float*>(a.col_scale);
+    for (int64_t j = 0; j < a.N; ++j) {
+        if (!power_step(scale[j], s.col_steps[j])) return false;
+    }
+    return true;
 }
 
 bool supports(int isa) {
@@ -88,7 +100,8 @@ int expand(const ExpandArgs& a) {
     const int64_t last = *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
     run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
          s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
-         static_cast<int64_t>(s.runs.size()), last + 1, streaming},
+         static_cast<int64_t>(s.runs.size()), last + 1, find_steps(a, s) ? s.col_steps.data() : nullptr,
+         streaming},
         a.isa);
     return 0;
 }

@@ -4,6 +4,7 @@
 // weight; M, N those of the output. A "virtual" row or column runs past the end of the weight into
 // `upper`: 0 .. 2R-1 and 0 .. 2C-1.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 namespace growkern {
@@ -45,8 +46,22 @@ struct ExpandPlan {
     const Run* runs;          // by `from`; null: the columns are gathered one by one
     int64_t n_runs;
     int64_t virtual_columns;  // 1 + the largest virtual column that is read
+    const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: not all have one
     bool streaming;           // write past the caches
 };
+
+// static: compiled once for each instruction set
+namespace {
+
+// what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false for any other scale
+inline bool power_step(double scale, int16_t& step) {
+    int exponent;
+    if (std::frexp(scale, &exponent) != 0.5 || exponent < -125 || exponent > 127) return false;
+    step = static_cast<int16_t>((exponent - 1) * 128);
+    return true;
+}
+
+}  // namespace
 
 void expand_portable(const ExpandPlan&);
 void expand_avx2(const ExpandPlan&);

@@ -100,6 +100,26 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
     }
 }
 
+// convert where the one factor is a power of 2: sums of exponents in 16 bits, where products are
+// taken in 32. False, and y is undefined, where a number is not 0 and not normal before and after:
+// rounding, infinities and NaN are left to the product.
+inline bool add_steps(const bf16* x, int64_t n, int16_t row, const int16_t* col, bf16* y) {
+    uint16_t odd = 0;
+    for (int64_t j = 0; j < n; ++j) {
+        const uint16_t bits = x[j].bits, rest = bits & 0x7fff;
+        const uint16_t step = static_cast<uint16_t>(col ? col[j] : row), moved = rest + step;
+        const bool normal = (static_cast<uint16_t>(rest - 0x80) < 0x7f00) &
+                            (static_cast<uint16_t>(moved - 0x80) < 0x7f00);
+        y[j].bits = rest ? bits + step : bits;
+        odd |= static_cast<uint16_t>(!normal & (rest != 0));
+    }
+    return !odd;
+}
+template <class In, class Out>
+bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
+    return false;
+}
+
 template <class Out>
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
     const ExpandArgs& a = *p.args;
@@ -141,12 +161,17 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
             continue;
         }
         const Acc row = row_scale ? row_scale[i] : 1;
+        int16_t step = 0;
+        const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
+        const bool stepped = one_factor && !noisy;
         if (noisy) noise_factors<Acc>(p, i, p.source[s], j0, n, noise);
         // replicas with the same factors are the same numbers: converted once, written often
         const bool repeated = k > p.first[s] && !noisy &&
                               (!row_scale || row == row_scale[p.target[k - 1]]);
         for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
             const int64_t at = q->from - j0;
+            const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
+            if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
             convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
                                   noisy ? noise + at : nullptr, y + at);
         }

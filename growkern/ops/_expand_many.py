@@ -6,7 +6,7 @@ addresses and sizes, and a list that says which tensor each block belongs to. Fo
 `expand.py`; R, C rows and columns of a weight, M, N those of its result; J jobs of a launch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from growkern.ops._expand_triton import (
     columns_of_block,
     expand_block,
 )
-from growkern.ops._hash_noise import line_keys
+from growkern.ops._hash_noise import keys_of_lines, seed_words
 from growkern.ops._launch import AotCase, acc_dtype, jit, tl
 
 
@@ -113,40 +113,67 @@ def _expand_many_kernel(
     )  # fmt: skip
 
 
-class _Shared:
-    """Identity maps and unit scales, made once for all jobs; keeps what the table points to."""
+class _Packed:
+    """Vectors of many jobs as one tensor, so that they reach the device in one copy."""
 
-    def __init__(self, device: torch.device, acc: torch.dtype, longest: int) -> None:
-        self.index = torch.arange(longest, device=device)
-        self.ones = torch.ones(longest, device=device, dtype=acc)
-        self.acc, self.kept = acc, [self.index, self.ones]
+    def __init__(self, dtype: torch.dtype, *shared: Tensor) -> None:
+        self.dtype, self.length, self.pieces = dtype, 0, list[Tensor]()
+        for x in shared:
+            self.add(x)
 
-    def keep(self, x: Tensor) -> int:
-        self.kept.append(x)
-        return x.data_ptr()
+    def add(self, x: Tensor) -> int:
+        """Takes a vector in; the place of its first element, at a multiple of 16 bytes."""
+        at, rest = self.length, -len(x) % (16 // self.dtype.itemsize)
+        piece = x.detach().to(self.dtype)
+        self.pieces += [piece, piece.new_zeros(rest)]
+        self.length += len(x) + rest
+        return at
 
-    def map(self, x: Tensor | None) -> int:
-        return self.keep(self.index if x is None else x.contiguous())
+    def add_if(self, x: Tensor | None) -> int:
+        """The first vector stands for None."""
+        return 0 if x is None else self.add(x)
 
-    def factor(self, x: Tensor | None) -> int:
-        return self.keep(self.ones if x is None else x.detach().to(self.acc).contiguous())
+    def on(self, device: torch.device) -> Tensor:
+        here = all(x.device.type == "cpu" for x in self.pieces)
+        return torch.cat(self.pieces if here else [x.to(device) for x in self.pieces]).to(device)
 
-    def row(self, job: ExpandJob, first_block: int) -> list[int]:
-        """One row of the table."""
-        (M, N), (R, C), device = job.out.shape, job.weight.shape, job.out.device
-        noise = [0, 0, 0]
-        if job.col_noise is not None:
-            keys = line_keys(M, job.row_offset, job.seed, device)
-            noise = [self.factor(job.col_noise), *map(self.keep, keys)]
-        elif job.row_noise is not None:
-            keys = line_keys(N, job.col_offset, job.seed, device)
-            noise = [self.factor(job.row_noise), *map(self.keep, keys)]
-        upper = job.weight if job.upper is None else job.upper
-        pointers = [x.data_ptr() for x in (job.out, job.weight, upper)]
-        pointers += [self.map(job.rows), self.map(job.cols)]
-        pointers += [self.factor(job.row_scale), self.factor(job.col_scale), *noise]
-        strides = (*job.weight.stride(), *upper.stride(), *job.out.stride())
-        return [*pointers, *strides, R, C, M, N, first_block]
+
+class _Lines:
+    """`line_keys` of many jobs at once: a score of small launches is the price of each call."""
+
+    def __init__(self) -> None:
+        self.length, self.ranges = 0, list[tuple[int, ...]]()
+
+    def add(self, n_lines: int, offset: int, seed: int) -> int:
+        """The place of the first key, at a multiple of 16 bytes."""
+        at, length = self.length, -(-n_lines // 4) * 4
+        self.ranges.append((length, offset - at, *seed_words(seed)))
+        self.length += length
+        return at
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        ranges = torch.tensor(self.ranges, dtype=torch.int64).reshape(-1, 4).to(device)
+        each = ranges[:, 1:].repeat_interleave(ranges[:, 0], 0, output_size=self.length)
+        line = torch.arange(self.length, device=device) + each[:, 0]
+        return keys_of_lines(*(x.to(torch.int32) for x in (line, each[:, 1], each[:, 2])))
+
+
+def _row(
+    job: ExpandJob, index: _Packed, factors: _Packed, lines: _Lines, first_block: int
+) -> list[int]:
+    """One row of the table, with places in the packed vectors where their addresses will be."""
+    (M, N), (R, C) = job.out.shape, job.weight.shape
+    noise = [0, 0, 0]
+    if job.col_noise is not None:
+        noise = [factors.add(job.col_noise), *[lines.add(M, job.row_offset, job.seed)] * 2]
+    elif job.row_noise is not None:
+        noise = [factors.add(job.row_noise), *[lines.add(N, job.col_offset, job.seed)] * 2]
+    upper = job.weight if job.upper is None else job.upper
+    places = [x.data_ptr() for x in (job.out, job.weight, upper)]
+    places += [index.add_if(job.rows), index.add_if(job.cols)]
+    places += [factors.add_if(job.row_scale), factors.add_if(job.col_scale), *noise]
+    strides = (*job.weight.stride(), *upper.stride(), *job.out.stride())
+    return [*places, *strides, R, C, M, N, first_block]
 
 
 def _launches(jobs: Sequence[ExpandJob]) -> Iterator[list[ExpandJob]]:
@@ -176,17 +203,23 @@ def _launch(jobs: Sequence[ExpandJob]) -> None:
     first = jobs[0]
     acc, tl_acc = acc_dtype(first.weight)
     device, block_n = first.out.device, columns_of_block(first.out.element_size())
-    shared = _Shared(device, acc, max(max(*job.out.shape) for job in jobs))
+    longest = max(max(*job.out.shape) for job in jobs)
+    index = _Packed(torch.int64, torch.arange(longest))
+    factors, lines = _Packed(acc, torch.ones(longest)), _Lines()
     counts = [-(-job.out.shape[0] // BLOCK_M) * -(-job.out.shape[1] // block_n) for job in jobs]
-    table, n_blocks = [], 0
+    rows, n_blocks = [], 0
     for job, count in zip(jobs, counts, strict=True):
-        table.append(shared.row(job, n_blocks))
+        rows.append(_row(job, index, factors, lines, n_blocks))
         n_blocks += count
+    table = torch.tensor(rows)
+    packed = (index.on(device), factors.on(device), *lines.on(device))
+    for x, fields in zip(packed, (slice(3, 5), slice(5, 8), 8, 9), strict=True):
+        table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
     job_of_block = torch.arange(len(jobs), dtype=torch.int32)
     job_of_block = job_of_block.repeat_interleave(torch.tensor(counts)).to(device)
-    like = (first.out, first.weight, shared.index, shared.ones, job_of_block)
+    like = (first.out, first.weight, packed[0], packed[1], job_of_block)
     _expand_many_kernel[(n_blocks,)](
-        torch.tensor(table).to(device),
+        table.to(device),
         job_of_block,
         like,
         UPPER=first.upper is not None,
@@ -199,6 +232,51 @@ def _launch(jobs: Sequence[ExpandJob]) -> None:
         # a fused 1 + noise * xi would differ from the other backends in the last bit
         enable_fp_fusion=False,
     )
+
+
+# ---------------------------------------------------------------- collecting
+
+# weights and results that wait for a launch; they stay in memory that long
+BYTES_AT_ONCE = 1 << 30
+
+
+class WorkList:
+    """Collects calls of `expand` with `out`, and carries them out in few launches.
+
+    Results are there after `run`, or sooner: what waits never holds more than `bytes_at_once`, but
+    for a single tensor that does.
+    """
+
+    def __init__(self, bytes_at_once: int = BYTES_AT_ONCE) -> None:
+        self.bytes_at_once, self.launches = bytes_at_once, 0
+        self._jobs, self._after, self._bytes = list[ExpandJob](), list[Callable[[], Any]](), 0
+
+    def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
+        """`expand`, later. Arguments are right: this is below its door."""
+        if weight.ndim == 1:
+            # a matrix of one row, as there
+            upper, rows = arguments.pop("upper"), arguments.pop("rows")
+            weight, out = weight[None], out[None]
+            arguments |= {"upper": None if upper is None else upper[None], "cols": rows}
+            arguments |= {"col_scale": arguments.pop("row_scale")}
+        job = ExpandJob(out, weight, **arguments)
+        size = sum(x.nbytes for x in (out, weight, job.upper) if x is not None)
+        if self._jobs and self._bytes + size > self.bytes_at_once:
+            self.run()
+        self._jobs.append(job)
+        self._bytes += size
+
+    def then(self, call: Callable[[], Any]) -> None:
+        """What needs the results asked for so far."""
+        self._after.append(call)
+
+    def run(self) -> None:
+        """Carries out what waits."""
+        self.launches += expand_many(self._jobs)
+        self._jobs, self._bytes = [], 0
+        waiting, self._after = self._after, []
+        for call in waiting:
+            call()
 
 
 def aot_cases() -> list[AotCase]:

@@ -43,7 +43,19 @@ def _mix(x: Tensor) -> Tensor:
 def line_keys(n_lines: int, offset: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(2) for the lines offset, offset + 1, ...: (key, mult), both (n_lines,) int32 bits."""
     line = torch.arange(offset, offset + n_lines, device=device).to(torch.int32)
-    key = _mix(_mix(line ^ _int32(seed >> 32)) + _int32(seed))
+    return keys_of_lines(line, *seed_words(seed))
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """seed_hi and seed_lo of (2), as int32."""
+    return _int32(seed >> 32), _int32(seed)
+
+
+def keys_of_lines(
+    line: Tensor, seed_hi: int | Tensor, seed_lo: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """(2): key and mult of int32 lines, each of its own seed or all of one."""
+    key = _mix(_mix(line ^ seed_hi) + seed_lo)
     return key, _mix(key + GOLDEN) | 1
 
 

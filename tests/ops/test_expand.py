@@ -162,6 +162,29 @@ def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes)
             assert torch.equal(out, expected), (dtype, upper, noise)
 
 
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_exponents_of_every_bfloat16_add_up(isa):
+    """Scales of powers of 2 skip the product where numbers stay normal, and only there."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    W = every[~every.isnan()]
+    # the numbers of one exponent and sign lie together, and zeros of both signs beside them
+    W = torch.cat([W, W.new_zeros(-len(W) % 128)]).reshape(-1, 128)
+    W = torch.cat([W, torch.tensor([0.0, -0.0]).to(W.dtype).expand(len(W), 2)], 1)
+    M, N = W.shape
+    thirds = torch.arange(max(W.shape)) % 3
+    scales = [(1.0, 2.0 ** (thirds[:N] - 1)), (thirds[:M, None] + 1.0, 0.5)]
+    for power in (-149, -126, -125, -7, -1, 0, 1, 30, 127):
+        scales += [(1.0, 2.0**power), (2.0**power, 1.0)]
+    for row, col in scales:
+        row, col = (torch.as_tensor(x, dtype=torch.float32) for x in (row, col))
+        factors = (None if (row == 1).all() else row.expand(M, 1)[:, 0].contiguous(),)
+        factors += (None if (col == 1).all() else col.expand(N).contiguous(),)
+        out = torch.empty_like(W)
+        expand_cpu(out, W, None, None, None, *factors, None, None, 0, 0, 0, isa=isa)
+        truth = (W.float() * row * col).to(torch.bfloat16)
+        assert torch.equal(out.view(torch.int16), truth.view(torch.int16)), (row, col)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LIVE)
 def test_no_worse_than_eager_against_float64(name, dtype, device):
