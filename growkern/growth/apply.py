@@ -8,6 +8,7 @@ Every tensor can be built whole or block by block, with the same result to the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -21,7 +22,7 @@ from growkern.growth.norms import build_norm
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.shares import take_shares
 from growkern.growth.tasks import Task
-from growkern.ops.expand import expand
+from growkern.growth.work import OneByOne, Work
 
 Read = Callable[[str], Tensor]
 Part = Sequence[slice]
@@ -35,8 +36,9 @@ def build_tensor(
     backend: str | None = None,
     part: Part | None = None,
     out: Tensor | None = None,
+    work: Work | None = None,
 ) -> Tensor:
-    """The value of one target tensor, or of a block of it, on the CPU, in the plan's dtype.
+    """The value of one target tensor, or of a block of it, in the plan's dtype.
 
     Args:
         read: gives a source tensor by name; default the plan's source. A memory-mapped tensor is
@@ -44,17 +46,27 @@ def build_tensor(
         backend: of `growkern.expand`.
         part: one slice per axis of the target tensor; default the whole of it. A block has the
             bits of the same place in the whole.
-        out: where to put it; its shape and the plan's dtype.
+        out: where to put it; its shape and the plan's dtype, on any device. Default: new memory
+            on the CPU.
+        work: of `work_on`, does it with others; the value is there after `work.run()`.
     """
     read = read or plan.source.read
     part = tuple(part or (slice(None),) * len(task.shape))
+    if out is None:
+        shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
+        out = torch.empty(shape, dtype=plan.dtype)
     if task.identity in ("zero", "unit") or task.tensor.norm or task.source == "zero":
-        whole = _build_small(plan, task, read, backend)
+        # a vector of a few thousand numbers: made on the CPU, wherever it goes
+        whole = _build_small(plan, task, _on_cpu(read), backend if out.is_cpu else None)
     elif plan.options.method in ("direct_copy", "random"):
-        whole = build_baseline(plan, task, read)
+        whole = build_baseline(plan, task, _on_cpu(read))
     else:
-        return _build_weight(plan, task, read, part, backend, out)
-    return whole[part] if out is None else out.copy_(whole[part])
+        return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
+    return out.copy_(whole[part])
+
+
+def _on_cpu(read: Read) -> Read:
+    return lambda name: read(name).cpu()
 
 
 def _build_small(plan: GrowthPlan, task: Task, read: Read, backend: str | None) -> Tensor:
@@ -90,16 +102,13 @@ def _build_weight(
     task: Task,
     read: Read,
     part: Part,
-    backend: str | None,
-    out: Tensor | None,
+    out: Tensor,
+    work: Work,
 ) -> Tensor:
     axes = [
         axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
-    if out is None:
-        shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
-        out = torch.empty(shape, dtype=plan.dtype)
     seed = maps.generator(plan.options.seed, "noise", task.tensor.name).initial_seed()
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
@@ -107,12 +116,13 @@ def _build_weight(
         rows, cols = (*maps_of_block, {})[:2]
         # the noise of a line hangs on its place in the whole tensor
         offsets = [where.start for where, _ in block] + [0]
-        upper = None
+        # made rows are sums, in float64 and on the CPU
+        readers = _on_cpu(read) if any(extra) else read
+        upper, place = None, out[_within(part, block)]
         if task.upper is not None and _mixes(axes, block):
-            upper = made_rows(plan, task, task.upper, read, extra)
-        place = out[_within(part, block)]
-        expand(
-            made_rows(plan, task, task.source, read, extra),
+            upper = made_rows(plan, task, task.upper, readers, extra).to(out.device)
+        work.expand(
+            made_rows(plan, task, task.source, readers, extra).to(out.device),
             rows=rows["index"],
             cols=cols.get("index"),
             row_scale=rows["scale"],
@@ -124,12 +134,11 @@ def _build_weight(
             row_offset=offsets[0],
             col_offset=offsets[1],
             out=place,
-            backend=backend,
         )
         for dim, (m, (where, _)) in enumerate(zip(axes, block, strict=True)):
             sums = m.sums_of(where)
             if sums is not None:
-                take_shares(place, dim, *sums)
+                work.then(partial(take_shares, place, dim, *sums))
     return out
 
 

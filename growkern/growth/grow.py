@@ -6,6 +6,7 @@ import copy
 import shutil
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
 from growkern.growth.staging import Staging, check_space, check_target, sweep
 from growkern.growth.stream import Stream
+from growkern.growth.work import work_on
 
 # what belongs to a checkpoint besides weights and config; only what exists is copied
 COMPANION_PATTERNS = (
@@ -83,8 +85,8 @@ def grow(
             symmetry, seed, ...) and the target sizes (`hidden_size=1024`, ...).
 
     Returns:
-        A model of the source's class in evaluation mode, on the CPU, with the plan as
-        `model.growth_plan`. Save it with `save_pretrained`.
+        A model of the source's class in evaluation mode, on the source's GPU or else on the CPU,
+        with the plan as `model.growth_plan`. Save it with `save_pretrained`.
 
     Raises:
         GrowthError: before any work, when the source or the sizes cannot be used.
@@ -98,13 +100,22 @@ def grow(
 
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
-    state = {}
+    state, device = {}, _device(grown)
+    work = work_on(device, backend)
     total = grown.parameters() * grown.dtype.itemsize
     with tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress) as bar:
         for task in grown.tasks:
-            state[task.name] = build_tensor(grown, task, backend=backend)
-            bar.update(state[task.name].nbytes)
+            out = torch.empty(task.shape, dtype=grown.dtype, device=device)
+            state[task.name] = build_tensor(grown, task, backend=backend, out=out, work=work)
+            work.then(partial(bar.update, out.nbytes))
+        work.run()
     return state
+
+
+def _device(grown: GrowthPlan) -> torch.device:
+    """Where the grown model is built: beside a source on a GPU, else on the CPU."""
+    device = grown.source.device
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
@@ -112,7 +123,8 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
-    return model.eval()
+    # what no state holds, rotary frequencies for one
+    return model.to(_device(grown)).eval()
 
 
 def _untrained(grown: GrowthPlan) -> Any:

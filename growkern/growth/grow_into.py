@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from growkern.growth.placement import device_of, local_part, local_tensor
 from growkern.growth.plan import GrowthPlan, plan_growth
 from growkern.growth.source import Source, open_source, refuse_nonfinite
 from growkern.growth.tasks import Task
+from growkern.growth.work import Work, work_on
 
 # what wrappers add to the names of parameters
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -87,29 +89,46 @@ def grow_into(
     restore_buffers(model)
     targets = _targets(grown, _named_tensors(model))
     written = 0
+    locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
+    works = {x.device: work_on(_device_of_work(x), backend) for x in locals_of.values()}
     with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
         for task in grown.tasks:
-            local = local_tensor(targets[task.name])
-            _fill(grown, task, parts[task.name], local, backend)
+            local = locals_of[task.name]
+            work = works[local.device]
+            _fill(grown, task, parts[task.name], local, backend, work)
             if not allow_nonfinite:
-                refuse_nonfinite(f"{task.name}, grown from {task.source}", local)
+                what = f"{task.name}, grown from {task.source}"
+                work.then(partial(refuse_nonfinite, what, local))
             written += local.nbytes
-            bar.update()
+            work.then(bar.update)
+        for work in works.values():
+            work.run()
     model.growth_plan = grown
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start)
 
 
+def _device_of_work(local: Tensor) -> torch.device:
+    """Where a part is computed: in its place on a CPU or a GPU, else on the CPU."""
+    return local.device if local.device.type == "cuda" else torch.device("cpu")
+
+
 def _fill(
-    grown: GrowthPlan, task: Task, part: tuple[slice, ...], local: Tensor, backend: str | None
+    grown: GrowthPlan,
+    task: Task,
+    part: tuple[slice, ...],
+    local: Tensor,
+    backend: str | None,
+    work: Work,
 ) -> None:
     if not local.numel():
         return
     read = _part_reader(grown, task, part)
-    if local.device.type == "cpu":
-        build_tensor(grown, task, read=read, part=part, out=local, backend=backend)
-    else:
-        local.copy_(build_tensor(grown, task, read=read, part=part, backend=backend))
+    here = local.device.type in ("cpu", "cuda")
+    out = local if here else torch.empty_like(local, device="cpu")
+    build_tensor(grown, task, read=read, part=part, out=out, backend=backend, work=work)
+    if not here:
+        work.then(partial(local.copy_, out))
 
 
 def _part_reader(

@@ -36,6 +36,7 @@ class Source:
         read: name -> tensor.
         directory: where it was read from, if anywhere (tokenizer files are copied from there).
         headers: where every tensor lies in the files of `directory`.
+        device: of the tensors that are in memory.
     """
 
     family: Family
@@ -45,6 +46,7 @@ class Source:
     read: Callable[[str], Tensor] = field(repr=False)
     directory: Path | None = None
     headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,7 +112,12 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     _check_names_and_shapes(expected, tied, found, class_name)
     own = {name: t for name, t in state.items() if name not in tied}
     dtypes = {name: t.dtype for name, t in own.items()}
-    return Source(family, model.config, class_name, dtypes, lambda name: own[name].detach())
+    device = next(iter(own.values())).device
+
+    def read(name: str) -> Tensor:
+        return own[name].detach()
+
+    return Source(family, model.config, class_name, dtypes, read, device=device)
 
 
 def _family_of(config: Any) -> Family:

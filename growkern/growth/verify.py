@@ -144,13 +144,13 @@ def _check_groups(plan: GrowthPlan, grown: Source) -> list[TensorGroup]:
 def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) -> TensorGroup:
     replay, fold, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
     for task in tasks:
-        actual = grown.read(task.name)
+        actual = grown.read(task.name).cpu()
         expected = build_tensor(plan, task, backend="reference")
         error, within = _replay_error(actual, expected)
         replay = max(replay, error)
         if _folds(plan, task):
             folded = fold_tensor(plan.layout, task, actual)
-            fold_error = _relative(folded, plan.source.read(task.source).double())
+            fold_error = _relative(folded, plan.source.read(task.source).cpu().double())
             fold = max(fold or 0.0, fold_error)
             within &= fold_error <= _fold_tolerance(actual.dtype)
             error = max(error, fold_error)

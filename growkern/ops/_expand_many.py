@@ -213,7 +213,8 @@ def _launch(jobs: Sequence[ExpandJob]) -> None:
         n_blocks += count
     table = torch.tensor(rows)
     packed = (index.on(device), factors.on(device), *lines.on(device))
-    for x, fields in zip(packed, (slice(3, 5), slice(5, 8), 8, 9), strict=True):
+    for x, (first_field, end) in zip(packed, ((3, 5), (5, 8), (8, 9), (9, 10)), strict=True):
+        fields = slice(first_field, end)
         table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
     job_of_block = torch.arange(len(jobs), dtype=torch.int32)
     job_of_block = job_of_block.repeat_interleave(torch.tensor(counts)).to(device)
