@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops._expand_many import ExpandJob, expand_many
+from growkern.ops._expand_many import ExpandJob, _Lines, _Packed, expand_many
+from growkern.ops._hash_noise import line_keys
 from growkern.ops._launch import HAS_TRITON
 from growkern.ops.expand import expand
 from tests.ops.test_expand import layouts, make_case
@@ -54,3 +55,18 @@ def test_nothing_to_do_and_other_devices(device):
     job = ExpandJob(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device=device))
     with pytest.raises(GrowthError, match="one device"):
         expand_many([job])
+
+
+def test_packed_vectors_begin_at_16_bytes():
+    """The kernel is promised it, and no interpreter would notice."""
+    for dtype in (torch.int64, FP32, FP64):
+        packed = _Packed(dtype, torch.arange(3))
+        places = [packed.add(torch.arange(n)) for n in (1, 4, 7, 2)]
+        assert all(place * dtype.itemsize % 16 == 0 for place in (*places, packed.length))
+        assert packed.on(torch.device("cpu"))[places[2] :][:7].tolist() == list(range(7))
+    lines = _Lines()
+    places = [lines.add(n, offset=n, seed=2**40 + n) for n in (1, 4, 7, 2)]
+    assert all(place % 4 == 0 for place in places)
+    key, mult = lines.on(torch.device("cpu"))
+    for expected, found in zip(line_keys(7, 7, 2**40 + 7, key.device), (key, mult), strict=True):
+        assert torch.equal(found[places[2] :][:7], expected)
