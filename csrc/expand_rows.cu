@@ -96,9 +96,24 @@ struct Columns {
     }
 };
 
+// whether the columns lie together in the weight, at a place that one load can read
+__device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
+    bool together = is_aligned(weight + source[0], alignof(Pack<IN, WIDTH>));
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k) together &= source[k] == source[0] + k;
+    return together;
+}
+
 // (2) of virtual rows r (low) and R + r (high), r being the row that `weight` and `upper` begin at
 __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const IN* upper,
                               const Columns& columns, ACC (&low)[WIDTH], ACC (&high)[WIDTH]) {
+    if (!UPPER && is_run(weight, columns.source)) {
+        // structured maps: threads that read an element each, 16 bytes apart, meet in the banks
+        const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(weight + columns.source[0]);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) low[k] = to_acc(pack.x[k]);
+        return;
+    }
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         const int c = columns.source[k];

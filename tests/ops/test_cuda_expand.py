@@ -48,6 +48,17 @@ def test_is_the_reference_bit_for_bit(dtype, upper, noise):
             assert_is_reference(case | {"rows": None, "row_scale": None}, dtype)
 
 
+@pytest.mark.parametrize("dtype, out_dtype", [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
+def test_runs_of_columns_are_read_as_one(dtype, out_dtype):
+    """Tiles and halves whose runs begin where a pack does, and runs that end inside one."""
+    for C, N in ((32, 96), (32, 90), (33, 99)):
+        case = make_case(5, C, 7, N, dtype, "cpu")
+        tiled, halves = torch.arange(N) % C, torch.arange(N) // 16 * 8 % C + torch.arange(N) % 16
+        for cols in (tiled, halves % C):
+            for limit in (STAGED, DIRECT):
+                assert_is_reference(case | {"cols": cols}, dtype, out_dtype, limit=limit)
+
+
 @pytest.mark.parametrize("dtype, out_dtype", [(FP32, BF16), (BF16, FP32), (FP64, FP16)])
 def test_dtypes_in_and_out(dtype, out_dtype):
     assert_is_reference(make_case(9, 21, 20, 50, dtype, "cpu"), dtype, out_dtype)
