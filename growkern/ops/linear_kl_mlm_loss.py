@@ -172,8 +172,7 @@ def linear_kl_mlm_loss(
     )  # fmt: skip
     chosen = choose_backend(backend, labels.device, library=False)
     refuse_sharded_reference(chosen, shard.group)
-    widths = [t[1].shape[0] for t in teachers]
-    vocab = check_vocabulary(vocab_size, student[1].shape[0], widths, shard)
+    vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
@@ -182,8 +181,7 @@ def linear_kl_mlm_loss(
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     settings = Settings(
         list(Sizes(vocab, shard.each or vocab, **limits)), list(options.maths), return_parts,
-        reduction == "none", want, check_logits_dtype(logits_dtype, student[0]), shard.group,
-        chosen,
+        reduction == "none", want, check_logits_dtype(logits_dtype, student[0]), shard.group, chosen
     )  # fmt: skip
     rows = (labels_N - shard.start, kind_N, weight_WN)
     loss, rows_SN = _loss_and_rows(student, teachers, rows, settings)
