@@ -6,10 +6,6 @@
 #include <new>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace growkern {
 namespace {
 
@@ -66,23 +62,10 @@ bool find_steps(const ExpandArgs& a, Storage& s) {
     return true;
 }
 
-bool supports(int isa) {
-#if defined(GROWKERN_X86)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    if (isa == 1) return avx2;
-    if (isa == 2) {
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    }
-#endif
-    return isa == 0;
-}
-
 void run(const ExpandPlan& plan, int isa) {
 #if defined(GROWKERN_X86)
-    if (isa == 2) return expand_avx512(plan);
-    if (isa == 1) return expand_avx2(plan);
+    if (isa >= AVX512) return expand_avx512(plan);
+    if (isa == AVX2) return expand_avx2(plan);
 #endif
     expand_portable(plan);
 }
@@ -118,34 +101,5 @@ __attribute__((visibility("default"))) int growkern_expand(const growkern::Expan
     } catch (const std::bad_alloc&) {
         return 1;
     }
-}
-
-// changes with ExpandArgs, so that a library left over from another version is not called
-__attribute__((visibility("default"))) int growkern_abi() { return 1; }
-
-// the best `isa` of ExpandArgs on this processor
-__attribute__((visibility("default"))) int growkern_best_isa() {
-    return growkern::supports(2) ? 2 : growkern::supports(1) ? 1 : 0;
-}
-
-// 1 if built with OpenMP
-__attribute__((visibility("default"))) int growkern_has_openmp() {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// asks for 2-MiB pages: the first touch of 256 MiB costs 127 ms on 4-KiB pages, 30 ms on these
-__attribute__((visibility("default"))) void growkern_advise_huge(void* start, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr uintptr_t PAGE = 2 << 20;
-    const uintptr_t low = (reinterpret_cast<uintptr_t>(start) + PAGE - 1) & ~(PAGE - 1);
-    const uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(PAGE - 1);
-    if (high > low) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
-#else
-    (void)start, (void)bytes;
-#endif
 }
 }

@@ -5,11 +5,10 @@
 // `upper`: 0 .. 2R-1 and 0 .. 2C-1.
 #pragma once
 #include <cmath>
-#include <cstdint>
+
+#include "native.h"
 
 namespace growkern {
-
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, F64 = 3 };
 
 // mirrored field by field in growkern/ops/_expand_cpu.py
 struct ExpandArgs {
@@ -28,7 +27,7 @@ struct ExpandArgs {
     int64_t weight_stride, upper_stride, out_stride_m, out_stride_n;  // in elements
     int32_t in_type, out_type;
     int32_t threads;
-    int32_t isa;  // 0: portable, 1: AVX2, 2: AVX-512
+    int32_t isa;
 };
 
 // columns from .. from + n - 1 of the output read virtual columns source, source + 1, ...

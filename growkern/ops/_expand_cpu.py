@@ -9,7 +9,6 @@ from growkern.ops import _native
 from growkern.ops._hash_noise import line_keys
 from growkern.ops._launch import acc_torch_dtype
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
 
@@ -77,8 +76,8 @@ def expand_cpu(
         weight_RC.stride(0),
         0 if upper_RC is None else upper_RC.stride(0),
         *out_MN.stride(),
-        TYPES[weight_RC.dtype],
-        TYPES[out_MN.dtype],
+        _native.TYPES[weight_RC.dtype],
+        _native.TYPES[out_MN.dtype],
         threads,
         lib.growkern_best_isa() if isa is None else isa,
     )

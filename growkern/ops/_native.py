@@ -10,9 +10,11 @@ import torch
 import growkern
 
 FILE_NAME = "libgrowkern.so"
-# the number growkern_abi() of csrc/expand.cpp returns
-ABI = 1
-ISA_NAMES = ("portable", "AVX2", "AVX-512")
+# the number growkern_abi() of csrc/native.cpp returns
+ABI = 2
+# in the order of csrc/native.h
+ISA_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 with bfloat16")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HOW_TO_BUILD = "install a C++17 compiler, then `pip install --force-reinstall --no-deps growkern`"
 
 
