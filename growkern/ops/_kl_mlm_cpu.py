@@ -1,5 +1,7 @@
 """The rows of the KL + MLM loss on a CPU: a few rows at a time, so that a pass stays in cache.
 
+What the compiled library has no code for is done here, in PyTorch.
+
 Equations are numbered in `kl_mlm_loss.py`. Shape letters used in this file: B rows of one block,
 N rows, V vocabulary, K teachers, S numbers of a row (`_kl_mlm_state.py`).
 """
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from growkern.ops._kl_mlm_native import library_takes, rows_in_library
 from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Maths, Rows
 from growkern.ops._kl_mlm_state import STUDENT_NUMBERS, TEACHER_NUMBERS, Steps, clear
 from growkern.ops._launch import acc_torch_dtype
@@ -36,6 +39,9 @@ def rows_on_cpu(
     in_place = dstudent_NV is not None and dstudent_NV.data_ptr() == student_NV.data_ptr()
     if dstudent_NV is not None and not in_place:
         dstudent_NV.zero_()
+    if library_takes(rows, state_SN, steps, dstudent_NV):
+        rows_in_library(rows, state_SN, steps, drows_SN, dstudent_NV)
+        return
     live_R = kind_N.nonzero().squeeze(1)
     if dstudent_NV is not None and in_place and live_R.numel() < kind_N.numel():
         dstudent_NV[kind_N == 0] = 0
