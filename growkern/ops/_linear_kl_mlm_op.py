@@ -13,6 +13,7 @@ from torch import Tensor
 from growkern.ops._kl_mlm_options import refuse_second_derivative
 from growkern.ops._linear_kl_mlm_heads import Settings
 from growkern.ops._linear_kl_mlm_sweep import sweep
+from growkern.ops._native import advise_huge_pages
 
 # ----------------------------------------------------------------------- op
 
@@ -40,9 +41,7 @@ def linear_kl_mlm_op(
     every row and no gradient. `anchor` is `anchor_of` of the student.
     """
     settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
-    outputs = empty_outputs(student, weight_WN, per_row, want)
-    for x in outputs:
-        x.zero_()
+    outputs = cleared_outputs(student, weight_WN, per_row, want)
     loss, rows_SN, *grads = outputs
     heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
     wanted = [
@@ -72,6 +71,16 @@ def empty_outputs(
     return loss, rows_SN, dx, dw, db
 
 
+def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`empty_outputs`, but for dW and db, which a sweep writes whole, filled with zeros."""
+    outputs = empty_outputs(*arguments)
+    loss, rows_SN, dx, dw, _ = outputs
+    advise_huge_pages(dw)
+    for x in (loss, rows_SN, dx):
+        x.zero_()
+    return outputs
+
+
 @linear_kl_mlm_op.register_fake
 def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
     _, _, _, per_row, want, *_ = settings
@@ -87,7 +96,11 @@ def linear_kl_mlm_backward_op(
     `anchor` ties them to the student under create_graph, so that a second derivative is refused
     and not silently zero.
     """
-    return [(grad * dloss.to(grad.dtype)).to(dtype) for grad in grads]
+    scaled = [torch.empty_like(grad) for grad in grads]
+    for x, grad in zip(scaled, grads, strict=True):
+        advise_huge_pages(x)
+        torch.mul(grad, dloss.to(grad.dtype), out=x)
+    return [x.to(dtype) for x in scaled]
 
 
 @linear_kl_mlm_backward_op.register_fake

@@ -6,8 +6,7 @@ rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +17,16 @@ from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
 from growkern.ops._kl_mlm_state import Steps, clear, n_numbers, needs_second_reading, terms
 from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._linear_kl_mlm_gemm import add_dw, add_dx, gemm_dtype, project
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
+from growkern.ops._native import advise_huge_pages
 from growkern.ops._vocab_parallel import add_up
 
 # GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
-# 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 6 GB/s of read-modify-write on two cores
-BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8}
+# 4 TB/s) and, for a CPU, from 100 GFLOP/s beside 6 GB/s of read-modify-write on two cores, twice
+# the GFLOP/s in bfloat16
+BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8, ("cpu", 2): 28}
 CPU_BALANCE = 16
-# of the head, upcast at a time: in cache it costs 10 % of the GEMM, through memory 60 %
-TILE_BYTES = 4 << 20
-
 
 # fewer rows than this in a chunk waste the GEMMs: better to cut the vocabulary
 LEAST_ROWS = 32
@@ -40,12 +39,11 @@ def chunk_size(
 
     A chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
     second is under a tenth of the first from C = 80 H balance / (6 H + 2 sum H_k) on. `element`
-    is the size of a logit in bytes: GEMMs of float64 logits take twice the time and the room.
+    is the size of a logit in bytes.
     """
     H, *others = head_widths
-    balance = BALANCE.get((x.device.type, x.element_size()), CPU_BALANCE)
+    balance = BALANCE.get((x.device.type, gemm_dtype(x).itemsize), CPU_BALANCE)
     size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
-    size = -(-size // 2) if element > x.element_size() == 4 else size
     tile = sizes.vocab_tile or sizes.columns
     held = sizes.chunk_bytes // (element * len(head_widths))  # logits of everybody
     if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
@@ -110,7 +108,7 @@ class _Chunk:
         logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
         if self.made != columns:
             for x_CH, (_, weight, bias), z_CV in zip(self.hidden, self.heads, logits, strict=True):
-                _project(x_CH, weight[columns], bias[columns], z_CV)
+                project(x_CH, weight[columns], bias[columns], z_CV)
             self.made = columns
         z_CV, *teachers_CV = logits
         maths, V = Maths(*self.settings.maths), z_CV.shape[1]
@@ -124,7 +122,7 @@ def sweep(
     settings: Settings,
     grads: Sequence[Tensor | None],
 ) -> Tensor:
-    """The terms of all rows, (2 W, N), and the wanted ones of dX, dW, db, zeros on entry."""
+    """The terms of all rows, (2 W, N), and the wanted ones of dX, dW, db; dX is zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
     x_NH, (W, N), group = heads[0][0], weight_WN.shape, settings.group
     sizes, maths = Sizes(*settings.sizes), Maths(*settings.maths)
@@ -136,7 +134,9 @@ def sweep(
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
     shape = (min(C, R), tiles[0].stop)
     buffers = [x_NH.new_empty(shape, dtype=settings.logits_dtype) for _ in heads]
-    sums = _Sums(grads, not may_ask(x_NH.device))
+    for buffer in buffers:
+        advise_huge_pages(buffer)
+    sums = _Sums(grads, vocab if R else 0, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
@@ -166,11 +166,6 @@ def sweep(
     return terms(state_SP[:, :N], kind_N, maths, settings.parts)
 
 
-def gemm_dtype(x: Tensor) -> torch.dtype:
-    """What dX and dW are multiplied in: the inputs' own dtype, but float32 at least on a CPU."""
-    return acc_torch_dtype(x) if x.device.type == "cpu" else x.dtype
-
-
 def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Row weights times a power of two that keeps float16 gradients clear of its 6e-8 floor.
 
@@ -183,69 +178,53 @@ def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return weight_WN * power.exp2(), (-power).exp2()
 
 
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` itself if it is of that dtype, else fresh memory of its shape."""
+    if x.dtype == dtype:
+        return x
+    fresh = torch.empty_like(x, dtype=dtype)
+    advise_huge_pages(fresh)
+    return fresh
+
+
 def _gradient_place(z_CV: Tensor, dtype: torch.dtype) -> Tensor:
     """Where the gradient overwrites the logits: the head of each row if it is narrower."""
     return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
 
 
-def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The head in `dtype`, a few rows at a time unless it already is."""
-    V, H = weight_VH.shape
-    if weight_VH.dtype == dtype:
-        yield slice(0, V), weight_VH
-        return
-    size = min(V, max(1, TILE_BYTES // (H * dtype.itemsize)))
-    buffer = weight_VH.new_empty(size, H, dtype=dtype)
-    for start in range(0, V, size):
-        tile = slice(start, min(V, start + size))
-        yield tile, buffer[: tile.stop - start].copy_(weight_VH[tile])
-
-
-def _project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
-    """(1) into `z_CV`, accumulated and left in its dtype."""
-    if x_CH.is_cuda and x_CH.element_size() == 2 and z_CV.dtype == torch.float32:
-        torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
-    else:
-        x_CH = x_CH.to(z_CV.dtype)
-        for tile, weight in _tiles(weight_VH, z_CV.dtype):
-            torch.mm(x_CH, weight.t(), out=z_CV[:, tile])
-    if bias_V.numel():
-        z_CV.add_(bias_V)
-
-
 class _Sums:
-    """dX, dW and db of (2) while the chunks come by; dW and db are summed wide."""
+    """dX, dW and db of (2) while the chunks come by; dW and db are summed wide.
 
-    def __init__(self, grads: Sequence[Tensor | None], padded: bool) -> None:
-        self.grads = grads
+    Chunks come with columns 0 .. vocab - 1 of dW and db; the others are 0.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], vocab: int, padded: bool) -> None:
+        self.grads, self.first_chunk = grads, True
         dx, *by_column = grads
         self.wanted = any(grad is not None for grad in grads)
         self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
-        self.dw, self.db = (
-            grad if grad is None else grad.to(acc_torch_dtype(grad)) for grad in by_column
-        )
+        self.dw, self.db = (x if x is None else _in_dtype(x, acc_torch_dtype(x)) for x in by_column)
+        # what is not is written by the first chunk: clearing 94 MiB takes as long as adding a chunk
+        for total in (self.dw, self.db):
+            if total is not None:
+                total[vocab:].zero_()
         self.dx_CH: Tensor | None = None
 
     def add(self, dz_CV: Tensor, x_CH: Tensor, weight_VH: Tensor, columns: slice) -> None:
-        acc, on_cpu = acc_torch_dtype(x_CH), x_CH.device.type == "cpu"
-        mixed: dict[str, Any] = {} if gemm_dtype(x_CH) == acc else {"out_dtype": acc}
+        acc = acc_torch_dtype(x_CH)
         if self.dx is not None:
             if self.dx_CH is None:
                 self.dx_CH = x_CH.new_zeros(x_CH.shape, dtype=acc)
-            if on_cpu:
-                for tile, rows in _tiles(weight_VH[columns], acc):
-                    self.dx_CH.addmm_(dz_CV[:, tile], rows)
-            else:
-                torch.addmm(self.dx_CH, dz_CV, weight_VH[columns], **mixed, out=self.dx_CH)
+            add_dx(dz_CV, weight_VH[columns], self.dx_CH)
         if self.dw is not None:
-            dw = self.dw[columns]
-            x_CH = x_CH.to(acc) if on_cpu else x_CH
-            torch.addmm(dw, dz_CV.t(), x_CH, **mixed, out=dw)
+            add_dw(dz_CV, x_CH, self.dw[columns], fresh=self.first_chunk)
         if self.db is not None:
-            self.db[columns] += dz_CV.sum(0, dtype=acc)
+            db = dz_CV.sum(0, dtype=acc)
+            self.db[columns] = db if self.first_chunk else db.add_(self.db[columns])
 
     def store_rows(self, rows_C: Tensor, group: str, unscale: Tensor | None) -> None:
         """dX of the rows whose tiles have all been added, here and on the ranks of `group`."""
+        self.first_chunk = False
         if self.dx is None or self.dx_CH is None:
             return
         if group:

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from growkern.ops._linear_kl_mlm_gemm import gemm_dtype, project
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
-from growkern.ops._linear_kl_mlm_op import backward_of, empty_outputs, setup_context
+from growkern.ops._linear_kl_mlm_op import (
+    backward_of,
+    cleared_outputs,
+    empty_outputs,
+    setup_context,
+)
 from growkern.ops._linear_kl_mlm_sweep import (
     _fit_to_dtype,
     _gradient_place,
-    _project,
     _Sums,
     chunk_size,
-    gemm_dtype,
     live_rows,
     may_ask,
 )
@@ -49,9 +53,7 @@ def topk_kl_mlm_op(
     """loss, rows, dX, dW, db; as `linear_kl_mlm_op`, with (ids, log-probs) for the teachers."""
     check_topk_values(topk[0], topk[1], kind_N, sizes[0], maths[2] != 0)
     settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
-    outputs = empty_outputs(student, weight_WN, per_row, want)
-    for x in outputs:
-        x.zero_()
+    outputs = cleared_outputs(student, weight_WN, per_row, want)
     loss, rows_SN, *grads = outputs
     wanted = [
         grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
@@ -71,7 +73,7 @@ def _sweep(
     rows_SN: Tensor,
     grads: Sequence[Tensor | None],
 ) -> None:
-    """Fill `rows_SN`, (4, N), and the wanted ones of dX, dW, db, all of them zeros on entry."""
+    """Fill `rows_SN`, (4, N), and the wanted ones of dX, dW, db, with dX zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
     x_NH, weight_VH, bias_V = student
     # rows stay whole: the k tokens of one lie anywhere
@@ -80,7 +82,7 @@ def _sweep(
     rows_R, R = live_rows(kind_N, sizes.max_rows)
     C, _ = chunk_size(R, [x_NH.shape[1]], x_NH, settings.logits_dtype.itemsize, sizes)
     logits_CV = x_NH.new_empty(min(C, R), vocab, dtype=settings.logits_dtype)
-    sums = _Sums(grads, not may_ask(x_NH.device))
+    sums = _Sums(grads, vocab if R else 0, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))
@@ -90,7 +92,7 @@ def _sweep(
         source_C = rows_C.clamp(max=N - 1)
         x_CH, *topk_C = (x.index_select(0, source_C) for x in (x_NH, *topk))
         z_CV = logits_CV[: len(rows_C)]
-        _project(x_CH, weight_VH[:vocab], bias_V[:vocab], z_CV)
+        project(x_CH, weight_VH[:vocab], bias_V[:vocab], z_CV)
         dz_CV = _gradient_place(z_CV, gemm_dtype(x_NH)) if sums.wanted else None
         rows_SC = z_CV.new_empty(4, len(rows_C))
         labels_C, kind_C, drows_WC = (x[..., rows_C] for x in (labels_P, kind_P, weight_WP))

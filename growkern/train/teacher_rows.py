@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.ops._linear_kl_mlm_sweep import _project
+from growkern.ops._linear_kl_mlm_gemm import project
 from growkern.train.head import head_inputs
 from growkern.train.teacher_cache import DTYPES, CacheHeader, keys_of, rows_of
 
@@ -124,7 +124,7 @@ def topk_of_head(
     kept = []
     for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):
         z_CV = torch.empty(len(x_CH), vocab, dtype=torch.float32, device=x_CH.device)
-        _project(x_CH, weight_VH[:vocab], bias_V, z_CV)
+        project(x_CH, weight_VH[:vocab], bias_V, z_CV)
         top = z_CV.div_(temperature).topk(k)
         kept.append((top.indices, top.values - z_CV.logsumexp(-1, keepdim=True)))
     ids, log_p = zip(*kept, strict=True)

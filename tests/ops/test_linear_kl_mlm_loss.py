@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
+from growkern.ops import _native
 from growkern.ops._kl_mlm_options import Maths
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
@@ -132,6 +133,39 @@ def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
     assert all(error <= bar for error in errors.values()), errors
 
 
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("N", [1, 33])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"vocab_tile": 300}], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bar",
+    [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 2e-6), (torch.float64, 1e-13)],
+    ids=str,
+)
+def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
+    """With the compiled GEMM and rows and without; no size is a multiple of anything."""
+    if not compiled:
+        monkeypatch.setattr(_native, "library", lambda: None)
+    student, teachers, labels = make_heads(N, 1021, 35, dtype, "cpu", K=2)
+    options = options | {"temperature": 1.5, "kl_rows": "all"}
+    in64 = [[x.double() for x in head] for head in (student, *teachers)]
+    loss, truth = loss_and_grads(in64[0], in64[1:], labels, backend="reference", **options)
+    # columns of the weight that lie apart, and several chunks
+    turned = [[h[0], h[1].t().contiguous().t(), h[2]] for h in (student, *teachers)]
+    for heads in ([student, *teachers], turned):
+        found, actual = loss_and_grads(heads[0], heads[1:], labels, chunk_bytes=200_000, **options)
+        torch.testing.assert_close(found.double(), loss, rtol=1e-6, atol=1e-6)
+        errors = {n: relative_error(a, e) for n, a, e in zip(NAMES, actual, truth, strict=True)}
+        assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
+def test_gradients_beside_a_close_teacher_without_the_library(dtype, bar, monkeypatch):
+    monkeypatch.setattr(_native, "library", lambda: None)
+    test_gradients_beside_a_close_teacher(dtype, bar, 1.0, 0.01, "cpu")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_dtype_is_where_the_digits_are(backend, device):
     student, teacher, labels = drifted_heads(8, 3000, 0.01, torch.float32, device)
@@ -180,7 +214,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
     expected = loss_and_grads(student, teachers, labels, backend="reference")
     broken = [x.clone() for x in student]
     broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(sweep_module, "_project", wraps=sweep_module._project) as project:
+    with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
         actual = loss_and_grads(broken, teachers, labels, backend=backend)
     assert_same(actual, expected)
     assert (actual[1][0][labels == IGNORED] == 0).all()
@@ -224,7 +258,7 @@ def test_frozen_parts_cost_no_gemm(backend, device):
 def test_alpha_zero_runs_no_teacher_gemm(device):
     student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
     for alpha, gemms in ((0.0, 1), (0.5, 2), (torch.tensor(0.0), 2)):
-        with mock.patch.object(sweep_module, "_project", wraps=sweep_module._project) as project:
+        with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
             call(student, teachers, labels, alpha=alpha)
         assert project.call_count == gemms
 
@@ -406,8 +440,9 @@ def test_chunks_follow_the_memory_and_the_rows():
     # a wider teacher's GEMMs hide the accumulation of dW sooner
     alone, wide = (size(100_000, heads)[0] for heads in ([768], [768, 4096]))
     assert wide < alone
-    # float64 logits: as many bytes, not as many rows
-    assert size(100_000, [768], 8)[0] <= alone / 2 + 1
+    # the rows are those of dW, whatever a logit's size; what holds logits counts their bytes
+    assert size(100_000, [768], 8)[0] == alone
+    assert size(1000, [768, 512], 8, chunk_bytes=100 * 32_000 * 16) == (100, 0)
     # no room for enough whole rows: tiles of the vocabulary, never more than there is room for
     rows, columns = size(1000, [768, 512], chunk_bytes=1 << 20)
     assert rows >= 32 and 0 < columns < 32_000 and rows * columns * 8 <= 1 << 20

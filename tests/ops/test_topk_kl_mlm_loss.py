@@ -268,7 +268,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
     expected = loss_and_grads(student, topk, labels, backend="reference")
     broken = [x.clone() for x in student]
     broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(sweep_module, "_project", wraps=sweep_module._project) as project:
+    with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
         actual = loss_and_grads(broken, topk, labels, backend=backend)
     assert_same(actual, expected)
     if device == "cpu":
