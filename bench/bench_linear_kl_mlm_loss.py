@@ -50,6 +50,11 @@ def growkern(student, teacher, labels, alpha):
     return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha)
 
 
+def growkern_float32(student, teacher, labels, alpha):
+    """Logits as plain PyTorch has them, where a CPU would take float64."""
+    return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha, logits_dtype=torch.float32)
+
+
 def liger_jsd(student, teacher, labels, alpha):
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
@@ -57,8 +62,10 @@ def liger_jsd(student, teacher, labels, alpha):
     return loss(*student, *teacher, labels)
 
 
-def providers(with_compile):
+def providers(with_compile, dtype):
     named = {"plain": plain, "growkern": growkern}
+    if DEVICE == "cpu" and dtype == torch.float32:
+        named["growkern, float32 logits"] = growkern_float32
     if with_compile:
         named["torch.compile"] = torch.compile(plain)
     if importlib.util.find_spec("liger_kernel"):
@@ -87,7 +94,7 @@ def main():
     rows = []
     for N, V, H, H_t in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
-            for name, fn in providers(args.compile).items():
+            for name, fn in providers(args.compile, dtype).items():
                 student, teacher, labels = make_inputs(N, V, H, H_t, dtype)
 
                 def step(fn=fn, student=student, teacher=teacher, labels=labels):
