@@ -139,9 +139,9 @@ def linear_kl_mlm_loss(
         logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
             inputs and, on a CPU, for float32 ones. For float32 inputs the KL gradient is then
             within 1e-5 of exact at 1 % drift, where float32 logits leave 7e-5. On a CPU
-            that takes 1.4 times the CPU time of float32 logits (1024 rows, vocabulary 32 000,
-            widths 768 and 512), in twice the memory of a chunk. A GPU without fast float64 pays
-            far more, so there it has to be asked for.
+            that takes 1.1 to 1.4 times the CPU time of float32 logits (512 and 1024 rows,
+            vocabulary 32 000, widths 768 and 512, a busy machine), in twice the memory of a chunk.
+            A GPU without fast float64 pays far more, so there it has to be asked for.
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
