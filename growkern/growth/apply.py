@@ -16,7 +16,7 @@ from torch import Tensor
 
 from growkern.growth import maps
 from growkern.growth.axes import AxisMap, axis_map
-from growkern.growth.baselines import build_baseline
+from growkern.growth.baselines import build_baseline, old_entries_within
 from growkern.growth.extras import made_rows
 from growkern.growth.norms import build_norm
 from growkern.growth.plan import GrowthPlan
@@ -55,36 +55,28 @@ def build_tensor(
     if out is None:
         shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
         out = torch.empty(shape, dtype=plan.dtype)
-    if task.identity in ("zero", "unit") or task.tensor.norm or task.source == "zero":
+    is_norm = task.tensor.norm is not None
+    if task.source == "zero" or (task.identity == "zero" and not is_norm):
+        return out.zero_()
+    if plan.options.is_baseline:
+        return build_baseline(plan, task, _on_cpu(read), part, out)
+    if is_norm:
         # a vector of a few thousand numbers: made on the CPU, wherever it goes
-        whole = _build_small(plan, task, _on_cpu(read), backend if out.is_cpu else None)
-    elif plan.options.method in ("direct_copy", "random"):
-        whole = build_baseline(plan, task, _on_cpu(read))
-    else:
-        return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
-    return out.copy_(whole[part])
+        whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)
+        return out.copy_(whole[part])
+    return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
 
 
 def _on_cpu(read: Read) -> Read:
     return lambda name: read(name).cpu()
 
 
-def _build_small(plan: GrowthPlan, task: Task, read: Read, backend: str | None) -> Tensor:
-    """Norms, and what is zero."""
-    if task.identity == "zero" and not task.tensor.norm:
-        return torch.zeros(task.shape, dtype=plan.dtype)
-    if task.source == "zero":
-        return torch.zeros(task.shape, dtype=plan.dtype)
-    if plan.options.method in ("direct_copy", "random"):
-        return build_baseline(plan, task, read)
-    return build_norm(plan, task, read, backend)
-
-
 def source_index(plan: GrowthPlan, task: Task, part: Part) -> list[Tensor] | None:
     """Per axis, the entries of `task.source` and `task.upper` that a block needs; None: all."""
-    small = task.tensor.norm or task.identity in ("zero", "unit") or task.is_made
-    if small or plan.options.method in ("direct_copy", "random"):
+    if task.tensor.norm or task.identity == "zero" or task.is_made:
         return None
+    if plan.options.is_baseline:
+        return old_entries_within(plan, task, part)
     needed = []
     for axis, size, where in zip(task.tensor.axes, task.shape, part, strict=True):
         found = axis_map(plan, task, axis, size)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def findings(plan: GrowthPlan) -> tuple[Finding, ...]:
     """Statements on width, heads, vocabulary, head, depth and rounding, in this order."""
-    if plan.options.method in ("direct_copy", "random"):
+    if plan.options.is_baseline:
         what = "old block in random weights" if plan.options.method == "direct_copy" else "random"
         return (Finding("changed", "everything", f"{what}: the source's function is not kept"),)
     parts = (_width, _head_dim, _vocabulary, _advanced, _head, _depth, _rounding)

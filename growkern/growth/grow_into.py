@@ -53,7 +53,6 @@ def grow_into(
     process calls this. Meta parameters and non-persistent buffers become real ones, tied weights
     stay tied. Nothing is communicated: each process maps the source files and computes the part of
     every parameter that it holds, bit for bit the same as that part of `growkern.grow`'s.
-    `method="random"` and `"direct_copy"` draw a whole tensor at a time and keep their part.
 
     Args:
         model: a `transformers.PreTrainedModel` of the source's class, or one inside

@@ -180,7 +180,7 @@ def moment_findings(plan: GrowthPlan) -> tuple[Finding, ...]:
 
 def _everywhere(plan: GrowthPlan) -> list[Finding]:
     layout, options = plan.layout, plan.options
-    if options.method in ("direct_copy", "random"):
+    if options.is_baseline:
         return [Finding("changed", "moments", "the weights are not the source's")]
     reasons = []
     if not all(finding.level == "exact" for finding in plan.findings):

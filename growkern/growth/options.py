@@ -64,6 +64,11 @@ class GrowthOptions:
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
 
+    @property
+    def is_baseline(self) -> bool:
+        """Starts from random weights."""
+        return self.method in ("direct_copy", "random")
+
     @classmethod
     def split_off(cls, given: dict[str, Any]) -> tuple[GrowthOptions, dict[str, Any]]:
         """The options among keyword arguments, and what is left: the target dimensions."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from growkern.errors import GrowthError
 from growkern.growth.checksums import row_blocks
+from growkern.growth.journal import Mark
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
 
@@ -19,14 +20,15 @@ FIXED_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a target tensor that are built at once: the blocks [start, stop), one as a rule."""
+    """Rows [start, stop) of a target tensor, which are built at once."""
 
     task: Task
-    blocks: tuple[tuple[int, int], ...]
+    rows: tuple[int, int]
 
     @property
-    def rows(self) -> tuple[int, int]:
-        return self.blocks[0][0], self.blocks[-1][1]
+    def mark(self) -> Mark:
+        """What the journal calls it."""
+        return self.task.name, *self.rows
 
     @property
     def part(self) -> tuple[slice, ...] | None:
@@ -37,13 +39,11 @@ class Piece:
 
 def pieces_of(plan: GrowthPlan) -> list[Piece]:
     """All work there is."""
-    # random numbers come in one sequence: rows of a random matrix cost as much as all of it
-    is_random = plan.options.method in ("direct_copy", "random")
-    pieces = []
-    for task in plan.tasks:
-        blocks = row_blocks(task.shape, plan.dtype.itemsize)
-        pieces += [Piece(task, tuple(blocks))] if is_random else [Piece(task, (b,)) for b in blocks]
-    return [piece for piece in pieces if piece.blocks]
+    return [
+        Piece(task, rows)
+        for task in plan.tasks
+        for rows in row_blocks(task.shape, plan.dtype.itemsize)
+    ]
 
 
 # ------------------------------------------------------------------- memory
@@ -71,9 +71,6 @@ def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
     start, stop = piece.rows
     numbers = (stop - start) * math.prod(piece.task.shape[1:])
     made = numbers * plan.dtype.itemsize
-    if len(piece.blocks) > 1:
-        # float32 random numbers, and those scaled
-        made += numbers * (4 + 4)
     names = [n for n in (piece.task.source, piece.task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
     # the rows made for extra coordinates sum over all of a tensor; else a row is copied from a row

@@ -18,6 +18,7 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.growth import maps
+from growkern.growth.initialisation import Initial, initial_tensors
 from growkern.growth.layout import Layout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Source, open_source
@@ -81,6 +82,11 @@ class GrowthPlan:
     def tasks(self) -> tuple[Task, ...]:
         """One task per target tensor; tied duplicates have none."""
         return tuple(make_tasks(self))
+
+    @cached_property
+    def initial_tensors(self) -> dict[str, Initial]:
+        """How the target's class starts each of its tensors."""
+        return initial_tensors(self.source.class_name, self.target_config)
 
     # ---- what it keeps
 

@@ -127,16 +127,16 @@ class Stream:
         committer: ThreadPoolExecutor,
         bar: Any,
     ) -> None:
-        written: list[Future[tuple[Piece, dict[Mark, str], bool]]] = []
+        written: list[Future[tuple[Piece, str, bool]]] = []
         new: dict[Mark, str] = {}
         commit: Future[None] = committer.submit(lambda: None)
         try:
             written.extend(pool.submit(self._write, piece) for piece in pieces)
             for future in as_completed(written):
-                piece, sums, was_built = future.result()
-                self.sums.update(sums)
+                piece, total, was_built = future.result()
+                self.sums[piece.mark] = total
                 if was_built:
-                    new.update(sums)
+                    new[piece.mark] = total
                 else:
                     self.bytes_kept += self._bytes(piece)
                 bar.update(self._bytes(piece))
@@ -147,7 +147,8 @@ class Stream:
             # after an error too: what was in other workers' hands is finished, and all is kept
             pool.shutdown(cancel_futures=True)
             done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
-            new |= {m: s for f in done for m, s in f.result()[1].items() if m not in self.sums}
+            late = {piece.mark: total for piece, total, _ in (f.result() for f in done)}
+            new |= {mark: total for mark, total in late.items() if mark not in self.sums}
             committer.submit(self._commit, new).result()
             commit.result()
 
@@ -173,16 +174,14 @@ class Stream:
         start, stop = piece.rows
         return (stop - start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
 
-    def _write(self, piece: Piece) -> tuple[Piece, dict[Mark, str], bool]:
-        """The piece, its sums, and whether it had to be built: rows on disk count if unharmed."""
+    def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
+        """The piece, its sum, and whether it had to be built: rows on disk count if unharmed."""
         header = self.layout.tensors[piece.task.name]
-        marks = [(piece.task.name, *block) for block in piece.blocks]
-        before = {mark: self.journal.marks.get(mark) for mark in marks}
-        if all(before.values()):
+        before = self.journal.marks.get(piece.mark)
+        if before is not None:
             stored = dataclasses.replace(header, file=str(self.directory / header.file))
-            found = {mark: sum_rows(stored.rows(*mark[1:])) for mark in marks}
-            if found == before:
-                return piece, found, False
+            if sum_rows(stored.rows(*piece.rows)) == before:
+                return piece, before, False
         start, stop = piece.rows
         data = self._buffer(self._bytes(piece))
         rows = (stop - start,) if piece.task.shape else ()
@@ -195,10 +194,10 @@ class Stream:
             out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
         )
         row = len(data) // (stop - start)
-        sums = {m: sum_rows(data[(m[1] - start) * row : (m[2] - start) * row]) for m in marks}
+        total = sum_rows(data)
         file = self._descriptors[header.file]
         write_all(file, data.numpy().data, header.start + start * row)
-        return piece, sums, True
+        return piece, total, True
 
     def _buffer(self, size: int) -> Tensor:
         """This worker's own memory, (size,) uint8."""

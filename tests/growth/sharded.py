@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import growkern
+from growkern.growth import baselines
 from growkern.growth.distributed_checkpoint import StoredTensor
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
@@ -47,6 +48,13 @@ CASES = {
     "bert aki, hsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "method": "aki"}, "hsdp"),
     "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
     "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
+    "gpt2 direct copy, hsdp": (
+        "GPT2LMHeadModel",
+        GPT2,
+        {},
+        {"n_embd": 20, "method": "direct_copy"},
+        "hsdp",
+    ),
     "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
     "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
     "llama tied, fsdp x tp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp x tp"),
@@ -222,6 +230,8 @@ def run_optimizer(mesh, directory):
 
 def main(directory):
     dist.init_process_group("gloo")
+    # as small beside tiny tensors as it is beside large ones
+    baselines.TILE = (3, 8)
     with CommDebugMode() as comm:
         dist.all_reduce(torch.ones(1))
     results = {"canary": comm.get_total_counts()}
