@@ -108,13 +108,14 @@ def _build_weight(
         rows, cols = (*maps_of_block, {})[:2]
         # the noise of a line hangs on its place in the whole tensor
         offsets = [where.start for where, _ in block] + [0]
+        gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
         # made rows are sums, in float64 and on the CPU
         readers = _on_cpu(read) if any(extra) else read
         upper, place = None, out[_within(part, block)]
         if task.upper is not None and _mixes(axes, block):
-            upper = made_rows(plan, task, task.upper, readers, extra).to(out.device)
+            upper = made_rows(plan, task, task.upper, readers, extra, gathered).to(out.device)
         work.expand(
-            made_rows(plan, task, task.source, readers, extra).to(out.device),
+            made_rows(plan, task, task.source, readers, extra, gathered).to(out.device),
             rows=rows["index"],
             cols=cols.get("index"),
             row_scale=rows["scale"],

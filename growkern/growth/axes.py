@@ -76,6 +76,10 @@ class AxisMap:
 
 def axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
     """The map of one axis of a weight."""
+    return plan.kept.get(("map", task.name, axis), lambda: _make_axis_map(plan, task, axis, size))
+
+
+def _make_axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
     role, _, names = axis.partition(":")
     layout, layer = plan.layout, task.source_layer
     total = layout.family.axis_size(plan.source.config, axis)

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from growkern.growth.checksums import row_blocks
+from growkern.growth.files import Header
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
 
-# rows of a source that are summed at a time: its float64 copy stays small beside it
-ROWS_AT_ONCE = 1024
+# of a source that is summed, at a time; float64 copies of that are made on the way
+SUMMED_BYTES = 1 << 20
 
 
 def made_rows(
@@ -29,10 +31,13 @@ def made_rows(
     name: str,
     read: Callable[[str], Tensor],
     extra: Sequence[bool],
+    rows: Tensor,
 ) -> Tensor:
     """What a block is gathered from: the source tensor `name`, or what is made from it.
 
-    `extra`: per axis, whether the block's target entries are extra ones.
+    Args:
+        extra: per axis, whether the block's target entries are extra ones.
+        rows: entries of the first axis that the block gathers; others may be undefined.
     """
     weight = read_or_make(plan, task, name, read)
     if not any(extra):
@@ -43,8 +48,11 @@ def made_rows(
         kinds.append((role, "" if "|" in space or not space else space))
     layout, size = plan.layout, plan.layout.stream_sizes[0]
     signs = torch.tensor(layout.space("stream").signs, dtype=torch.float64)
-    delta, w = plan.options.carry, _carried_weight(plan, task, read)
-    mean = torch.full((size,), 1 / size, dtype=torch.float64)
+    delta, mean = plan.options.carry, torch.full((size,), 1 / size, dtype=torch.float64)
+
+    def functionals() -> Tensor:
+        return mean + delta * signs[:, None] * _carried_weight(plan, task, read)
+
     result = weight
     for dim, (role, space) in enumerate(kinds):
         if not extra[dim]:
@@ -57,11 +65,11 @@ def made_rows(
             made = torch.zeros(weight.shape[0], 2, dtype=torch.float64) if copied else columns
             return made.to(weight.dtype)
         if layout.family.spaces[space].kind == "stream":
-            result = _weighted_sums(mean + delta * signs[:, None] * w, weight, dim)
+            result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
         elif weight.ndim == 1:
             result = weight.new_zeros(2)
         else:
-            result = torch.stack([mean, w]).to(weight.dtype)
+            result = torch.stack([mean, _carried_weight(plan, task, read)]).to(weight.dtype)
     return result
 
 
@@ -73,14 +81,62 @@ def read_or_make(plan: GrowthPlan, task: Task, name: str, read: Callable[[str], 
     return torch.eye(*sizes, dtype=plan.source.dtype)
 
 
-def _weighted_sums(functionals: Tensor, weight: Tensor, dim: int) -> Tensor:
-    """(1): weighted sums over axis `dim` of a tensor, one per functional, in its dtype."""
-    rows = weight.movedim(dim, 0)
-    total = torch.zeros(len(functionals), *rows.shape[1:], dtype=torch.float64)
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        chunk = slice(first, first + ROWS_AT_ONCE)
-        total += torch.tensordot(functionals[:, chunk], rows[chunk].double(), dims=1)
-    return total.movedim(0, dim).to(weight.dtype)
+# --------------------------------------------------------------------- sums
+
+
+def _weighted_sums(
+    plan: GrowthPlan,
+    task: Task,
+    name: str,
+    weight: Tensor,
+    dim: int,
+    functionals: Callable[[], Tensor],
+    wanted: Tensor,
+) -> Tensor:
+    """(1): weighted sums over axis `dim` of a tensor, one per functional, in its dtype.
+
+    Every row of the tensor is read once, whatever the number of pieces. Sums over columns are
+    undefined outside the `wanted` rows.
+    """
+    stored = plan.source.headers.get(name)
+    # mapped anew for every block: what has been summed need not stay in memory
+    rows_of = stored.rows if isinstance(stored, Header) else lambda a, b: weight[a:b]
+    blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
+    key = ("sums", task.name, name)
+    if dim == 0:
+        return plan.kept.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
+    sums = plan.kept.get(key, lambda: _ColumnSums(functionals(), weight))
+    sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
+    return sums.result
+
+
+RowsOf = Callable[[int, int], Tensor]
+
+
+def _sum_rows(
+    functionals: Tensor, rows_of: RowsOf, blocks: Sequence[tuple[int, int]], like: Tensor
+) -> Tensor:
+    total = torch.zeros(len(functionals), *like.shape[1:], dtype=torch.float64)
+    for first, stop in blocks:
+        total += torch.tensordot(functionals[:, first:stop], rows_of(first, stop).double(), dims=1)
+    return total.to(like.dtype)
+
+
+class _ColumnSums:
+    """Sums over the columns, for the rows that somebody asked for; threads may share it."""
+
+    def __init__(self, functionals: Tensor, like: Tensor) -> None:
+        self.result = torch.empty(len(like), len(functionals), dtype=like.dtype)
+        self._columns, self._done = functionals.t().contiguous(), set[tuple[int, int]]()
+
+    def add(self, rows_of: RowsOf, blocks: Sequence[tuple[int, int]]) -> None:
+        for block in blocks:
+            # two threads may sum the same block: they write the same
+            if block not in self._done:
+                self.result[slice(*block)] = (rows_of(*block).double() @ self._columns).to(
+                    self.result.dtype
+                )
+                self._done.add(block)
 
 
 def _carried_weight(plan: GrowthPlan, task: Task, read: Callable[[str], Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from growkern.errors import GrowthError
 from growkern.growth.checksums import row_blocks
+from growkern.growth.extras import SUMMED_BYTES
 from growkern.growth.journal import Mark
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
@@ -73,10 +74,8 @@ def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
     made = numbers * plan.dtype.itemsize
     names = [n for n in (piece.task.source, piece.task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
-    # the rows made for extra coordinates sum over all of a tensor; else a row is copied from a row
-    is_summed = plan.layout.is_extended
-    read = sum(
-        header.nbytes if is_summed else min(header.nbytes, numbers * header.dtype.itemsize)
-        for header in headers
-    )
-    return made + read
+    # a row is copied from a row
+    read = sum(min(header.nbytes, numbers * header.dtype.itemsize) for header in headers)
+    # of bfloat16, with a copy in float64
+    summed = 5 * SUMMED_BYTES if plan.layout.is_extended else 0
+    return made + read + summed

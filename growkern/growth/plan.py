@@ -19,6 +19,7 @@ from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.growth import maps
 from growkern.growth.initialisation import Initial, initial_tensors
+from growkern.growth.kept import Kept
 from growkern.growth.layout import Layout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Source, open_source
@@ -87,6 +88,11 @@ class GrowthPlan:
     def initial_tensors(self) -> dict[str, Initial]:
         """How the target's class starts each of its tensors."""
         return initial_tensors(self.source.class_name, self.target_config)
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What the pieces of a tensor share while it is built."""
+        return Kept()
 
     # ---- what it keeps
 

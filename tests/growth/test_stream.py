@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
-from growkern.growth import checksums, pieces, stream
-from growkern.growth.files import read_headers
+from growkern.growth import axes, checksums, extras, pieces, stream
+from growkern.growth.files import Header, read_headers
 from growkern.growth.shards import parse_size
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.small_pieces import cut_small
@@ -244,3 +246,29 @@ def test_pieces_cover_every_shape():
         assert [start for start, _ in blocks] == ends[:-1]
         assert ends[-1] == (shape[0] if shape else 1)
     assert stream.row_blocks is checksums.row_blocks
+
+
+@pytest.mark.parametrize("class_name, width", [("GPT2LMHeadModel", 20), ("BertForMaskedLM", 20)])
+def test_pieces_share_maps_and_sums(tmp_path, monkeypatch, class_name, width):
+    """At an uneven width: a map is made once per axis, a source row is summed once."""
+    sizes, target = CLASSES[class_name]
+    source = save(tmp_path, class_name, sizes)
+    made, read = Counter(), Counter()
+    make, rows = axes._make_axis_map, Header.rows
+
+    def counting_map(plan, task, axis, size):
+        made[task.name, axis] += 1
+        return make(plan, task, axis, size)
+
+    def counting_rows(self, start, stop):
+        if Path(self.file).parent == source:
+            read[self.raw_name] += (stop - start) / max(1, self.shape[0])
+        return rows(self, start, stop)
+
+    monkeypatch.setattr(axes, "_make_axis_map", counting_map)
+    monkeypatch.setattr(Header, "rows", counting_rows)
+    monkeypatch.setattr(extras, "SUMMED_BYTES", 100)
+    grow(source, tmp_path / "grown", **dict.fromkeys(target, width))
+    assert len(made) > 20 and set(made.values()) == {1}
+    # once to look for NaN, and once for sums where extra coordinates need them
+    assert set(map(round, read.values())) == {1, 2}
