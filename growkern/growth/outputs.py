@@ -9,8 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import nll_loss
+from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
+from growkern.growth.files import METADATA_FILE
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import Source
 
@@ -54,6 +56,20 @@ def load_model(model: Any, **how: Any) -> Any:
         model_class = getattr(transformers, config.architectures[0])
         return model_class.from_pretrained(model, dtype=torch.float32, **how).eval()
     return model
+
+
+def load_source(source: Source, given: Any) -> Any:
+    """The model that `source` was opened from: `given`, a model or a directory of either kind."""
+    if source.directory is None or not (source.directory / METADATA_FILE).is_file():
+        return load_model(given)
+    # transformers reads no distributed checkpoint
+    with no_init_weights():
+        model_class = getattr(transformers, source.class_name)
+        model = model_class._from_config(source.config, dtype=torch.float32)
+    state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model.eval()
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ class Stream:
         self.sums: dict[Mark, str] = {}
         self.bytes_kept = 0
         self._descriptors: dict[str, int] = {}
-        self._own = threading.local()
+        self._own, self._writing = threading.local(), threading.Lock()
 
     def run(self, workers: int, *, progress: bool) -> None:
         """Write all tensors that the journal does not vouch for; on an error, note what is done."""
@@ -196,7 +196,9 @@ class Stream:
         row = len(data) // (stop - start)
         total = sum_rows(data)
         file = self._descriptors[header.file]
-        write_all(file, data.numpy().data, header.start + start * row)
+        # a file takes one writer at a time: a second one had better build
+        with self._writing:
+            write_all(file, data.numpy().data, header.start + start * row)
         return piece, total, True
 
     def _buffer(self, size: int) -> Tensor:

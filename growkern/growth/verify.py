@@ -22,7 +22,13 @@ from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
 from growkern.growth.layout import Layout
 from growkern.growth.lineage import plan_from_lineage
-from growkern.growth.outputs import check_tokens, compare_outputs, load_model, random_tokens
+from growkern.growth.outputs import (
+    check_tokens,
+    compare_outputs,
+    load_model,
+    load_source,
+    random_tokens,
+)
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import Source, open_source
 from growkern.growth.tasks import Task
@@ -80,7 +86,8 @@ def verify(
     """Check a grown model against its source.
 
     Args:
-        source: the model or checkpoint directory that was grown.
+        source: the model or checkpoint directory that was grown, also one of
+            `torch.distributed.checkpoint`.
         grown: what `grow` returned, or a directory made by `grow_checkpoint`.
         tokens: (batch, length) int64 ids to compare outputs on; default 4 x 32 random ones.
         labels: (batch, length) int64 targets of the tokens' rows, -100 where there is none; gives
@@ -96,7 +103,7 @@ def verify(
     if tokens is None:
         tokens = random_tokens(opened)
     check_tokens(opened, tokens)
-    outputs = compare_outputs(plan, load_model(source), load_model(grown), tokens, labels)
+    outputs = compare_outputs(plan, load_source(opened, source), load_model(grown), tokens, labels)
     failure = ""
     if bad := [group for group in groups if not group.ok]:
         failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"

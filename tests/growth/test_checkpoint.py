@@ -11,10 +11,13 @@ import safetensors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as distributed
+from typer.testing import CliRunner
 
 import growkern
+from growkern.cli import app
 from growkern.growth import grow as grow_module
-from tests.growth.models import BERT, GPT2, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 SIZES = {**BERT, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 
@@ -378,3 +381,25 @@ def str_of(renderable):
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_distributed_source_is_verified_like_any_other(tmp_path, tied):
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32, tie_word_embeddings=tied)
+    source.config.architectures = ["LlamaForCausalLM"]
+    source.config.save_pretrained(tmp_path / "source")
+    shards, target = tmp_path / "source" / "step_7", tmp_path / "grown"
+    distributed.save({"model": source.state_dict()}, checkpoint_id=shards, no_dist=True)
+    growkern.grow_checkpoint(shards, target, hidden_size=24, progress=False)
+    report = growkern.verify(shards, target)
+    assert report.ok and report.plan.exact
+    assert report.outputs == growkern.verify(source, target).outputs
+    assert CliRunner().invoke(app, ["verify", str(shards), str(target)]).exit_code == 0
+    checked = CliRunner().invoke(app, ["verify", str(shards), str(target), "--checksums"])
+    assert checked.exit_code == 0 and "source tensors: 0 changed" in checked.stdout
+    with torch.no_grad():
+        source.model.norm.weight[0] += 1
+    distributed.save({"model": source.state_dict()}, checkpoint_id=shards, no_dist=True)
+    assert not growkern.verify(shards, target).ok
+    checked = CliRunner().invoke(app, ["verify", str(shards), str(target), "--checksums"])
+    assert checked.exit_code == 1 and "model.norm.weight" in checked.stdout

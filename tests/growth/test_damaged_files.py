@@ -17,7 +17,7 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfl
 GOOD = save(TENSORS, {"format": "pt"})
 INDEX = "model.safetensors.index.json"
 FUZZ = settings(
-    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
