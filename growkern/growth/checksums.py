@@ -25,8 +25,8 @@ from growkern.growth.source import open_source
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "xxh3_128"
-# each piece makes its maps anew: growing to 5 GB takes 8 s of processor time in pieces of 1 MB, 4 s
-# in pieces of 4 MB and 2 s in these, besides what the system takes to write
+# growing to 4.6 GB takes 7.1 s of processor time in pieces of 1 MB, 3.5 s in pieces of 4 MB, 2.4 s
+# in these and 2.2 s in pieces of 32 MB, besides what the system takes to write
 PIECE_BYTES = 16 << 20
 
 
