@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from growkern.growth.moments import growth_lr_multipliers as growth_lr_multipliers
     from growkern.growth.moments import moment_findings as moment_findings
     from growkern.growth.optimizer import grow_optimizer as grow_optimizer
+    from growkern.growth.optimizer_into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan import plan as plan
     from growkern.growth.verify import VerifyReport as VerifyReport
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "grow_checkpoint": "growkern.growth.grow",
     "grow_into": "growkern.growth.grow_into",
     "grow_optimizer": "growkern.growth.optimizer",
+    "grow_optimizer_into": "growkern.growth.optimizer_into",
     "growth_lr_multipliers": "growkern.growth.moments",
     "moment_findings": "growkern.growth.moments",
     "plan": "growkern.growth.plan",

@@ -114,6 +114,10 @@ class StoredTensor:
         runs = [[(start, stop)], *([(0, n)] for n in self.shape[1:])]
         return self.read_runs(runs)[start:stop]
 
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        """The tensor, undefined outside the wanted entries of every axis."""
+        return self.read_runs([runs_of(entries) for entries in index])
+
     def read_runs(self, runs: Sequence[Sequence[Run]]) -> Tensor:
         """The tensor, undefined outside the wanted runs of every axis.
 
@@ -159,15 +163,7 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Stor
     Raises:
         GrowthError: metadata that cannot be read, or that holds more than tensors need.
     """
-    reader = _Reader(directory)
-    try:
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-    except UNREADABLE as error:
-        raise GrowthError(
-            f"{directory / METADATA_FILE}: not the metadata of a distributed checkpoint: {error}"
-        ) from error
-    stored: Mapping[str, Any] = metadata.state_dict_metadata
+    reader, stored = _open(directory)
     found: dict[str, StoredTensor] = {}
     for prefix in PREFIXES:
         named = {name: stored.get(prefix + name) for name in expected}
@@ -181,6 +177,49 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Stor
         some = ", ".join(list(stored)[:3])
         raise GrowthError(f"{directory}: none of the model's tensors is in it; it holds {some}")
     return found
+
+
+def read_distributed_optimizer(
+    directory: Path, parameters: Mapping[str, str]
+) -> dict[str, dict[str, StoredTensor]]:
+    """An optimizer's state in a distributed checkpoint: parameter -> key -> tensor.
+
+    It was saved as `get_optimizer_state_dict` gives it, alone or in a larger state dict.
+
+    Args:
+        parameters: the parameters' names in the model -> those wanted.
+
+    Raises:
+        GrowthError: as `read_distributed`, or no such state.
+    """
+    reader, stored = _open(directory)
+    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    for raw, entry in stored.items():
+        before, separator, rest = raw.partition("state.")
+        name, _, key = rest.rpartition(".")
+        bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
+        if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
+            state = found.setdefault(before, {}).setdefault(parameters[bare], {})
+            state[key] = StoredTensor(reader, raw, entry)
+    if not found:
+        some = ", ".join(list(stored)[:3])
+        raise GrowthError(f"{directory}: no optimizer state of this model; it holds {some}")
+    if len(found) > 1:
+        raise GrowthError(f"{directory}: several optimizers: {', '.join(found)}; save one")
+    return next(iter(found.values()))
+
+
+def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
+    """A reader of the checkpoint's files, and what is in them."""
+    reader = _Reader(directory)
+    try:
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+    except UNREADABLE as error:
+        raise GrowthError(
+            f"{directory / METADATA_FILE}: not the metadata of a distributed checkpoint: {error}"
+        ) from error
+    return reader, metadata.state_dict_metadata
 
 
 def runs_of(index: Tensor) -> list[Run]:

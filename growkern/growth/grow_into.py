@@ -75,18 +75,18 @@ def grow_into(
             source, by then some tensors are filled.
     """
     start = time.perf_counter()
-    model = _unwrapped(model)
+    model = unwrapped(model)
     options, sizes = GrowthOptions.split_off(how)
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     opened = open_source(source, allow_nonfinite=True)
-    parameters = _named_tensors(model)
+    parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
     materialise(model, device or device_of(parameters))
     restore_buffers(model)
-    targets = _targets(grown, _named_tensors(model))
+    targets = _targets(grown, named_tensors(model))
     written = 0
     locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
     works = {x.device: work_on(_device_of_work(x), backend) for x in locals_of.values()}
@@ -136,15 +136,12 @@ def _part_reader(
     """Reads what a part needs, where reading a tensor is more than mapping it."""
     stored = grown.source.headers.get(task.source)
     index = source_index(grown, task, part)
-    if index is None or not hasattr(stored, "read_runs"):
+    if index is None or not hasattr(stored, "read_entries"):
         return None
-    from growkern.growth.distributed_checkpoint import runs_of
-
-    runs = [runs_of(entries) for entries in index]
 
     def read(name: str) -> Tensor:
         if name in (task.source, task.upper):
-            return grown.source.headers[name].read_runs(runs)
+            return grown.source.headers[name].read_entries(index)
         return grown.source.read(name)
 
     return read
@@ -153,7 +150,7 @@ def _part_reader(
 # ------------------------------------------------------------------- checks
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The transformers model inside `torch.compile` and DistributedDataParallel."""
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None)
@@ -168,7 +165,7 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint would hold, by names without wrappers; a shared tensor by all of its."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

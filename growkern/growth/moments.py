@@ -17,7 +17,7 @@ lr u and eps g per entry, and a decay of lr as before, step and growth commute.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,8 @@ from growkern.growth.plan import Finding, GrowthPlan
 from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
-Read = Callable[[str], Tensor]
+# a source tensor by name, of which the listed entries of every axis are wanted
+ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -117,19 +118,23 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
 def grow_moment(
     plan: GrowthPlan,
     task: Task,
-    read: Read,
+    read: ReadEntries,
     *,
     power: int,
     moments: str = "grow",
     part: tuple[slice, ...] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One moment of a target parameter that does not start at zero, in the moment's own dtype.
 
     Args:
-        read: gives the source's moment by the parameter's name.
+        read: gives the source's moment by the parameter's name; entries of an axis that are not
+            listed may be undefined.
         power: 1 for the mean of gradients, 2 for that of their squares.
         moments: "grow" or "old_slices", see `growkern.grow_optimizer`.
-        part: one slice per axis; default all of it.
+        part: one slice per axis; default all of it. A part has the bits of the same place in the
+            whole.
+        out: where to put it, in a dtype of its own.
     """
     part = part or (slice(None),) * len(task.shape)
     axes = _gradient_maps(plan, task)
@@ -142,14 +147,21 @@ def grow_moment(
         for m, s, n in zip(axes, part, task.shape, strict=True)
     ]
     rows, cols = (*blocks, {})[:2]
+    needed = [m.index[s] % m.source for m, s in zip(axes, part, strict=True)]
     mixes = any(bool((m.index >= m.source).any()) for m in axes)
+    # on every rank, whatever it holds: reading may take all of them
+    weight = read(task.source, needed)
+    upper = read(task.upper, needed) if task.upper is not None and mixes else None
+    if out is not None and not out.numel():
+        return out
     return expand(
-        read(task.source),
+        weight,
         rows=rows["index"],
         cols=cols.get("index"),
         row_scale=rows["scale"],
         col_scale=cols.get("scale"),
-        upper=read(task.upper) if task.upper is not None and mixes else None,
+        upper=upper,
+        out=out,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.moments import grow_moment, starts_at_zero
+from growkern.growth.moments import ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
 
@@ -35,8 +35,10 @@ def grow_optimizer(
     keyed by names. Groups keep their settings and a target parameter joins its source's group.
 
     Args:
-        state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`, whole tensors. A
-            Trainer's: `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`.
+        state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`. A Trainer's:
+            `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`. DTensors are
+            gathered one at a time, so that all ranks have to call; what comes out is whole.
+            `growkern.grow_optimizer_into` gives every rank its part alone.
         plan: the growth of the weights, from `growkern.plan` or a grown model's `growth_plan`.
         moments: "grow" gives every copy its share of its source's moments, (2) and (3) of
             `growkern.growth.moments`; `moment_findings(plan)` says where that is exact. Entries
@@ -50,19 +52,13 @@ def grow_optimizer(
         A state dict for an optimizer of the target with the same groups, on the CPU.
 
     Raises:
-        GrowthError: a state of another optimizer or another model, or sharded tensors.
+        GrowthError: a state of another optimizer or another model.
 
     Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
     """
-    if moments not in CHOICES:
-        raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise GrowthError(
-            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
-        )
+    check_moments(moments)
+    names, state = state_by_name(plan, state_dict)
     groups = state_dict["param_groups"]
-    names = _names(plan, groups)
-    state = _state_by_name(plan, state_dict["state"], groups, names)
     grown_names = _target_names(plan, names)
     new_state: dict[Any, dict[str, Any]] = {}
     new_groups, tasks, number = [], {task.name: task for task in plan.tasks}, 0
@@ -84,23 +80,55 @@ def _grown_entry(
     plan: GrowthPlan, task: Task, state: Mapping[str, Mapping[str, Any]], moments: str
 ) -> dict[str, Any]:
     """State of one target parameter; none where the source has not taken a step with it."""
-    source = state.get(task.source)
-    is_zero = starts_at_zero(plan, task, moments)
-    if source is None and task.is_made:
-        # like the others', which exist if a step was taken at all
-        source = next(iter(state.values()), None)
+    source = source_entry(task, state)
     if source is None:
         return {}
-    grown: dict[str, Any] = {}
-    for key in MOMENTS.keys() & source.keys():
+    is_zero = starts_at_zero(plan, task, moments)
+    grown = {"step": grown_step(source, is_zero)}
+    for key, power in moments_in(source):
         if is_zero:
             grown[key] = torch.zeros(task.shape, dtype=source[key].dtype)
             continue
-        values = {name: entry[key] for name, entry in state.items()}
-        read, power = values.__getitem__, MOMENTS[key]
+        read = reader_of(state, key)
         grown[key] = grow_moment(plan, task, read, power=power, moments=moments)
-    step = torch.as_tensor(source["step"])
-    return {"step": torch.zeros_like(step) if is_zero else step.clone(), **grown}
+    return grown
+
+
+# ------------------------------------------------ one parameter's state
+
+
+def source_entry(task: Task, state: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The state that a target parameter's comes from; None where no step was taken with it."""
+    source = state.get(task.source)
+    if source is None and task.is_made:
+        # like the others', which exist if a step was taken at all
+        source = next(iter(state.values()), None)
+    return source
+
+
+def moments_in(entry: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """The moments a state has and their powers, in an order that all ranks share."""
+    return [(key, power) for key, power in MOMENTS.items() if key in entry]
+
+
+def grown_step(entry: Mapping[str, Any], is_zero: bool) -> Tensor:
+    step = entry["step"]
+    step = torch.as_tensor(step if isinstance(step, (Tensor, int, float)) else step.read())
+    if isinstance(step, DTensor):
+        step = step.full_tensor()
+    return torch.zeros_like(step) if is_zero else step.clone()
+
+
+def reader_of(state: Mapping[str, Mapping[str, Any]], key: str) -> ReadEntries:
+    """Reads one moment: tensors as they are, DTensors whole, stored tensors where wanted."""
+
+    def read(name: str, index: Sequence[Tensor]) -> Tensor:
+        value = state[name][key]
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value.cpu() if isinstance(value, Tensor) else value.read_entries(index)
+
+    return read
 
 
 # -------------------------------------------------------------------- names
@@ -129,16 +157,22 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
             f"the optimizer's groups hold {counts} parameters, {plan.source.class_name} has "
             f"{expected}; make it from named parameters: AdamW(model.named_parameters())"
         )
-    family, config = plan.source.family, plan.source.config
-    known = {t.name: t.tied or t.name for t in family.tensors(config, plan.source.class_name)}
+    known = known_names(plan)
     for name in (name for group in found for name in group):
         if name not in known:
             raise GrowthError(
                 f"the optimizer has state for {name}, which {plan.source.class_name} does not "
                 f"have{nearest(name, known)}"
             )
+    return [[known[name] for name in group] for group in found]
+
+
+def known_names(plan: GrowthPlan) -> dict[str, str]:
+    """Every name of a source parameter -> the one of its task: tied ones have several."""
+    family, config = plan.source.family, plan.source.config
     shares = family.shares(config)
-    return [[known[name] if shares else name for name in group] for group in found]
+    tensors = family.tensors(config, plan.source.class_name)
+    return {t.name: str(t.tied) if shares and t.tied else t.name for t in tensors}
 
 
 def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
@@ -185,23 +219,35 @@ def _meta_model(plan: GrowthPlan, config: Any) -> Any:
 # ------------------------------------------------------------------- checks
 
 
-def _state_by_name(
-    plan: GrowthPlan,
-    state: Mapping[Any, Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[Sequence[str]],
-) -> dict[str, Mapping[str, Any]]:
-    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
+def check_moments(moments: str) -> None:
+    if moments not in CHOICES:
+        raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
+
+
+def state_by_name(
+    plan: GrowthPlan, state_dict: Mapping[str, Any]
+) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
+    """The source's parameter names, group by group, and the state of each that has one."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise GrowthError(
+            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
+        )
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    names = _names(plan, groups)
     by_name: dict[str, Mapping[str, Any]] = {}
     for group, members in zip(groups, names, strict=True):
         for key, name in zip(group["params"], members, strict=True):
-            if key not in state:
-                continue
-            _check_entry(name, state[key], shapes[name])
-            by_name[name] = {
-                k: v.cpu() if isinstance(v, Tensor) else v for k, v in state[key].items()
-            }
-    return by_name
+            if key in state:
+                by_name[name] = state[key]
+    check_entries(plan, by_name)
+    return names, by_name
+
+
+def check_entries(plan: GrowthPlan, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """GrowthError unless every state is one of Adam for the source's parameter."""
+    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
+    for name, entry in state.items():
+        _check_entry(name, entry, shapes[name])
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
@@ -212,11 +258,6 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
             raise GrowthError(
                 f"{name}: no rule for the optimizer's {key!r}; growkern grows the state of Adam "
                 "and AdamW"
-            )
-        if isinstance(value, DTensor):
-            raise GrowthError(
-                f"{name}: {key} is sharded; gather it with get_optimizer_state_dict(..., "
-                "options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
             )
         if tuple(value.shape) != shape:
             raise GrowthError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 
 def read_optimizer(file: Path) -> dict[str, Any]:
-    """The state dict in a file of `torch.save`.
+    """The state dict in a file of `torch.save`, its tensors mapped from there.
 
     Raises:
         GrowthError: no file, or one that holds more than tensors and plain values.
     """
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        # files of before 2020 are not archives, and cannot be mapped
+        mapped = zipfile.is_zipfile(file)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:

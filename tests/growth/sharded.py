@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 import growkern
 from growkern.growth import baselines
 from growkern.growth.distributed_checkpoint import StoredTensor
+from tests.growth import sharded_optimizer
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -69,6 +70,16 @@ CASES = {
 }
 TWO_RANKS = ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp")
 
+# of these, optimizers too
+OPTIMIZERS = {
+    2: ("bert uneven, fsdp", "llama, tp"),
+    4: (
+        "bert uneven and deeper, hsdp",
+        "gpt2 uneven aki, fsdp",
+        "llama aki uneven, fsdp x tp",
+    ),
+}
+
 GROWN_CHECKPOINT = {"hidden_size": 24, "intermediate_size": 34, "method": "aki"}
 
 TENSOR_PARALLEL = {
@@ -80,10 +91,13 @@ TENSOR_PARALLEL = {
 }
 
 
+MAPPED = (".safetensors", "optimizer.pt")
+
+
 def mapped_files():
     """Address ranges of memory that is a checkpoint's file."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = (line.split()[0].split("-") for line in lines if line.endswith(".safetensors"))
+    ranges = (line.split()[0].split("-") for line in lines if line.endswith(MAPPED))
     return [(int(start, 16), int(stop, 16)) for start, stop in ranges]
 
 
@@ -207,25 +221,16 @@ def run_checkpoint(kind, mesh, directory):
     }
 
 
-def run_optimizer(mesh, directory):
-    """GrowthAdamW on parts of parameters and on whole ones: the same steps."""
-    source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
-    whole = growkern.grow(source, n_embd=20, n_layer=3)
-    plan = whole.growth_plan
-    sharded = shard(copy.deepcopy(whole), "fsdp", mesh)
-    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-    for model in (whole, sharded):
-        groups = growkern.decay_groups(model, 0.1)
-        optimizer = growkern.GrowthAdamW(groups, plan, lr=1e-3, eps=1e-3, rewarm_steps=4)
-        for _ in range(2):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = shard(whole, "fsdp", mesh)
-    sharded.reshard()
-    pairs = zip(expected.parameters(), sharded.parameters(), strict=True)
-    differences = [(local(p) - local(q)).abs() for p, q in pairs]
-    return {"difference": max(d.max().item() for d in differences if d.numel())}
+def run_optimizers(name, found, directory, moments="grow"):
+    *case, kind = CASES[name]
+    return sharded_optimizer.run_state(
+        case,
+        lambda model: shard(model, "fsdp", found["fsdp"]),
+        lambda model: shard(model, kind, found[kind]),
+        directory,
+        moments,
+        LargestTensor,
+    )
 
 
 def main(directory):
@@ -244,7 +249,14 @@ def main(directory):
         for kind in ("fsdp", "tp"):
             name = f"checkpoint, {kind}"
             results[name] = run_checkpoint(kind, found, directory / kind)
-        results["optimizer"] = run_optimizer(found["fsdp"], directory)
+        results["optimizer"] = sharded_optimizer.run_steps(
+            lambda model: shard(model, "fsdp", found["fsdp"]), directory
+        )
+    for name in OPTIMIZERS[dist.get_world_size()]:
+        results[f"state, {name}"] = run_optimizers(name, found, directory)
+    results["state, old slices"] = run_optimizers(
+        "bert uneven, fsdp", found, directory, "old_slices"
+    )
     file = directory / f"rank-{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
     dist.barrier()

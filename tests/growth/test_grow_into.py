@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import growkern
 from growkern.growth.distributed_checkpoint import runs_of
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
-from tests.growth.sharded import CASES, GROWN_CHECKPOINT, TWO_RANKS
+from tests.growth.sharded import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_RANKS
 from tests.growth.test_families import CASES as FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,29 @@ def test_one_process_grows_from_what_two_saved(two_ranks, two_directory, tmp_pat
     target = tmp_path / "large"
     growkern.grow_checkpoint(directory, target, progress=False, **GROWN_CHECKPOINT)
     assert same_parameters(transformers.LlamaForCausalLM.from_pretrained(target), expected)
+
+
+def check_state(name, ranks):
+    for rank in (rank[f"state, {name}"] for rank in ranks):
+        for kind in ("in memory", "distributed checkpoint", "file"):
+            assert rank[kind]["wrong"] == [], kind
+            assert rank[kind]["lr"] == 0.5
+            # what the ranks of this job hold has to meet; files need not
+            assert (rank[kind]["collectives"] > 0) == (kind == "in memory")
+            assert rank[kind]["moving"] > 0
+    held = max(rank[f"state, {name}"]["held"] for rank in ranks)
+    for rank in ranks:
+        assert rank[f"state, {name}"]["file"]["largest"] <= held
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS[4])
+def test_four_ranks_hold_their_parts_of_the_grown_state(name, four_ranks):
+    check_state(name, four_ranks)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS[2], "old slices"])
+def test_two_ranks_hold_their_parts_of_the_grown_state(name, two_ranks):
+    check_state(name, two_ranks)
 
 
 def test_sharded_optimizers_take_the_steps_of_whole_ones(two_ranks):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import transformers
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -234,8 +236,9 @@ def test_reset_is_zero_at_step_zero_with_the_groups_settings():
 # -------------------------------------------------------------------- names
 
 
-def test_the_trainers_optimizer_file_fits_the_trainers_optimizer(tmp_path):
-    """Positions alone say which state belongs to which parameter: decayed ones first."""
+@pytest.fixture
+def trainers_checkpoint(tmp_path):
+    """A Trainer after two steps of a BERT, and the directory it saved in."""
     source = random_model("BertForMaskedLM", BERT, dtype=torch.float32)
     data = [{"input_ids": list(range(3, 12)), "labels": list(range(3, 12))}] * 8
     args = transformers.TrainingArguments(
@@ -243,11 +246,18 @@ def test_the_trainers_optimizer_file_fits_the_trainers_optimizer(tmp_path):
     )
     trainer = transformers.Trainer(source, args, train_dataset=data)
     trainer.train()
-    state = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    return trainer, tmp_path / "checkpoint-2"
+
+
+def test_the_trainers_optimizer_file_fits_the_trainers_optimizer(trainers_checkpoint):
+    """Positions alone say which state belongs to which parameter: decayed ones first."""
+    trainer, directory = trainers_checkpoint
+    source = trainer.model
+    state = torch.load(directory / "optimizer.pt", weights_only=True)
     assert "param_names" not in state["param_groups"][0]
     target = growkern.grow(source, hidden_size=24, num_hidden_layers=3, symmetry="none")
     plan = target.growth_plan
-    new = transformers.Trainer(target, args).create_optimizer()
+    new = transformers.Trainer(target, trainer.args).create_optimizer()
     new.load_state_dict(growkern.grow_optimizer(state, plan))
     trained, tasks = trainer.optimizer.state, {task.name: task for task in plan.tasks}
     parameters = dict(source.named_parameters())
@@ -263,6 +273,60 @@ def test_the_trainers_optimizer_file_fits_the_trainers_optimizer(tmp_path):
         # what stands right under the tied matrix is read undivided
         if "transform.LayerNorm" not in name:
             assert torch.allclose(new.state[p]["exp_avg"][old], share * moment, rtol=1e-6), name
+
+
+def same_state(optimizer, expected):
+    """Both have the same state for the same parameters, bit for bit."""
+    assert expected.state.keys() == optimizer.state.keys() and expected.state
+    for p, entry in expected.state.items():
+        assert entry.keys() == optimizer.state[p].keys()
+        assert all(torch.equal(x, optimizer.state[p][key]) for key, x in entry.items())
+
+
+@pytest.mark.parametrize("moments", ["grow", "old_slices", "reset"])
+def test_state_is_grown_into_the_trainers_optimizer(trainers_checkpoint, moments):
+    trainer, directory = trainers_checkpoint
+    target = growkern.grow(trainer.model, hidden_size=24, num_hidden_layers=3)
+    own = transformers.Trainer(target, trainer.args)
+    expected = own.create_optimizer()
+    own.optimizer = None
+    new = own.create_optimizer()
+    state = torch.load(directory / "optimizer.pt", weights_only=True)
+    expected.load_state_dict(growkern.grow_optimizer(state, target.growth_plan, moments=moments))
+    new.param_groups[0]["lr"] = 0.5
+    for given in (state, directory, str(directory / "optimizer.pt")):
+        growkern.grow_optimizer_into(target, new, given, moments=moments)
+        same_state(new, expected)
+        assert new.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("key", ["optim", None])
+def test_state_is_grown_from_a_distributed_checkpoint(tmp_path, flat, key):
+    """As PyTorch's helpers give it, nested or flat, alone or under a key; a tied head's once."""
+    source = random_model("GPT2LMHeadModel", GPT2)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
+    train(source, optimizer, range(2))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(source, optimizer, options=options)
+    saved = state if key is None else {key: state, "model": source.state_dict()}
+    checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    target = growkern.grow(source, n_embd=20, n_layer=3)
+    expected, new = (torch.optim.AdamW(target.parameters(), lr=1.0) for _ in range(2))
+    growkern.grow_optimizer_into(target, new, tmp_path)
+    expected.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan))
+    same_state(new, expected)
+
+
+def test_grown_moments_take_the_parameters_dtype():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
+    train(source, optimizer, range(2))
+    target = growkern.grow(source, n_embd=20, dtype=torch.bfloat16)
+    expected, new = (torch.optim.AdamW(target.parameters()) for _ in range(2))
+    expected.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan))
+    growkern.grow_optimizer_into(target, new, optimizer.state_dict())
+    same_state(new, expected)
 
 
 def test_state_keyed_by_names_stays_keyed_by_names():
@@ -324,6 +388,60 @@ def misnamed():
     names = [name for name, _ in random_model("BertForMaskedLM", BERT).named_parameters()]
     state["param_groups"][0]["param_names"] = ["bert.embedings", *names[1:]]
     return state
+
+
+def several_optimizers(directory):
+    state = {"a.state.transformer.ln_f.bias.exp_avg": torch.zeros(12)}
+    state["b.state.transformer.ln_f.bias.exp_avg"] = torch.zeros(12)
+    checkpoint.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def weights_only(directory):
+    checkpoint.save(
+        {"transformer.ln_f.bias": torch.zeros(12)}, checkpoint_id=directory, no_dist=True
+    )
+    return directory
+
+
+def of_another_size(directory):
+    state = {"optim.state.transformer.ln_f.bias.exp_avg": torch.zeros(13)}
+    checkpoint.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def made_before(target):
+    other = growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=24)
+    return torch.optim.AdamW(other.parameters())
+
+
+@pytest.mark.parametrize(
+    "make, source, message",
+    [
+        (lambda t: torch.optim.SGD(t.parameters()), dict, "is a SGD; growkern grows"),
+        (made_before, None, r"parameter \[50, 24\] that is none of the model's"),
+        (None, lambda d: {"state": {}}, 'no "state" and "param_groups"'),
+        (None, lambda d: d / "none.pt", "none.pt: no such file"),
+        (None, lambda d: d, "optimizer.pt: no such file"),
+        (None, several_optimizers, "several optimizers: a., b."),
+        (None, weights_only, "no optimizer state of this model; it holds transformer.ln_f.bias"),
+        (None, of_another_size, r"exp_avg is \[13\], the parameter \[12\]"),
+        (lambda t: torch.optim.AdamW(t.parameters(), amsgrad=True), None, "with amsgrad=False"),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(make, source, message, tmp_path):
+    small = random_model("GPT2LMHeadModel", GPT2)
+    trained = torch.optim.AdamW(small.parameters())
+    train(small, trained, range(1))
+    target = growkern.grow(small, n_embd=24)
+    optimizer = make(target) if make else torch.optim.AdamW(target.parameters())
+    given = trained.state_dict() if source in (None, dict) else source(tmp_path)
+    with pytest.raises(growkern.GrowthError, match=message):
+        growkern.grow_optimizer_into(target, optimizer, given)
+    assert not optimizer.state
+    del target.growth_plan
+    with pytest.raises(growkern.GrowthError, match="has no growth_plan"):
+        growkern.grow_optimizer_into(target, optimizer, given)
 
 
 def without_step():
