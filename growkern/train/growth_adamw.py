@@ -43,11 +43,13 @@ class GrowthAdamW(torch.optim.AdamW):
         plan: the growth of the model, its `growth_plan`.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         matched: apply u and g.
-        rewarm_steps: entries that the source did not have, new rows, columns and layers, start at
-            1 / rewarm_steps of the learning rate and reach it in as many steps. 0: at once.
+        rewarm_steps: entries that the source did not have, new rows, columns and layers, climb in
+            as many equal steps to `rewarm_peak` times the learning rate and stay there: whatever
+            schedule the rate follows, they follow it. 0: they learn like the others.
+        rewarm_peak: SPARKLING's is 1.3, after 250 steps.
 
     Raises:
-        GrowthError: unnamed parameters, or one that the plan does not know.
+        GrowthError: unnamed parameters, or one that the plan does not know; numbers out of range.
 
     Source: `matched` is derived from the chain rule, the re-warm-up of new slices after SPARKLING.
     """
@@ -63,9 +65,15 @@ class GrowthAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         matched: bool = True,
         rewarm_steps: int = 0,
+        rewarm_peak: float = 1.3,
     ) -> None:
+        if rewarm_steps < 0 or not 0 < rewarm_peak < float("inf"):
+            raise GrowthError(
+                f"rewarm_steps={rewarm_steps}, rewarm_peak={rewarm_peak}: give 0 or more steps and "
+                "a positive peak"
+            )
         super().__init__(params, lr, betas, eps, weight_decay)
-        self.matched, self.rewarm_steps = matched, rewarm_steps
+        self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         factors = growth_lr_multipliers(plan)
         self._factors: dict[Tensor, EntryFactors] = {}
         for group in self.param_groups:
@@ -115,10 +123,17 @@ class GrowthAdamW(torch.optim.AdamW):
         else:
             root += group["eps"]
         update = update.div_(root).add_(value, alpha=group["weight_decay"])
-        if grown_for < self.rewarm_steps:
+        share = self._share_of_new(grown_for)
+        if share != 1:
             is_old = _times(torch.ones_like(update, dtype=torch.bool), factors.old)
-            update = torch.where(is_old, update, update * (grown_for / self.rewarm_steps))
+            update = torch.where(is_old, update, update * share)
         value.sub_(update, alpha=lr)
+
+    def _share_of_new(self, grown_for: float) -> float:
+        """What entries the source did not have get of the learning rate."""
+        if not self.rewarm_steps:
+            return 1.0
+        return self.rewarm_peak * min(1.0, grown_for / self.rewarm_steps)
 
 
 def _times(x: Tensor, vectors: tuple[Tensor, ...]) -> Tensor:

@@ -94,14 +94,16 @@ def test_unmatched_it_is_adamw():
     new.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("peak", [None, 1.0, 2.0])
 @pytest.mark.parametrize("how", [{"n_embd": 20}, {"n_embd": 24, "n_layer": 3}])
-def test_new_entries_are_eased_in(how):
-    """Old entries move as without re-warm-up, new ones by 1/4, 2/4, 3/4, 4/4 of that."""
+def test_new_entries_are_eased_in(how, peak):
+    """Old entries move as without re-warm-up, new ones by 1/4, 2/4, 3/4, 4/4 of the peak."""
+    options = {} if peak is None else {"rewarm_peak": peak}
     source = random_model("GPT2LMHeadModel", GPT2)
     target, _ = grown(source, None, how)
     steps = {}
     for rewarm in (0, 4):
-        model, optimizer = grown(source, None, how, rewarm_steps=rewarm)
+        model, optimizer = grown(source, None, how, rewarm_steps=rewarm, **options)
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
         # the same gradient in every step: each is as long as the one before
@@ -115,7 +117,8 @@ def test_new_entries_are_eased_in(how):
             steps[rewarm].append(moved)
     factors = growkern.growth_lr_multipliers(target.growth_plan)
     for number, (plain, eased) in enumerate(zip(steps[0], steps[4], strict=True)):
-        share = min(1.0, (number + 1) / 4)
+        # SPARKLING's peak, unless another is asked for
+        share = (1.3 if peak is None else peak) * min(1.0, (number + 1) / 4)
         for name, step in plain.items():
             old = torch.ones_like(step, dtype=torch.bool)
             for vector in factors[name].old:
@@ -159,6 +162,14 @@ def test_factors_of_entries_without_a_share_are_their_neighbours():
         for name, factors in growkern.growth_lr_multipliers(plan).items():
             for vector in (*factors.lr, *factors.eps):
                 assert (vector > 0).all(), name
+
+
+@pytest.mark.parametrize(
+    "options", [{"rewarm_steps": -1}, {"rewarm_peak": 0.0}, {"rewarm_peak": float("nan")}]
+)
+def test_rates_out_of_range_are_refused(options):
+    with pytest.raises(growkern.GrowthError, match=r"rewarm_steps=.*positive peak"):
+        grown(random_model("GPT2LMHeadModel", GPT2), None, {"n_embd": 24}, **options)
 
 
 def test_unfit_parameters_are_refused():
