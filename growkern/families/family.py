@@ -196,6 +196,11 @@ class Family:
             for t in self.tensors(config, class_name)
         }
 
+    def stored_names(self, config: Any, class_name: str) -> dict[str, str]:
+        """Name -> name in files, of the tensors for which these differ."""
+        tensors = self.tensors(config, class_name)
+        return {t.name: t.row.stored for t in tensors if t.row.stored is not None}
+
     def check_config(self, config: Any, class_name: str) -> None:
         """Refuse a model the table does not describe."""
         if class_name not in self.classes:

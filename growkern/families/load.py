@@ -29,7 +29,7 @@ _KEYS = {
     "space": "kind of untied heads width part weighted size activated scale scale_when",
     "class": "prefix body heads output",
     "depth": "zero inner_norms outer_norm refuse",
-    "tensor": "axes norm extra into tied when only stack scale scale_when fallback",
+    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
     "refuse": "value why",
 }
 

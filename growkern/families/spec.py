@@ -34,7 +34,8 @@ A table holds no code. Its parts:
                 tensor while tie_word_embeddings. `when`: exists only under that condition
                 ("flag", "!flag", "field != field"). `only`: in these layers. `scale`: what the
                 model multiplies by, to be undone (`scale_when`: under that flag). `fallback`:
-                what to grow where the source has none. A list: the first row that holds
+                what to grow where the source has none. `stored`: its whole name in files, where
+                transformers renames it. A list: the first row that holds
     [refuse]    config fields whose value makes the table wrong, and why
     per_layer   config lists with one entry per layer
 
@@ -146,6 +147,7 @@ class Row:
     scale: str | None = None
     scale_when: str | None = None
     fallback: str | None = None
+    stored: str | None = None
 
     def is_in(self, layer: int, layers: int) -> bool:
         """True where `only` admits this layer."""

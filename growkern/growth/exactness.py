@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from growkern.growth.axes import axis_map
 from growkern.growth.plan import Finding
 
 if TYPE_CHECKING:
     from growkern.growth.plan import GrowthPlan
+    from growkern.growth.tasks import Task
 
 
 def findings(plan: GrowthPlan) -> tuple[Finding, ...]:
@@ -150,12 +152,38 @@ def _rounding(plan: GrowthPlan) -> list[Finding]:
     dtype = str(plan.dtype).removeprefix("torch.")
     if plan.dtype.itemsize < plan.source.dtype.itemsize:
         return [Finding("approximate", dtype, f"the source is {plan.source.dtype}")]
-    stream = plan.layout.space("stream")
-    share = stream.read[~stream.is_extra]
-    powers = bool((torch.frexp(share).mantissa == 0.5).all())
-    if powers and plan.options.symmetry == "none":
-        return [Finding("exact", dtype, "all shares are powers of two: no rounding")]
-    why = "weights are rounded to this dtype after scaling"
     if plan.options.symmetry == "split":
         why = "shares sum to the source's weights bit for bit, but products with them round"
-    return [Finding("approximate", dtype, why)]
+        return [Finding("approximate", dtype, why)]
+    if plan.options.symmetry == "noise":
+        return [Finding("approximate", dtype, "weights are rounded to this dtype after the noise")]
+    per_layer = plan.options.scheme == "paper"
+    kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
+    rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
+    if rounded:
+        why = f"weights are rounded to this dtype after scaling, such as {rounded[0]}"
+        return [Finding("approximate", dtype, why)]
+    return [Finding("exact", dtype, "all shares are powers of two: no rounding")]
+
+
+def _is_rounded(plan: GrowthPlan, task: Task) -> bool:
+    """True where a tensor is scaled by more than powers of two, or is made of sums."""
+    if not task.tensor.norm:
+        axes = zip(task.tensor.axes, task.shape, strict=True)
+        maps = [axis_map(plan, task, axis, size) for axis, size in axes]
+        return any(m.extra or not _are_powers_of_two(m.scale) for m in maps)
+    entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
+    if bool(entering.is_extra.any()):
+        return True
+    if task.tensor.is_bias:
+        return not _are_powers_of_two(leaving.write)
+    read = entering.write != 0
+    gain = entering.kappa * leaving.write[read] / entering.write[read]
+    if plan.layout.family.norm.plus_one:
+        # what is stored is gain (1 + weight) - 1
+        return bool((gain != 1).any())
+    return not _are_powers_of_two(gain)
+
+
+def _are_powers_of_two(scale: torch.Tensor) -> bool:
+    return bool((torch.frexp(scale[scale != 0].abs()).mantissa == 0.5).all())

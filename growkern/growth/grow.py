@@ -185,7 +185,8 @@ def grow_checkpoint(
     # the stream looks for NaN and Inf itself, a piece at a time
     grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
     workers = workers_within(grown, limit)
-    layout = lay_out(_shapes(grown), grown.dtype, shard_size)
+    stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
+    layout = lay_out(_shapes(grown), grown.dtype, shard_size, stored)
     check_space(target, sum(layout.sizes.values()))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)

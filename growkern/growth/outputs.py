@@ -109,6 +109,9 @@ def source_coordinates(plan: GrowthPlan, grown: Tensor, size: int) -> Tensor:
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
     was_training = model.training
     inputs = {"input_ids": tokens.to(model.device)}
+    if "MultipleChoice" in type(model).__name__:
+        # the rows are the choices of one question
+        inputs = {"input_ids": inputs["input_ids"][None]}
     # an encoder alone has the config of both
     if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = inputs["input_ids"]

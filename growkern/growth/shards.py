@@ -57,7 +57,10 @@ def parse_size(name: str, value: int | str) -> int:
 
 
 def lay_out(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_size: int
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_shard_size: int,
+    stored: Mapping[str, str] | None = None,
 ) -> ShardLayout:
     """Split tensors over files of at most `max_shard_size` bytes and place them in those.
 
@@ -65,7 +68,10 @@ def lay_out(
         shapes: of every tensor, in the model's order.
         dtype: of all of them.
         max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
+        stored: name -> name in files, where they differ.
     """
+    file_names = {name: (stored or {}).get(name, name) for name in shapes}
+    shapes = {file_names[name]: shape for name, shape in shapes.items()}
     empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     code = next(code for code, known in STORED_DTYPES.items() if known == dtype)
@@ -90,5 +96,5 @@ def lay_out(
         metadata = {"total_parameters": total, **split.metadata}
         weight_map = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         index = json.dumps(weight_map, indent=2, sort_keys=True) + "\n"
-    tensors = {name: places[name] for name in shapes}
+    tensors = {name: places[stored_as] for name, stored_as in file_names.items()}
     return ShardLayout(tensors, heads, sizes, index)

@@ -169,7 +169,8 @@ def _open_directory(directory: Path) -> Source:
     _check_values(directory / "config.json", family, config)
     expected = family.shapes(config, class_name)
     headers = _read_headers(directory, expected)
-    names = _canonical_names(family, class_name, headers, expected)
+    stored = family.stored_names(config, class_name)
+    names = _canonical_names(family, class_name, headers, expected, stored)
     _leave_out_other_heads(family, config, class_name, names)
     tied = _tied_names(family, config, class_name)
     found = {name: headers[raw].shape for name, raw in names.items()}
@@ -232,18 +233,22 @@ def _canonical_names(
     class_name: str,
     headers: Mapping[str, Any],
     expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, str],
 ) -> dict[str, str]:
     """The model's name -> the name in the file.
 
-    Files differ from the model in three known ways: a head class saved without its body's prefix
-    (or the reverse), `gamma`/`beta` for the norms, and buffers that are no longer stored.
+    Files differ from the model in four known ways: names that the table calls `stored`, a head
+    class saved without its body's prefix (or the reverse), `gamma`/`beta` for the norms, and
+    buffers that are no longer stored.
     """
+    renamed = {file: name for name, file in stored.items()}
     prefix = family.classes[class_name].prefix
     prefixes = {c.prefix for c in family.classes.values() if c.prefix}
     ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in family.ignored]
     names = {}
     for raw in headers:
-        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
+        name = renamed.get(raw, raw)
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = [name, prefix + name]
         candidates += [name.removeprefix(p) for p in prefixes if not prefix]
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)

@@ -183,7 +183,7 @@ def test_unknown_family_lists_the_supported_ones():
 def test_unknown_class_and_refused_config():
     config = transformers.BertConfig(**BERT)
     with pytest.raises(GrowthError, match="BertForMaskedLM"):
-        load_family("bert").check_config(config, "BertForMultipleChoice")
+        load_family("bert").check_config(config, "BertForSpeech")
     config.add_cross_attention = True
     with pytest.raises(GrowthError, match="cross-attention"):
         load_family("bert").check_config(config, "BertForMaskedLM")

@@ -72,9 +72,11 @@ def outputs(model, seed=0):
         ids[:, 5] = model.config.eos_token_id
     elif model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
+    if "MultipleChoice" in type(model).__name__:
+        inputs = {name: x[None] for name, x in inputs.items()}
     with Float64Everywhere():
         result = model(**inputs)
-    names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits")
+    names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
     found = found or {"last_hidden_state": result.last_hidden_state}
     at = mask.bool()
