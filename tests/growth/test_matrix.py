@@ -19,6 +19,7 @@ EXACT = 1e-12
 # identity blocks behind post-norms are exact up to eps
 ENCODER = {**BERT, "layer_norm_eps": 1e-12}
 GROUPED = {**SQUARE, "pad_token_id": 0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4}
 # model type -> class with a vocabulary head, sizes
 FAMILIES = {
     "bart": ("BartForConditionalGeneration", {**BART, "eos_token_id": 1}),
@@ -33,8 +34,8 @@ FAMILIES = {
     "modernbert": ("ModernBertForMaskedLM", MODERN),
     "olmo2": ("Olmo2ForCausalLM", GROUPED),
     "phi3": ("Phi3ForCausalLM", GROUPED),
-    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, "use_sliding_window": True, "sliding_window": 4}),
-    "qwen3": ("Qwen3ForCausalLM", {**ROTARY, "pad_token_id": 0}),
+    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **SLIDING}),
+    "qwen3": ("Qwen3ForCausalLM", {**ROTARY, **SLIDING, "pad_token_id": 0}),
     "roberta": ("RobertaForMaskedLM", {**ENCODER, "pad_token_id": 1}),
     "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
 }
