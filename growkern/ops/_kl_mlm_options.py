@@ -208,9 +208,9 @@ def row_kinds(
     kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
     # at alpha = 1 the labels weigh nothing: no CE work unless it is to be reported
     if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
-        kind_N = kind_N + MLM_ROW * labelled_N
+        kind_N += MLM_ROW * labelled_N.int()
     if options.teacher_weights:
-        kind_N = kind_N + KL_ROW * kl_N
+        kind_N += KL_ROW * kl_N.int()
     return kind_N
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
 from growkern.ops._kl_mlm_labels import checked_labels
-from growkern.ops._kl_mlm_options import Maths
+from growkern.ops._kl_mlm_options import Maths, Options, row_kinds
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from tests.ops.loss_inputs import BACKENDS, make_logits
 from tests.ops.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
@@ -172,3 +172,13 @@ def test_labels_that_count_lie_inside_the_vocabulary(device):
 def test_opcheck_of_the_labels(device):
     labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
     torch.library.opcheck(checked_labels, (labels, kind, 9, ""))
+
+
+@pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])
+def test_kinds_of_rows_are_what_the_kernels_are_compiled_for(kl_rows):
+    labels = torch.tensor([5, -100, -100])
+    options = Options(0.5, Maths(), (1.0,), "mean", None, True, None)
+    kinds = row_kinds(labels, kl_rows, -100, options)
+    assert kinds.dtype == torch.int32
+    expected = {"labels": [3, 0, 0], "all": [3, 2, 2]}.get(str(kl_rows), [3, 0, 2])
+    assert kinds.tolist() == expected
