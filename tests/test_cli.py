@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from growkern import cli
-from tests.growth.models import BERT, random_model
+from tests.growth.models import BERT, GPT2, random_model
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
 
@@ -105,6 +105,24 @@ def test_target_sizes_come_from_the_family_tables(run):
 )
 def test_bad_usage_is_one_line(run, arguments, words):
     assert_bad_input(run(*arguments), *words)
+
+
+def test_no_warning_of_another_library_stands_before_the_line(tmp_path):
+    """Transformers warns of ids beyond a small vocabulary as soon as it reads the config."""
+    source, target = tmp_path / "small", tmp_path / "large"
+    random_model("GPT2LMHeadModel", GPT2).save_pretrained(source, max_shard_size="20KB")
+    next(source.glob("model-00002-*")).unlink()
+    command = [sys.executable, "-m", "growkern", "grow", str(source), str(target), "--n-embd=24"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert_bad_input((done.returncode, done.stdout, done.stderr), "model-00002-", "missing")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+@pytest.mark.parametrize("tokens", ["-5", "0", "nan", "inf"])
+def test_a_number_of_tokens_that_is_none_is_refused(run, checkpoint, tokens):
+    for form in ([], ["--json"]):
+        result = run("plan", checkpoint, *SIZES, "--tokens", tokens, *form)
+        assert_bad_input(result, f"tokens={tokens}")
 
 
 def test_debug_shows_where_an_error_came_from(run, monkeypatch):
@@ -254,7 +272,7 @@ def test_optimizers_that_do_not_fit_stop_everything(run, checkpoint, tmp_path):
     file.write_bytes(b"no pickle")
     assert_bad_input(grow(), "optimizer.pt", "not a file of optimizer state")
     torch.save({"state": Path("anything")}, file)
-    assert_bad_input(grow(), "optimizer.pt", "not a file of optimizer state")
+    assert_bad_input(grow(), "optimizer.pt", "nothing else is unpickled")
     torch.save([1], file)
     assert_bad_input(grow(), "holds a list")
     torch.save({"state": {}, "param_groups": []}, file)

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 the check failed, 2 bad usage or bad input (one line on stderr).
 """
 
+import os
 import sys
 
 from growkern.cli import growth, teacher, tools, train
@@ -22,6 +23,9 @@ def main() -> None:
     """Entry point: one line and exit 2 for whatever the user can mend."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    if not debug:
+        # its warnings on a config would stand before the one line that says what is wrong
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         sys.exit(app(arguments, prog_name="growkern", standalone_mode=False))
     except KeyboardInterrupt:

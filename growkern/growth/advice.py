@@ -5,12 +5,14 @@ Every piece of advice names where it comes from. None of it stops a growth.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from growkern.errors import GrowthError
 from growkern.ops.expand import expand
 
 if TYPE_CHECKING:
@@ -68,7 +70,12 @@ def advice(plan: GrowthPlan, tokens: float | None = None) -> tuple[str, ...]:
     Args:
         tokens: how many the source was trained on, if known: decides which depth method the
             evidence favours.
+
+    Raises:
+        GrowthError: a number of tokens that is not positive.
     """
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise GrowthError(f"tokens={tokens:g}: give how many the source was trained on")
     parts = (_aki, _width, _depth, _symmetry, _heads, _tiles)
     return tuple(line for part in parts for line in part(plan, tokens))
 

@@ -27,7 +27,13 @@ def read_optimizer(file: Path) -> dict[str, Any]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        # PyTorch's own advice here is to unpickle it all the same
+        raise GrowthError(
+            f"{file}: not a file of optimizer state: damaged, or more than tensors and plain "
+            "values; nothing else is unpickled"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
         raise GrowthError(f"{file}: not a file of optimizer state: {why}") from error
     if not isinstance(state, dict):

@@ -60,7 +60,7 @@ def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
     least = FIXED_BYTES + each
     if memory_limit < least:
         raise GrowthError(
-            f"memory_limit={memory_limit / 1e6:.0f}MB: growing this model takes at least "
+            f"memory_limit={memory_limit / 1e6:g}MB: growing this model takes at least "
             f"{math.ceil(least / 1e6)}MB"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -29,6 +29,70 @@ def test_estimate_counts_bytes_and_flops():
     assert one["seconds"] > 0
 
 
+# what the published models have
+KNOWN = [
+    ("GPT2LMHeadModel", {}, {"n_embd": 1024, "n_layer": 24}, 124_439_808, 354_823_168),
+    (
+        "BertForMaskedLM",
+        {},
+        {"hidden_size": 1024, "num_hidden_layers": 24},
+        109_514_298,
+        335_174_458,
+    ),
+    (
+        # Llama 2, 7B to 13B
+        "LlamaForCausalLM",
+        {},
+        {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40},
+        6_738_415_616,
+        13_015_864_320,
+    ),
+    (
+        # 0.6B to 1.7B
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+        596_049_920,
+        1_720_574_976,
+    ),
+    (
+        # 2B to 9B
+        "Gemma2ForCausalLM",
+        {},
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+        2_614_341_888,
+        9_241_705_984,
+    ),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, growth, before, after", KNOWN)
+def test_parameters_are_those_of_published_models(class_name, sizes, growth, before, after):
+    plan = growkern.plan(meta(class_name, **sizes), **growth)
+    assert plan.parameters("source") == before
+    assert plan.parameters() == after
+    assert plan.estimate(ranks=8)["training_bytes_per_rank"] == 2 * after
+
+
 BIG = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
