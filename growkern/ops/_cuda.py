@@ -7,7 +7,9 @@ for each architecture and version of NVRTC, in 0.1 to 0.5 s, and kept on disk.
 
 import ctypes
 import hashlib
+import importlib.util
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -50,23 +52,41 @@ class Grid(NamedTuple):
 # ------------------------------------------------------------------- libraries
 
 
-def _nvrtc_paths(major: str) -> Iterator[str]:
-    """By name where PyTorch has loaded it or the system knows it, then where pip puts it."""
-    yield f"libnvrtc.so.{major}"
-    packages = Path(torch.__file__).parents[1] / "nvidia"
-    for folder in (f"cu{major}", "cuda_nvrtc"):
-        yield str(packages / folder / "lib" / f"libnvrtc.so.{major}")
+def _nvrtc_folders(major: str) -> Iterator[Path]:
+    """Where pip puts it, for any PyTorch of this environment; then toolkits."""
+    packages = importlib.util.find_spec("nvidia")
+    for place in (packages and packages.submodule_search_locations) or ():
+        yield from (Path(place) / folder / "lib" for folder in (f"cu{major}", "cuda_nvrtc"))
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        # itself in the toolkit, or a script beside the folder that holds it
+        prefix = Path(nvcc).resolve().parents[1]
+        homes += [prefix, prefix / "cuda"]
+    yield from (home / folder for home in homes for folder in ("lib64", "lib"))
+
+
+def _open_nvrtc(name: str, folder: Path | None = None) -> ctypes.CDLL | None:
+    try:
+        if folder is None:
+            return ctypes.CDLL(name)
+        # its other half, which it opens by name alone; loaded already it is found
+        for half in sorted(folder.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(half))
+        return ctypes.CDLL(str(folder / name))
+    except OSError:
+        return None
 
 
 @cache
 def nvrtc() -> ctypes.CDLL | None:
     """NVRTC of PyTorch's CUDA version, or None."""
-    for path in _nvrtc_paths((torch.version.cuda or "13").split(".")[0]):
-        try:
-            return ctypes.CDLL(path)
-        except OSError:
-            continue
-    return None
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    for folder in _nvrtc_folders(major):
+        if (folder / name).is_file() and (found := _open_nvrtc(name, folder)):
+            return found
+    # as the system knows it
+    return _open_nvrtc(name)
 
 
 @cache

@@ -82,6 +82,35 @@ def test_nvrtc_says_why_it_does_not_compile():
         _cuda.compile_cubin(rows_of(student="quad"), "sm_90")
 
 
+def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
+    """In the folders of pip's packages, of CUDA_HOME, and of an nvcc that is a script beside one."""
+    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: packages)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    nvcc = tmp_path / "local" / "bin" / "nvcc"
+    monkeypatch.setattr(_cuda.shutil, "which", lambda name: str(nvcc))
+    expected = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "home/lib64", "local/lib64"]
+    expected += ["local/cuda/lib64"]
+    found = list(_cuda._nvrtc_folders("13"))
+    assert [f for f in found if str(f.relative_to(tmp_path)) in expected] == [
+        tmp_path / folder for folder in expected
+    ]
+    # from every one of them: both halves, the second of which the first opens by name alone
+    opened = []
+    monkeypatch.setattr(_cuda.ctypes, "CDLL", lambda path: opened.append(path) or path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for folder in reversed(found):
+        folder.mkdir(parents=True)
+        for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+            (folder / name).touch()
+        opened.clear()
+        assert _cuda.nvrtc.__wrapped__() == str(folder / "libnvrtc.so.13")
+        assert opened[0] == str(folder / "libnvrtc-builtins.so.13.0")
+    monkeypatch.setattr(_cuda, "_nvrtc_folders", lambda major: [tmp_path])
+    assert _cuda.nvrtc.__wrapped__() == "libnvrtc.so.13"
+
+
 class FakeDriver:
     """Answers like libcuda, and launches in the emulation."""
 
