@@ -1,9 +1,11 @@
-"""python -m bench.aot: compile every Triton kernel without a GPU and read its machine code.
+"""python -m bench.aot: compile every kernel without a GPU and read its machine code.
 
 Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
 architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
-if a kernel spills, or loads narrowly without saying why. A kernel module of growkern.ops takes
-part by having ``aot_cases()``.
+if a kernel spills, or loads narrowly without saying why. A module of Triton kernels takes part by
+having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by NVRTC
+down to machine code, so that no other tool has to understand its PTX; without NVRTC their rows stay
+as they are.
 """
 
 import argparse
@@ -35,6 +37,8 @@ import growkern.ops
 from bench import report, results, roofline
 from bench.recorder import Recorder
 from bench.roofline import HotCode, estimate, read_gcn, read_sass
+from growkern.ops import _cuda, _cuda_aot
+from growkern.ops._cuda_aot import SHARED_LIMITS, CudaCase, cuda_cases
 from growkern.ops._launch import AotCase
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
@@ -47,6 +51,8 @@ CUOBJDUMP = BACKENDS / "nvidia/bin/cuobjdump"
 # float32 in the rows of `expand`
 WIDE_SHARE = 0.5
 
+
+Job = tuple[str, str, str]
 
 # BERT's 30522 and GPT-2's 50257: what a multiple of 16 hides. One architecture tells
 RAGGED_ARCH = "sm_90"
@@ -76,6 +82,13 @@ def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:
     if isinstance(kind, tuple):
         return [((j,), member) for j, member in enumerate(kind)]
     return [((), kind)]
+
+
+def _blocks(case: AotCase) -> list[int]:
+    """Sizes of the block that one turn of the hot loop takes."""
+    if "BLOCKS" in case.constexprs:  # the second is of the k kept tokens, outside of the loops
+        return [case.constexprs["BLOCKS"][0]]
+    return [v for k, v in case.constexprs.items() if k.startswith("BLOCK_")]
 
 
 def _typed(kind: Any) -> Any:
@@ -111,7 +124,7 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
         usage, code = _usage_of_gcn(compiled.asm["amdgcn"]), read_gcn(compiled.asm["amdgcn"])
     else:
         usage, code = _usage_of_cubin(compiled.asm["cubin"])
-    blocks = [v for k, v in case.constexprs.items() if k.startswith("BLOCK_")]
+    blocks = _blocks(case)
     # 64 lanes of AMD's with 8 bytes ask for as much at once as 32 with 16
     wide = 512 // target.warp_size
     elements = math.prod(blocks) / (target.warp_size * case.num_warps)
@@ -126,6 +139,29 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
         "wide_share": round(code.wide_share(wide), 2),
         "narrow": case.narrow,
         **estimate(code, elements, case.traffic, arch),
+    }
+
+
+def compile_cuda(case: CudaCase, arch: str) -> dict[str, Any]:
+    """The same of a CUDA kernel, with shared memory as the launch asks for it."""
+    usage, code = _usage_of_cubin(_cuda.compile_cubin(case.kernel, arch))
+    # where the width of an access is decided while it runs, all widths stand in the code, and it
+    # cannot be counted
+    ragged = case.narrow == _cuda_aot.RAGGED
+    # every element is stored once
+    elements = sum(width * count for width, count in code.stores.items()) / case.element_bytes
+    return {
+        "kernel": case.name,
+        "arch": arch,
+        **usage,
+        "most registers": case.registers,
+        "shared_bytes": case.grid.shared_bytes,
+        "loads": _widths(code.loads),
+        "stores": _widths(code.stores),
+        "wide": 16,
+        "wide_share": round(code.wide_share(16), 2),
+        "narrow": case.narrow,
+        **({} if ragged else estimate(code, elements, case.traffic, arch)),
     }
 
 
@@ -164,6 +200,8 @@ def faults(row: dict[str, Any]) -> list[str]:
     """What a kernel must not have."""
     name = f"{row['kernel']} on {row['arch']}"
     found = [f"{name}: {row['spilled_bytes']} bytes spilled"] if row["spilled_bytes"] else []
+    if row["registers"] > row.get("most registers", 255):
+        found.append(f"{name}: {row['registers']} registers, at most {row['most registers']}")
     if row["wide_share"] < WIDE_SHARE and not row["narrow"]:
         found.append(f"{name}: loads {row['loads']} in the hot code, {row['wide']} bytes wanted")
     return found
@@ -182,17 +220,37 @@ def fingerprint(case: AotCase, arch: str) -> str:
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 
 
-def compile_all(
-    only: str = "", archs: Sequence[str] = (), kept: Sequence[dict[str, Any]] = ()
-) -> list[dict[str, Any]]:
-    """A row per kernel and architecture; those of `kept` that still hold are not made again."""
-    known = {row.get("fingerprint"): row for row in kept}
-    wanted = [
+def cuda_fingerprint(case: CudaCase, arch: str) -> str:
+    # the name of the cached machine code is of sources, flags, architecture and NVRTC
+    source = _cuda.cache_path(case.kernel, arch).name
+    everything = (source, case._replace(kernel=None), arch, triton.__version__, _readers())
+    return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
+
+
+def _jobs(only: str, archs: Sequence[str]) -> list[Job]:
+    """What there is to compile here: (name, architecture, fingerprint)."""
+    jobs = [
         (case.name, arch, fingerprint(case, arch))
         for case in all_cases()
         for arch in archs or ARCHS
         if only in case.name and (case.narrow != RAGGED or arch == RAGGED_ARCH)
     ]
+    if _cuda.nvrtc() is None:
+        return jobs
+    return jobs + [
+        (case.name, arch, cuda_fingerprint(case, arch))
+        for arch in archs or ARCHS
+        for case in (cuda_cases(arch) if arch in SHARED_LIMITS else ())
+        if only in case.name
+    ]
+
+
+def compile_all(
+    only: str = "", archs: Sequence[str] = (), kept: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """A row per kernel and architecture; those of `kept` that still hold are not made again."""
+    known = {row.get("fingerprint"): row for row in kept}
+    wanted = _jobs(only, archs)
     jobs = [job for job in wanted if job[2] not in known]
     if len(jobs) <= 2:
         made = [_compile_named(job) for job in jobs]
@@ -202,13 +260,23 @@ def compile_all(
         with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
             made = list(pool.map(_compile_named, jobs))
     known |= {row["fingerprint"]: row for row in made}
-    return [known[mark] for _, _, mark in wanted]
+    rows = [known[mark] for _, _, mark in wanted]
+    if _cuda.nvrtc() is None:
+        rows += [row for row in kept if row["kernel"].startswith("CUDA") and only in row["kernel"]]
+    return rows
 
 
-def _compile_named(job: tuple[str, str, str]) -> dict[str, Any]:
+def _compile_named(job: Job) -> dict[str, Any]:
     name, arch, mark = job
+    if name.startswith("CUDA"):
+        (cuda,) = (case for case in cuda_cases(arch) if case.name == name)
+        return compile_cuda(cuda, arch) | {"fingerprint": mark}
     (case,) = (case for case in all_cases() if case.name == name)
     return compile_case(case, arch) | {"fingerprint": mark}
+
+
+def compilers() -> dict[str, str | None]:
+    return {"triton": triton.__version__, "nvrtc": _cuda.nvrtc_version()}
 
 
 def run(recorder: Recorder) -> None:
@@ -235,8 +303,7 @@ def main(argv: list[str]) -> int:
     for fault in found:
         print(fault)
     if not args.only and not args.arch:
-        document = {"op": "aot", "machine": {"triton": triton.__version__}, "rows": rows}
-        results.write(args.json, document)
+        results.write(args.json, {"op": "aot", "machine": compilers(), "rows": rows})
     return int(bool(found))
 
 

@@ -184,11 +184,13 @@ def gpu_table(results: Path) -> str:
 def aot_table(results: Path) -> str:
     """Every kernel and architecture: what its machine code allows."""
     document = read(results / "aot.json")
+    facts = document.get("machine", {})
     columns = {
         "kernel": "kernel",
         "arch": "arch",
         "registers": "registers",
         "spilled_bytes": "spilled",
+        "shared_bytes": "shared",
         "loads": "loads",
         "stores": "stores",
         "instructions per element": "instr.",
@@ -199,11 +201,13 @@ def aot_table(results: Path) -> str:
     rows = ([cell(row.get(key)) for key in columns] for row in document.get("rows", []))
     head = (
         "# Machine code, read ahead of time\n\n"
-        f"Triton {document.get('machine', {}).get('triton', '?')}, `python -m bench.aot`; nothing "
-        "here was timed. Loads and stores are count x bytes a thread in the hot code; instructions "
-        'and bytes are per element; "of bandwidth" is the most of the chip\'s memory bandwidth '
-        "that instruction issue, special functions and load-store units leave, with data-sheet "
-        "rates (`bench/roofline.py`).\n\n"
+        f"Triton {facts.get('triton', '?')} and, for kernels named CUDA, NVRTC "
+        f"{facts.get('nvrtc', '?')}; `python -m bench.aot`; nothing here was timed. Spilled and "
+        "shared are bytes. Loads and stores are count x bytes a thread in the hot code; "
+        'instructions and bytes are per element; "of bandwidth" is the most of the chip\'s memory '
+        "bandwidth that instruction issue, special functions and load-store units leave, with "
+        "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each other "
+        "count all, and a loop that is unrolled counts whole: there it may be more.\n\n"
     )
     return head + table(list(columns.values()), rows) + "\n"
 

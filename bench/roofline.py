@@ -72,27 +72,73 @@ class _Line(NamedTuple):
 
 
 # "/*0470*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
-_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
-_SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+# global accesses; LDGSTS goes on into shared memory without a register
+_SASS_ACCESSES = ("LDG", "LDGSTS", "STG")
 
 
 def read_sass(text: str) -> HotCode:
-    """NVIDIA machine code as `cuobjdump -sass` prints it; a loop ends with a branch back."""
+    """NVIDIA machine code as `cuobjdump -sass` prints it.
+
+    A loop over what an earlier one has brought to shared memory, 8 bytes or more at a time, is hot
+    like that one.
+    """
     found = _SASS.findall(text)
-    at = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
-    lines, loops = [], []
-    for i, (_, operation, rest) in enumerate(found):
+    lines = []
+    for _, _, operation, _ in found:
         base, *parts = operation.split(".")
-        width = 0
-        if base in ("LDG", "STG"):
-            width = next((_SASS_WIDTHS[p] for p in parts if p in _SASS_WIDTHS), 4)
-        lines.append(_Line(operation, width))
-        target = re.search(r"0x([0-9a-f]+)", rest) if base == "BRA" else None
-        first = at.get(int(target[1], 16), i) if target else i
-        if first < i:
-            loops.append(range(first, i + 1))
+        width = next((_SASS_WIDTHS[p] for p in parts if p in _SASS_WIDTHS), 4)
+        if base == "LDS" and width >= 8:
+            operation = "LDG from shared memory"
+        lines.append(_Line(operation, width if base in _SASS_ACCESSES else 0))
+    loops = _natural_loops(_successors(found))
     return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",))
+
+
+def _successors(found: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
+    """Which instructions may follow each one."""
+    at = {int(address, 16): i for i, (address, *_) in enumerate(found)}
+    after = []
+    for i, (_, predicate, operation, rest) in enumerate(found):
+        base, target = operation.split(".")[0], re.search(r"0x([0-9a-f]+)", rest)
+        follows = [i + 1] if i + 1 < len(found) else []
+        if base in ("BRA", "CALL", "WARPSYNC") and target and int(target[1], 16) in at:
+            # "BRA 0x90" alone leaves no way on; "BRA !P2, 0x90" does
+            always = base == "BRA" and not predicate and rest.strip() == target[0]
+            follows = [at[int(target[1], 16)]] + (follows if not always else [])
+        elif base in ("EXIT", "RET") and not predicate:
+            follows = []
+        after.append(follows)
+    return after
+
+
+def _natural_loops(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Instructions of every loop. Code that is moved out of line jumps back too, and is none: it
+    can be reached past the place it jumps to."""
+    before: list[list[int]] = [[] for _ in after]
+    for i, follows in enumerate(after):
+        for j in follows:
+            before[j].append(i)
+    loops = []
+    for i, follows in enumerate(after):
+        for head in follows:
+            if head <= i and i not in _reached([0], after, head):
+                loops.append(sorted(_reached([i], before, head) | {head}))
+    return loops
+
+
+def _reached(start: list[int], edges: Sequence[Sequence[int]], never: int) -> set[int]:
+    """What can be reached without passing through `never`."""
+    seen: set[int] = set()
+    todo = [i for i in start if i != never]
+    while todo:
+        i = todo.pop()
+        if i not in seen:
+            seen.add(i)
+            todo += [j for j in edges[i] if j != never]
+    return seen
 
 
 def read_gcn(text: str) -> HotCode:

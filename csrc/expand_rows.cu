@@ -66,7 +66,7 @@ __device__ inline float xi(u32 key, u32 mult, u32 src) {
 // n of the columns from j on, `other` where there is no vector or no column
 template <class T, class U>
 __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)[WIDTH]) {
-    if (from && j + WIDTH <= N && is_aligned(from, alignof(Pack<T, WIDTH>))) {
+    if (from && (ALIGNED || j + WIDTH <= N) && is_aligned(from, alignof(Pack<T, WIDTH>))) {
         const Pack<T, WIDTH> pack = *reinterpret_cast<const Pack<T, WIDTH>*>(from + j);
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) x[k] = pack.x[k];
@@ -148,7 +148,7 @@ __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const ACC (&
     Pack<OUT, WIDTH> pack;
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) pack.x[k] = from_acc<OUT>(x[k]);
-    if (a.out_stride_n == 1 && j + WIDTH <= a.N && is_aligned(to, 16))
+    if (ALIGNED || (a.out_stride_n == 1 && j + WIDTH <= a.N && is_aligned(to, 16)))
         *reinterpret_cast<Pack<OUT, WIDTH>*>(to) = pack;
     else
 #pragma unroll

@@ -45,9 +45,10 @@ __device__ inline void load_logits(const T* at, int left, float cap, float (&x)[
 template <class T>
 __device__ inline void fetch(T* to, const T* from, int n) {
     copy_row(to, from, n);
+    if (!ALIGNED)
 #pragma unroll 1
-    for (int i = n + threadIdx.x; i < (n + QUAD - 1) / QUAD * QUAD; i += THREADS)
-        to[i] = narrow<T>(minus_inf());
+        for (int i = n + threadIdx.x; i < (n + QUAD - 1) / QUAD * QUAD; i += THREADS)
+            to[i] = narrow<T>(minus_inf());
     commit_copies();
 }
 
@@ -128,7 +129,7 @@ __device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
     Pack<GRAD, QUAD> quad;
 #pragma unroll
     for (int i = 0; i < QUAD; ++i) quad.x[i] = narrow<GRAD>(g[i]);
-    if (left >= QUAD && is_aligned(to, sizeof(quad))) {
+    if ((ALIGNED || left >= QUAD) && is_aligned(to, sizeof(quad))) {
         *reinterpret_cast<Pack<GRAD, QUAD>*>(to) = quad;
     } else if (left >= QUAD && is_aligned(to, sizeof(quad) / 2)) {
         const auto* halves = reinterpret_cast<const Pack<GRAD, QUAD / 2>*>(&quad);
@@ -138,24 +139,76 @@ __device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
     }
 }
 
+// what (5) needs of a row: maxima, 1 over the sums, log of the ratio of d_t to d_u
+struct Softmaxes {
+    float m, inv_d_t, m_u[1 + K], inv_d_u[1 + K], shift[1 + K];
+
+    __device__ Softmaxes(const Partial& p, float inv_t) : m(base_of(p.m[0])) {
+        inv_d_t = 1 / p.sums[1];
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            const float d_u = p.sums[4 + 2 * k];
+            m_u[k] = base_of(p.m[1 + k]);
+            inv_d_u[k] = 1 / d_u;
+            shift[k] = (m - m_u[k]) * inv_t + logf(p.sums[1] / d_u);
+        }
+    }
+    // q - p of teacher k, where they are close as p * expm1(log q - log p)
+    __device__ float difference(int k, float x, float y, float q, float inv_t) const {
+        const float prob = __expf((y - m_u[k]) * inv_t) * inv_d_u[k];
+        const float r = (x - y) * inv_t - shift[k];
+        // false for NaN: both sides rule the token out
+        return fabsf(r) < 0.25f ? prob * (r * expm1_ratio(r)) : q - prob;
+    }
+};
+
+// The sums are good to 1e-7, and so is `shift`: 1e-5 of a gradient at 1 % drift. But q and p have
+// the same sum: what their differences sum up to is the error. Threads of the cluster get it alike;
+// leaves the cluster's barrier half passed
+__device__ inline void correct(Softmaxes& row, const STUDENT* z, const TEACHER* u, int n,
+                               const RowsArgs& a, Scratch& scratch) {
+    float error[1 + K] = {};
+    for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
+        float x[QUAD], y[QUAD];
+        load_logits(z + v, n - v, a.cap, x);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
+#pragma unroll
+            for (int i = 0; i < QUAD; ++i) {
+                const float q = __expf((x[i] - row.m) * a.inv_t) * row.inv_d_t;
+                error[k] += row.difference(k, x[i], y[i], q, a.inv_t);
+            }
+        }
+    }
+    reduce_block<Sum>(error, scratch.reduce);
+    if (threadIdx.x == 0)
+#pragma unroll
+        for (int k = 0; k < K; ++k) scratch.slice.sums[k] = error[k];
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        error[k] = threadIdx.x % 32 < CLUSTER
+                       ? load_of_block(&scratch.slice.sums[k], threadIdx.x % 32) : 0.0f;
+    reduce_warp<Sum>(error);
+#pragma unroll
+    for (int k = 0; k < K; ++k) row.shift[k] += error[k];
+    cluster_arrive();
+}
+
 // (4) to (6) and (8) of n columns; the label is counted from their first
 __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, int label, int kind,
-                                     const Partial& p, const RowsArgs& a,
+                                     const Partial& p, const Softmaxes& row, const RowsArgs& a,
                                      const float* drows, float count, GRAD* dstudent) {
-    const float m = base_of(p.m[0]), e_y = __expf(p.z_y - m), d = p.sums[0] + e_y;
+    const float m = row.m, e_y = __expf(p.z_y - m), d = p.sums[0] + e_y;
     const float dmlm = kind & 1 ? drows[0] : 0.0f;
     const float pull = dmlm * 2 * a.z_loss * (logf(d) + m), smooth = dmlm * a.smoothing;
     const float at_y = (pull * e_y - dmlm * p.sums[0]) / d + smooth - smooth / count;
-    const float per_e = (dmlm + pull) / d, everywhere = smooth / count, inv_d_t = 1 / p.sums[1];
-    float m_u[1 + K], inv_d_u[1 + K], shift[1 + K], dkl[1 + K];
+    const float per_e = (dmlm + pull) / d, everywhere = smooth / count;
+    float dkl[1 + K];
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-        const float d_u = p.sums[4 + 2 * k];
-        m_u[k] = base_of(p.m[1 + k]);
-        inv_d_u[k] = 1 / d_u;
-        shift[k] = (m - m_u[k]) * a.inv_t + logf(p.sums[1] / d_u);
-        dkl[k] = kind & 2 ? drows[(1 + k) * a.N] * a.inv_t : 0.0f;
-    }
+    for (int k = 0; k < K; ++k) dkl[k] = kind & 2 ? drows[(1 + k) * a.N] * a.inv_t : 0.0f;
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
         float x[QUAD], y[QUAD], g[QUAD], q[QUAD];
         load_logits(z + v, n - v, a.cap, x);
@@ -169,17 +222,13 @@ __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, 
             for (int i = 0; i < QUAD; ++i)
                 if (i == place_of(label, v)) g[i] = at_y;
 #pragma unroll
-        for (int i = 0; i < QUAD; ++i) q[i] *= inv_d_t;
+        for (int i = 0; i < QUAD; ++i) q[i] *= row.inv_d_t;
 #pragma unroll
         for (int k = 0; k < K; ++k) {
             load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
 #pragma unroll
-            for (int i = 0; i < QUAD; ++i) {
-                const float prob = __expf((y[i] - m_u[k]) * a.inv_t) * inv_d_u[k];
-                const float r = (x[i] - y[i]) * a.inv_t - shift[k];
-                // (5); false for NaN: both sides rule the token out
-                g[i] += dkl[k] * (fabsf(r) < 0.25f ? prob * (r * expm1_ratio(r)) : q[i] - prob);
-            }
+            for (int i = 0; i < QUAD; ++i)
+                g[i] += dkl[k] * row.difference(k, x[i], y[i], q[i], a.inv_t);  // (5)
         }
         if (CAPPED && a.cap != 0)
 #pragma unroll
@@ -244,8 +293,15 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
     }
     // the gradient may overwrite logits of other blocks: all have fetched theirs
     cluster_wait();
-    if (a.grad)
-        gradient_pass(z, u, n, label, kind, p, a, a.drows + row,
-                      a.sums ? a.V : a.state[7 * a.N + row],
-                      a.dstudent + row * a.dstudent_stride + first);
+    if (!a.grad) return;
+    Softmaxes both(p, a.inv_t);
+    // a narrower gradient has no such digits
+    const float count = a.sums ? a.V : a.state[7 * a.N + row];
+    // a narrower gradient has no such digits, and a slice of the vocabulary not the whole sum
+    const bool corrects = K > 0 && sizeof(GRAD) == 4 && count == a.V;
+    if (corrects) correct(both, z, u, n, a, scratch);
+    gradient_pass(z, u, n, label, kind, p, both, a, a.drows + row, count,
+                  a.dstudent + row * a.dstudent_stride + first);
+    // no block may end while others read what it summed
+    if (corrects) cluster_wait();
 }

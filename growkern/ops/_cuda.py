@@ -49,6 +49,11 @@ class Grid(NamedTuple):
     cluster: int = 1
 
 
+def aligned(*numbers: int, to: int = 16) -> int:
+    """ALIGNED of csrc/cuda_device.h: 1 if all addresses and strides are multiples of `to` bytes."""
+    return int(all(number % to == 0 for number in numbers))
+
+
 # ------------------------------------------------------------------- libraries
 
 
@@ -126,19 +131,20 @@ def reason() -> str:
     missing = why_not()
     if missing:
         return missing
-    return f"NVRTC {'.'.join(map(str, _version()))}; not measured yet, Triton stays the default"
+    return f"NVRTC {nvrtc_version()}; not measured yet, Triton stays the default"
 
 
 # --------------------------------------------------------------------- compile
 
 
 @cache
-def _version() -> tuple[int, int]:
+def nvrtc_version() -> str | None:
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib = nvrtc()
-    assert lib is not None
+    if lib is None:
+        return None
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
+    return f"{major.value}.{minor.value}"
 
 
 def compile_cubin(kernel: Kernel, arch: str) -> bytes:
@@ -172,11 +178,11 @@ def compile_cubin(kernel: Kernel, arch: str) -> bytes:
     return cubin.raw
 
 
-def _cache_path(kernel: Kernel, arch: str) -> Path:
-    """Named by everything the machine code depends on."""
+def cache_path(kernel: Kernel, arch: str) -> Path:
+    """Where machine code is kept, named by everything it depends on."""
     folder = source_folder()
     assert folder is not None
-    parts = [arch, repr(_version()), *kernel.flags]
+    parts = [arch, str(nvrtc_version()), *kernel.flags]
     files = [folder / f"{kernel.name}.cu", *sorted(folder.glob("*.h"))]
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in files:
@@ -187,7 +193,7 @@ def _cache_path(kernel: Kernel, arch: str) -> Path:
 
 def cached_cubin(kernel: Kernel, arch: str) -> bytes:
     """`compile_cubin`, or what it gave before; a disk that cannot be written is no obstacle."""
-    path = _cache_path(kernel, arch)
+    path = cache_path(kernel, arch)
     if path.is_file():
         return path.read_bytes()
     cubin = compile_cubin(kernel, arch)

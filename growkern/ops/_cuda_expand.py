@@ -7,13 +7,14 @@ Shape letters used in this file: R, C rows and columns of the weight; M, N those
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops._cuda import Grid, Kernel, launch, shared_limit, why_not
+from growkern.ops._cuda import Grid, Kernel, aligned, launch, shared_limit, why_not
 from growkern.ops._hash_noise import line_keys
 from growkern.ops._launch import acc_torch_dtype
 
@@ -54,7 +55,9 @@ class Plan(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-def expand_kernel(dtype: torch.dtype, out_dtype: torch.dtype, upper: bool, noise: int) -> Kernel:
+def expand_kernel(
+    dtype: torch.dtype, out_dtype: torch.dtype, upper: bool, noise: int, aligned: int = 0
+) -> Kernel:
     acc = "double" if dtype == torch.float64 else "float"
     macros: dict[str, str | int] = {
         "IN": TYPES[dtype],
@@ -62,7 +65,7 @@ def expand_kernel(dtype: torch.dtype, out_dtype: torch.dtype, upper: bool, noise
         "ACC": acc,
         "UPPER": int(upper),
     }
-    macros |= {"NOISE": noise, "THREADS": THREADS}
+    macros |= {"NOISE": noise, "THREADS": THREADS, "ALIGNED": aligned}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
@@ -137,9 +140,23 @@ def plan(
         # whether any does is not asked of a GPU: a map of columns there may
         upper_RC is not None and cols_N is not None,
     )
-    kernel = expand_kernel(weight_RC.dtype, out_MN.dtype, upper_RC is not None, kind)
+    kernel = expand_kernel(
+        weight_RC.dtype, out_MN.dtype, upper_RC is not None, kind, _aligned(tensors, args)
+    )
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
     return Plan(kernel, grid, args, tensors)
+
+
+def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> int:
+    """Whether every row of weight, upper and output is of 16-byte pieces, and so every vector."""
+    weight_RC, _, out_MN, *_ = tensors
+    assert weight_RC is not None and out_MN is not None
+    pieces = (args.weight_stride, args.upper_stride, args.C)
+    strides = [n * weight_RC.element_size() for n in pieces]
+    strides += [n * out_MN.element_size() for n in (args.out_stride_m, args.N)]
+    addresses = (x.data_ptr() for x in tensors if x is not None)
+    # eight of float32 are read as one
+    return int(args.out_stride_n == 1) and aligned(*strides) and aligned(*addresses, to=32)
 
 
 def expand_cuda(out_MN: Tensor, weight_RC: Tensor, *arguments) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops._cuda import Grid, Kernel, launch, shared_limit, why_not
+from growkern.ops._cuda import Grid, Kernel, aligned, launch, shared_limit, why_not
 from growkern.ops._kl_mlm_options import Rows
 from growkern.ops._kl_mlm_state import Steps
 
@@ -99,6 +99,11 @@ def rows_kernel(macros: dict[str, str | int]) -> Kernel:
     return Kernel("kl_mlm_rows", tuple(macros.items()), ("--ftz=true",))
 
 
+def _place(x_NV: Tensor) -> tuple[int, int]:
+    """Where rows begin, and how far they are apart, in bytes."""
+    return x_NV.data_ptr(), x_NV.stride(0) * x_NV.element_size()
+
+
 def plan(
     rows: Rows,
     state_SN: Tensor,
@@ -120,6 +125,7 @@ def plan(
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
     caps = (maths.softcap, maths.teacher_softcap)
+    tensors = (student_NV, *teachers_NV, grad_NV)
     macros: dict[str, str | int] = {
         "TEACHERS": len(teachers_NV),
         "STUDENT": TYPES[student_NV.dtype],
@@ -129,6 +135,8 @@ def plan(
         "THREADS": THREADS,
         "CAPPED": int(any(caps)),
         "PARTS": int(parts),
+        # blocks begin at multiples of 8 columns, of which the narrowest type has 16 bytes
+        "ALIGNED": aligned(2 * vocab, *(n for x in tensors for n in _place(x))),
     }
     every = ctypes.c_void_p * MAX_TEACHERS, ctypes.c_int64 * MAX_TEACHERS
     args = RowsArgs(
@@ -148,7 +156,7 @@ def plan(
         maths.label_smoothing,
         maths.z_loss,
     )
-    tensors = (student_NV, *teachers_NV, labels_N, kind_N, drows_SN, state_SN, grad_NV)
+    tensors += (labels_N, kind_N, drows_SN, state_SN)
     return Plan(rows_kernel(macros), Grid(N * cluster, THREADS, room, cluster), args, tensors)
 
 

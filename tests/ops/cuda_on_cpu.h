@@ -265,6 +265,12 @@ void copy_async(void* shared, const void* global) {
         here->copies.push_back(copy);
 }
 
+inline bool promised_aligned(const void* pointer, int bytes) {
+    if (ALIGNED && reinterpret_cast<u64>(pointer) % bytes)
+        emulation::fail("what the launch promised to be aligned is not");
+    return ALIGNED;
+}
+
 inline void commit_copies() { ++emulation::here->group; }
 
 inline void wait_copies(int pending) {

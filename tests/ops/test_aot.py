@@ -8,6 +8,7 @@ import pytest
 
 from bench.results import read
 from bench.roofline import HotCode, estimate, read_gcn, read_sass
+from growkern.ops import _cuda
 from growkern.ops._launch import HAS_TRITON
 
 if HAS_TRITON:
@@ -38,7 +39,8 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
     done, rows = compiled
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["arch"] for row in rows} >= ARCHS
-    assert {row["kernel"].split()[0] for row in rows} >= {"expand", "kl_mlm", "topk_kl_mlm"}
+    families = {"expand", "kl_mlm", "topk_kl_mlm", "CUDA"}
+    assert {row["kernel"].split()[0] for row in rows} >= families
     for row in rows:
         assert row["registers"] <= 255 and row["spilled_bytes"] == 0, row
         assert row["narrow"] or row["wide_share"] >= 0.5, row
@@ -49,11 +51,25 @@ def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path
     document = read(KEPT)
     kept = {(row["kernel"], row["arch"]): row for row in document["rows"]}
     assert kept.keys() == {(row["kernel"], row["arch"]) for row in compiled[1]}, UPDATE
-    if document["machine"]["triton"] == triton.__version__:
+    # NVRTC is told by the first two numbers of its version: the third may differ in a digit
+    here = {"triton": triton.__version__, "nvrtc": _cuda.nvrtc_version()}
+    if document["machine"] == here | {"nvrtc": here["nvrtc"] or document["machine"]["nvrtc"]}:
         assert document["rows"] == compiled[1], UPDATE
-    # one of them for real, or a table that was edited would pass
+
+
+ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_table_that_was_edited_is_noticed(name, compiled, tmp_path):
+    """One of the rows made for real: fingerprints alone would believe the table."""
+    if name.startswith("CUDA") and _cuda.nvrtc() is None:
+        pytest.skip("no NVRTC: pip install -r requirements-dev.txt")
     lines = "from bench import aot, results; from pathlib import Path; import sys\n"
-    lines += "rows = aot.compile_all('expand rows bf16', ['sm_90'])\n"
+    lines += f"rows = aot.compile_all('{name}', ['sm_90'])\n"
+    # "AKI, noise" and "FPI" of Triton have the words too
+    lines += f"rows = [row for row in rows if row['kernel'] == '{name}']\n"
     lines += "results.write(Path(sys.argv[1]), {'rows': rows})"
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", lines, str(tmp_path / "one.json")]
@@ -84,6 +100,32 @@ def test_hot_code_is_the_loop_that_loads():
     # without the branch back: all of it
     straight = read_sass(SASS.replace("BRA 0x20", "NOP"))
     assert (straight.loads, straight.stores) == ({16: 1, 4: 1, 2: 1}, {16: 1, 8: 1})
+
+
+OUT_OF_LINE = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R19], desc[UR8][R14.64] ;   /* 0x0 */
+        /*0010*/              @!P0 BRA 0x0 ;   /* 0x0 */
+        /*0020*/                   LDS.128 R4, [R2] ;   /* 0x0 */
+        /*0030*/               @P1 BRA 0x80 ;   /* 0x0 */
+        /*0040*/                   FADD R4, R4, R5 ;   /* 0x0 */
+        /*0050*/               @P0 BRA 0x20 ;   /* 0x0 */
+        /*0060*/                   LDG.E.U16 R8, desc[UR4][R2.64] ;   /* 0x0 */
+        /*0070*/                   EXIT ;   /* 0x0 */
+        /*0080*/                   MUFU.EX2 R7, R7 ;   /* 0x0 */
+        /*0090*/                   BRA 0x40 ;   /* 0x0 */
+        /*00a0*/                   LDS R3, [R2] ;   /* 0x0 */
+        /*00b0*/               @P2 BRA 0xa0 ;   /* 0x0 */
+"""
+
+
+def test_hot_code_of_cuda_is_every_loop_over_columns():
+    """Copies into shared memory and what reads them back. A block that was moved to the end belongs
+    to its loop, and jumping back from there makes no loop of all that lies between."""
+    code = read_sass(OUT_OF_LINE)
+    assert code == HotCode(8, 1, {16: 1}, {})
+    # a copy that has become narrow is seen
+    narrow = read_sass(OUT_OF_LINE.replace("BYPASS.128", "U16"))
+    assert (narrow.loads, narrow.wide_share(16)) == ({2: 1}, 0.0)
 
 
 def test_hot_code_of_amd():

@@ -15,7 +15,7 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops import _cuda
 from growkern.ops._cuda import Grid
-from growkern.ops._cuda_expand import expand_kernel
+from growkern.ops._cuda_aot import cuda_cases
 from growkern.ops._cuda_rows import RowsArgs, plan, rows_kernel
 from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_state import Steps, n_numbers
@@ -26,28 +26,16 @@ CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))
 
 
-def rows_of(student="float", teacher="float", grad="float", K=1, cluster=8, capped=0, parts=0):
-    macros = {"TEACHERS": K, "STUDENT": student, "TEACHER": teacher, "GRAD": grad}
-    macros |= {"CLUSTER": cluster, "THREADS": 256, "CAPPED": capped, "PARTS": parts}
-    return rows_kernel(macros)
-
-
-# two blocks of 256 threads on a multiprocessor of 65536 registers leave 128 to each
-KERNELS = {
-    "linear, bf16 gradient": (rows_of(grad="bf16", cluster=16), 64),
-    "linear, no teacher": (rows_of(grad="bf16", K=0, cluster=2), 64),
-    "two teachers, capped, parts": (rows_of("bf16", "bf16", "bf16", 2, 8, 1, 1), 128),
-    "four teachers": (rows_of("f16", "f16", "f16", 4), 128),
-    # four blocks of 256 threads, three with noise: enough to keep the memory busy
-    "expand": (expand_kernel(torch.bfloat16, torch.bfloat16, False, 0), 64),
-    "expand, upper, noise": (expand_kernel(torch.bfloat16, torch.bfloat16, True, 2), 80),
-}
+# those of sm_90 are all there are
+CASES = {case.name: case for case in cuda_cases("sm_90")}
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: set CUDA_HOME or put it on PATH")
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles_for_every_architecture_without_spills(name, tmp_path, record_property):
-    kernel, registers = KERNELS[name]
+@pytest.mark.parametrize(
+    "name", ["CUDA kl_mlm rows two teachers, capped, parts", "CUDA expand AKI, noise bf16"]
+)
+def test_nvcc_agrees_that_nothing_is_spilled(name, tmp_path, record_property):
+    kernel, registers = CASES[name].kernel, CASES[name].registers
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (90, 100)]
     flags = [*kernel.flags, "-fatbin", "-Xptxas=-v", *targets]
     source = _cuda.source_folder() / f"{kernel.name}.cu"
@@ -64,9 +52,9 @@ def test_compiles_for_every_architecture_without_spills(name, tmp_path, record_p
 
 
 @pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", CASES)
 def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
-    kernel, _ = KERNELS[name]
+    kernel = CASES[name].kernel
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cubin = _cuda.cached_cubin(kernel, "sm_90")
     assert cubin[:4] == b"\x7fELF" and kernel.name.encode() in cubin
@@ -79,11 +67,11 @@ def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
 @pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 def test_nvrtc_says_why_it_does_not_compile():
     with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
-        _cuda.compile_cubin(rows_of(student="quad"), "sm_90")
+        _cuda.compile_cubin(rows_kernel({"TEACHERS": 1, "STUDENT": "quad"}), "sm_90")
 
 
 def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
-    """In the folders of pip's packages, of CUDA_HOME, and of an nvcc that is a script beside one."""
+    """In pip's packages, in CUDA_HOME, and beside an nvcc, also one that is a script."""
     packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
     monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: packages)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
