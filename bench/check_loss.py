@@ -26,8 +26,8 @@ PART = 1 << 26
 def run(recorder: Recorder) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    for check in (_rows, _padded_and_strided, _linear):
-        check(recorder)
+    for check in CHECKS:
+        check(recorder, "triton")
 
 
 # ---------------------------------------------------------------------- truth
@@ -71,13 +71,18 @@ def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tup
 
 
 def check_rows(
-    recorder: Recorder, name: str, student: Tensor, teacher: Tensor, labels: Tensor
+    recorder: Recorder,
+    name: str,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    backend: str = "triton",
 ) -> None:
     """One call, forward and backward, against float64 row by row."""
     N, V = student.shape
     z = student.detach().requires_grad_()
     loss = kl_mlm_loss(
-        z, teacher, labels, alpha=ALPHA, temperature=T, reduction="sum", backend="triton"
+        z, teacher, labels, alpha=ALPHA, temperature=T, reduction="sum", backend=backend
     )
     (grad,) = torch.autograd.grad(loss, z)
     truth, squares, norm = 0.0, 0.0, 0.0
@@ -100,35 +105,60 @@ def check_rows(
         recorder.fail(f"{name}: rows without a label have a gradient")
 
 
-def _rows(recorder: Recorder) -> None:
+def _rows(recorder: Recorder, backend: str) -> None:
     rng = torch.Generator(recorder.device).manual_seed(0)
     # BERT's and GPT-2's vocabularies are no multiples of 16; the last two pass 2**31 elements
     vocabularies = recorder.pick((30_522, 50_257, 128_256, 262_144, 262_145), (50, 4097))
-    for dtype in BARS:
+    for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
         for V in vocabularies:
             student, teacher = make_logits(recorder.pick(256, 3), V, dtype, rng)
-            check_rows(recorder, "rows", student, teacher, make_labels(len(student), V, rng))
+            labels = make_labels(len(student), V, rng)
+            check_rows(recorder, "rows", student, teacher, labels, backend)
     for N, V in recorder.pick(((16_900, 128_256), (8_200, 262_144)), ((5, 33),)):
         student, teacher = make_logits(N, V, torch.bfloat16, rng)
-        check_rows(recorder, "2**31 logits", student, teacher, make_labels(N, V, rng))
+        labels = make_labels(N, V, rng)
+        check_rows(recorder, "2**31 logits", student, teacher, labels, backend)
 
 
-def _padded_and_strided(recorder: Recorder) -> None:
+def _near(recorder: Recorder, backend: str) -> None:
+    """What the KL's gradient keeps of its digits beside a teacher at 1, 5 and 20 % drift."""
+    rng = torch.Generator(recorder.device).manual_seed(3)
+    for V in recorder.pick((1000, 30_522, 262_144), (1000,)):
+        for drift in (0.01, 0.05, 0.2):
+            teacher = 3 * torch.randn(recorder.pick(64, 2), V, generator=rng, device=rng.device)
+            moved = torch.randn(teacher.shape, generator=rng, device=rng.device)
+            labels = torch.zeros(len(teacher), dtype=torch.int64, device=rng.device)
+            grads = []
+            for dtype, way in ((torch.float32, backend), (torch.float64, "")):
+                z = (teacher + drift * moved).to(dtype).requires_grad_()
+                if way:
+                    loss = kl_mlm_loss(
+                        z, teacher, labels, alpha=1.0, temperature=T, reduction="sum", backend=way
+                    )
+                else:
+                    log_q, log_p = ((x / T).log_softmax(-1) for x in (z, teacher.double()))
+                    loss = T**2 * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+                grads += torch.autograd.grad(loss, z)
+            error = frobenius(*grads)
+            recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
+
+
+def _padded_and_strided(recorder: Recorder, backend: str) -> None:
     """Vocabularies padded unequally, with NaN as padding; rows apart, columns apart."""
     rng = torch.Generator(recorder.device).manual_seed(1)
     N, V = recorder.pick((64, 50_257), (3, 41))
-    for dtype in BARS:
+    for dtype in recorder.pick(tuple(BARS), (torch.float32,)):
         labels = make_labels(N, V, rng)
         student, teacher = make_logits(N, V, dtype, rng)
         for name, wide in (("padded", (N, V + 47)), ("columns apart", (N, 2 * V))):
             place = torch.full(wide, float("nan"), dtype=dtype, device=rng.device)
             z = place[:, :V] if name == "padded" else place[:, ::2]
             z.copy_(student)
-            check_rows(recorder, name, z, teacher, labels)
+            check_rows(recorder, name, z, teacher, labels, backend)
         padded = torch.full((N, V + 47), float("nan"), dtype=dtype, device=rng.device)
         padded[:, :V] = student
         padded.requires_grad_()
-        options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": "triton"}
+        options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": backend}
         loss = kl_mlm_loss(padded, teacher, labels, **options)
         (grad,) = torch.autograd.grad(loss, padded)
         facts = {"dtype": str(dtype).removeprefix("torch.")}
@@ -170,7 +200,7 @@ def linear_truth(
     return loss, dx, dw
 
 
-def _linear(recorder: Recorder) -> None:
+def _linear(recorder: Recorder, backend: str) -> None:
     """The whole op: compaction, GEMMs into float32, rows in place, accumulation of dW."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     shapes = recorder.pick(
@@ -178,7 +208,7 @@ def _linear(recorder: Recorder) -> None:
         [(7, 50, 12, 8)],
     )
     for N, V, H, H_t in shapes:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
             student, teacher = make_heads(N, V, H, H_t, dtype, rng)
             labels = make_labels(N, V, rng)
             truth = linear_truth(student, teacher, labels)
@@ -189,7 +219,9 @@ def _linear(recorder: Recorder) -> None:
             for name, limits in (("", {}), (", chunks", {"chunk_bytes": 8 * V * max(2, N // 5)})):
                 loss = linear_kl_mlm_loss(
                     *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
-                    backend="triton", max_rows=live if limits else None, **limits,
+                    backend=backend, max_rows=live if limits else None,
+                    # a device's default, also where one is emulated
+                    logits_dtype=torch.float32, **limits,
                 )  # fmt: skip
                 grads = torch.autograd.grad(loss, inputs)
                 # its mean over the labelled rows
@@ -198,3 +230,6 @@ def _linear(recorder: Recorder) -> None:
                 for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
                     error = frobenius(grad, grad64 / live)
                     recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
+
+
+CHECKS = (_rows, _near, _padded_and_strided, _linear)

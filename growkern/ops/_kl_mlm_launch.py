@@ -68,6 +68,7 @@ def aot_cases() -> list[AotCase]:
     ways = [
         ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
         ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),
+        ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
         ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
         ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
         ("linear, every option", "fp32", "bf16", 1, every, jsd, True),

@@ -40,3 +40,14 @@ def log1p(x, ACC: tl.constexpr):
     y2 = y * y
     near = 2 * y * (1 + y2 * (1.0 / 3 + y2 * (1.0 / 5 + y2 * (1.0 / 7 + y2 / 9))))
     return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@jit
+def against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
+    """log(q / m) and log(p / m) of (7) of `kl_mlm_loss.py`, given r = log(q / p)."""
+    if BETA == 1:
+        return r, tl.zeros_like(r)
+    # of the larger of q and p, so that nothing overflows; exact where both are close
+    gap = expm1(-tl.abs(r), ACC)
+    above = -log1p(tl.where(r < 0, gap * (1 - BETA), gap * BETA), ACC)
+    return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)

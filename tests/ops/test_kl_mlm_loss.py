@@ -76,15 +76,22 @@ def test_matches_float64(backend, N, V, dtype, options, device):
     assert_no_worse_than_eager("grad", actual[1], eager[1], truth[1], scale=1.0)
 
 
+# what the gradient may be off by: the CPU takes the plain difference of q and p
+DIGITS = {"triton": 1e-6, "cpu": 2e-5}
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
 @pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
-def test_gradient_near_the_teacher_keeps_its_digits(drift, device):
+@pytest.mark.parametrize("V, temperature, K", [(32_000, 1.0, 1), (1000, 2.0, 2)])
+def test_gradient_near_the_teacher_keeps_its_digits(V, temperature, K, drift, backend, device):
+    """Sums are good to 1e-7, which left alone is 1e-5 of the gradient at 1 % drift."""
     rng = torch.Generator(device).manual_seed(0)
-    teacher = 3 * torch.randn(6, 32_000, generator=rng, device=device)
+    teacher = 3 * torch.randn(6, V, generator=rng, device=device)
     student = teacher + drift * torch.randn(teacher.shape, generator=rng, device=device)
-    labels = torch.arange(6, device=device)
-    truth = loss_and_grad(student.double(), [teacher.double()], labels, alpha=1.0)
-    actual = loss_and_grad(student, [teacher], labels, alpha=1.0)
-    assert relative_error(actual[1], truth[1]) <= 2e-6 / drift**0.5
+    labels, options = torch.arange(6, device=device), {"alpha": 1.0, "temperature": temperature}
+    truth = loss_and_grad(student.double(), [teacher.double()] * K, labels, **options)[1]
+    actual = loss_and_grad(student, [teacher] * K, labels, backend=backend, **options)[1]
+    assert (actual.double() - truth).norm() <= DIGITS[backend] * truth.norm()
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
