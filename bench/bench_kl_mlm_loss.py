@@ -1,14 +1,18 @@
 """python -m bench.bench_kl_mlm_loss: time, bandwidth, memory and gradient error on ready logits.
 
 Forward and backward, every row labelled, temperature 2 and alpha 0.5. The error is that of the KL
-gradient (alpha 1) on 64 rows at 5 % drift against float64 of the same rounded logits.
+gradient (alpha 1) on 64 rows at 5 % drift against float64 of the same rounded logits. Then the same
+without a teacher ("labels alone"), beside losses that know no other case; there the error is that
+of its own gradient.
 """
 
 import argparse
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
+from bench import peers
 from bench.loss_measure import DEVICE, gradient_error, measure
 from bench.report import machine, require_green, show_and_save
 from growkern.ops.kl_mlm_loss import kl_mlm_loss
@@ -21,9 +25,9 @@ SHAPES = {
 DRIFT, T = 0.05, 2.0
 
 
-def bytes_moved(N, V, element):
+def bytes_moved(N, V, element, alone):
     """Least possible traffic: forward reads s, u; backward reads s, u and writes ds."""
-    return 5 * N * V * element
+    return (3 if alone else 5) * N * V * element
 
 
 def make_inputs(N, V, dtype):
@@ -45,11 +49,48 @@ def growkern(student, teacher, labels, alpha):
     return kl_mlm_loss(student, teacher, labels, alpha=alpha, temperature=T)
 
 
-def error_of(fn, V, dtype):
+def plain_labels(student, teacher, labels, alpha):
+    return F.cross_entropy(student.float(), labels)
+
+
+def growkern_labels(student, teacher, labels, alpha):
+    return kl_mlm_loss(student, None, labels, alpha=0.0)
+
+
+def providers(with_compile):
+    """Name, loss, whether without a teacher, and the library it comes from if not from here."""
+    both = {"plain": plain, "growkern": growkern}
+    alone = {"plain": plain_labels, "growkern": growkern_labels}
+    if with_compile:
+        both["torch.compile"] = torch.compile(plain)
+        alone["torch.compile"] = torch.compile(plain_labels)
+    named = [(name, loss, False, None) for name, loss in both.items()]
+    named += [(f"{name}, labels alone", loss, True, None) for name, loss in alone.items()]
+    return named + [
+        (f"{name}, labels alone", peer.call, True, peer)
+        for name, peer in peers.ROWS_LABELS_ALONE.items()
+    ]
+
+
+def error_of(fn, alpha, V, dtype):
     student, teacher, labels = make_inputs(64, V, dtype)
     z64 = student.detach().double().requires_grad_()
-    truth = torch.autograd.grad(plain(z64, teacher.double(), labels, 1.0), [z64])
-    return gradient_error(torch.autograd.grad(fn(student, teacher, labels, 1.0), [student]), truth)
+    truth = torch.autograd.grad(plain(z64, teacher.double(), labels, alpha), [z64])
+    actual = torch.autograd.grad(fn(student, teacher, labels, alpha), [student])
+    return gradient_error(actual, truth)
+
+
+def figures_of(fn, alone, shape, dtype, repeats):
+    student, teacher, labels = make_inputs(*shape, dtype)
+
+    def step():
+        fn(student, teacher, labels, 0.5).backward()
+        student.grad = None
+
+    figures = measure(step, repeats)
+    figures["gradient error"] = error_of(fn, 0.0 if alone else 1.0, shape[1], dtype)
+    moved = bytes_moved(*shape, student.element_size(), alone)
+    return figures | {"GB/s": moved / figures["wall s"] / 1e9}
 
 
 def main():
@@ -63,28 +104,17 @@ def main():
     if not args.no_test:
         require_green("kl_mlm_loss")
     facts = machine()
-    named = {"plain": plain, "growkern": growkern}
-    if args.compile:
-        named["torch.compile"] = torch.compile(plain)
     rows = []
-    for N, V in SHAPES[DEVICE]:
+    for shape in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
-            for name, fn in named.items():
-                student, teacher, labels = make_inputs(N, V, dtype)
-
-                def step(fn=fn, student=student, teacher=teacher, labels=labels):
-                    fn(student, teacher, labels, 0.5).backward()
-                    student.grad = None
-
+            for name, fn, alone, peer in providers(args.compile):
                 row = {
-                    "shape": f"{N}x{V}",
+                    "shape": "{}x{}".format(*shape),
                     "dtype": str(dtype).removeprefix("torch."),
                     "provider": name,
-                    **measure(step, args.repeats),
-                    "gradient error": error_of(fn, V, dtype),
                 }
-                row["GB/s"] = bytes_moved(N, V, student.element_size()) / row["wall s"] / 1e9
-                rows.append(row)
+                figures = partial(figures_of, fn, alone, shape, dtype, args.repeats)
+                rows.append(peers.measured(row, peer, figures))
     show_and_save("kl_mlm_loss", facts, rows)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.llama_growth import expand_calls
 from bench.recorder import Recorder
+from growkern.ops._expand_many import ExpandJob, expand_many
 from growkern.ops._hash_noise import hash_noise, line_keys
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops.expand import expand
@@ -25,7 +26,7 @@ PART = 1 << 28
 
 
 def run(recorder: Recorder) -> None:
-    for check in (_matrices, _past_int32, _random_layouts, _whole_model):
+    for check in (_matrices, _past_int32, random_layouts, _many, _whole_model):
         check(recorder)
 
 
@@ -135,11 +136,24 @@ def count_nan(x: Tensor) -> int:
 
 
 def check_case(
-    recorder: Recorder, name: str, case: dict[str, Any], out: Tensor, **facts: Any
+    recorder: Recorder,
+    name: str,
+    case: dict[str, Any],
+    out: Tensor,
+    backend: str = "triton",
+    *,
+    truth: dict[str, Any] | None = None,
 ) -> None:
-    """One call into `out`, which lies in NaN: all of it written, nothing beside it, all right."""
+    """One call into `out`, which lies in NaN: all of it written, nothing beside it, all right.
+
+    `truth` stands for the case where its tensors are not on the device.
+    """
+    expand(**case, out=out, backend=backend)
+    check_result(recorder, name, truth or case, out)
+
+
+def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tensor) -> None:
     base = out if out._base is None else out._base
-    expand(**case, out=out, backend="triton")
     M = out.shape[0]
     rng = torch.Generator().manual_seed(M)
     sample = torch.randint(M, (min(M, SAMPLE_ROWS),), generator=rng)
@@ -149,8 +163,8 @@ def check_case(
     gaps = base.numel() - out.numel()
     if (found := count_nan(base)) != gaps:
         recorder.fail(f"{name}: {found} NaN after the call, {gaps} lie outside of the output")
-    facts = {"shape": "x".join(map(str, (*case["weight"].shape, *out.shape))), **facts}
-    recorder.check(name, error, allowed(case["weight"], out.dtype), **facts)
+    shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
+    recorder.check(name, error, allowed(case["weight"], out.dtype), shape=shape)
 
 
 def _matrices(recorder: Recorder) -> None:
@@ -189,7 +203,7 @@ def _past_int32(recorder: Recorder) -> None:
     check_case(recorder, "2**31 in", case, out)
 
 
-def _random_layouts(recorder: Recorder) -> None:
+def random_layouts(recorder: Recorder, backend: str = "triton") -> None:
     """Ragged sizes, any dtype in and out, gaps and transposes on both sides."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     high = recorder.pick(1500, 30)
@@ -207,7 +221,33 @@ def _random_layouts(recorder: Recorder) -> None:
             case[name] = place.copy_(case[name])
         out = in_nan((M, N), out_dtype, rng, ("padded", "turned", "strided")[trial // 3 % 3])
         name = f"layout {trial}: {layout}, {dtype} to {out_dtype}".replace("torch.", "")
-        check_case(recorder, name, case, out)
+        check_case(recorder, name, case, out, backend)
+
+
+def _many(recorder: Recorder) -> None:
+    """A work list of all kinds of tensors, in few launches; past 2**31 elements in all of them."""
+    rng = torch.Generator(recorder.device).manual_seed(4)
+    sizes = recorder.pick(
+        [(2048, 4096, 4096, 8192), (1, 4096, 1, 8192), (30_522, 768, 30_522, 1024), (5, 7, 9, 11)],
+        [(9, 16, 20, 32), (1, 9, 1, 17)],
+    )
+    kinds = ((False, ""), (True, "col"), (False, "row"))
+    cases, jobs = [], []
+    for number in range(recorder.pick(24, 6)):
+        size, dtype = sizes[number % len(sizes)], DTYPES[number // 3 % 2]
+        upper, noise = kinds[number % 3]
+        case = make_case(size, dtype, rng, upper=upper, noise=noise)
+        cases.append(case | {"rows": None} if size[0] == size[2] and not upper else case)
+        layout = ("dense", "strided", "padded")[number // 2 % 3]
+        jobs.append(ExpandJob(in_nan(size[2:], dtype, rng, layout), **cases[-1]))
+    huge = recorder.pick((32_768, 16_384, 65_560, 32_808), (9, 17, 20, 33))
+    cases.append(make_case(huge, torch.bfloat16, rng))
+    jobs.append(ExpandJob(in_nan(huge[2:], torch.bfloat16, rng, "dense"), **cases[-1]))
+    launches, kinds = expand_many(jobs), len({job.kind for job in jobs})
+    if launches != kinds:
+        recorder.fail(f"work list: {launches} launches for {kinds} kinds of tensors")
+    for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
+        check_result(recorder, f"work list, tensor {number}", case, job.out)
 
 
 def _whole_model(recorder: Recorder) -> None:

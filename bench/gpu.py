@@ -8,7 +8,7 @@ pictures of them.
     python -m bench.gpu --list
     python -m bench.gpu --budget 540            # start nothing that cannot end in time
     python -m bench.gpu --only check_expand --only bench_expand
-    python -m bench.gpu --dry-run               # no GPU: Triton's interpreter, toy sizes
+    python -m bench.gpu --dry-run               # no GPU: toy sizes, a minute of one core
 
 Exit code 0: everything that ran is right; 1: a check failed or a piece did not end; 2: no GPU.
 """
@@ -16,6 +16,7 @@ Exit code 0: everything that ran is right; 1: a check failed or a piece did not 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -54,22 +55,51 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
     return recorder.finish()
 
 
-def run_apart(
-    piece: Piece,
-    path: Path,
-    *,
-    env: dict[str, str],
-    toy: bool,
-    limit_s: float,
-    console: Console | None = None,
-) -> dict[str, Any]:
-    """Run a piece in a process of its own, and end that with all it started: its document."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.with_suffix(".log")
-    command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
-    start = time.perf_counter()
+# what every piece imports; not the library, whose kernels are interpreted or not from then on
+PRELOADED = ["torch", "torch._dynamo", "triton", "bench.report"]
+
+
+class _Forked:
+    """A piece in a fork of a Python that has imported PyTorch already, to be used like Popen.
+
+    For dry runs: imports were most of their time. On a GPU nothing may be shared.
+    """
+
+    def __init__(self, piece: Piece, path: Path, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        arguments = (piece.name, path, log)
+        self._process = context.Process(target=_run_forked, args=arguments)
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a piece", timeout or 0)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+
+def _run_forked(name: str, path: Path, log: Path) -> None:
+    os.setsid()
+    os.chdir(results.ROOT)
     with log.open("w") as out:
-        child = subprocess.Popen(
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    (piece,) = chosen([name])
+    sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
+
+
+def _start(piece: Piece, path: Path, log: Path, env: dict[str, str], toy: bool) -> Any:
+    command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
+    with log.open("w") as out:
+        return subprocess.Popen(
             command + ["--toy"] * toy,
             cwd=results.ROOT,
             env=env,
@@ -78,13 +108,32 @@ def run_apart(
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            timed_out = _wait(child, piece, path, start + limit_s, console)
-        finally:
-            # what it has started (compilers, tests) is in its session
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+
+
+def run_apart(
+    piece: Piece,
+    path: Path,
+    *,
+    env: dict[str, str],
+    toy: bool,
+    limit_s: float,
+    console: Console | None = None,
+    forked: bool = False,
+) -> dict[str, Any]:
+    """Run a piece in a process of its own, and end that with all it started: its document."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log, start = path.with_suffix(".log"), time.perf_counter()
+    if forked and not piece.own_python:
+        child: Any = _Forked(piece, path, log)
+    else:
+        child = _start(piece, path, log, env, toy)
+    try:
+        timed_out = _wait(child, piece, path, start + limit_s, console)
+    finally:
+        # what it has started (compilers, tests) is in its session
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
     document = results.read(path) or {"piece": piece.name, "rows": [], "failures": []}
     if document.get("status", "running") == "running":
         document["status"] = "timeout" if timed_out else "crashed"
@@ -161,8 +210,10 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
         console.print("no GPU found by PyTorch; --dry-run takes the same path at toy sizes")
         return 2
     where = args.results or results.RESULTS / results.slug(facts)
-    if args.dry_run and not args.results:
-        where = scratch / "results"
+    if args.dry_run:
+        where = args.results or scratch / "results"
+        # forks find it around them
+        os.environ.update(env)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     end = time.perf_counter() + args.budget
 
@@ -180,15 +231,18 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
             toy=args.dry_run,
             limit_s=min(piece.limit_s, left),
             console=console if args.jobs == 1 else None,
+            forked=args.dry_run,
         )
 
-    failed = []
+    failed, cpu_seconds = [], 0.0
     pieces = chosen(args.only)
     with ThreadPoolExecutor(args.jobs) as pool:
         for piece, document in zip(pieces, pool.map(one, pieces), strict=True):
             _report(piece, document, where / f"{piece.name}.json", console)
+            cpu_seconds += document.get("CPU seconds", 0.0)
             if document["status"] not in MARKS:
                 failed.append(piece.name)
+    console.print(f"{cpu_seconds:.0f} s of CPU time", style="dim")
     if failed:
         console.print(f"[red]{len(failed)} not right:[/] {', '.join(failed)}")
     return int(bool(failed))

@@ -26,6 +26,7 @@ class Piece:
         module: under bench.
         args: command line of a benchmark's ``main()``; ``toy_args`` at toy sizes.
         toy: constants of the benchmark's module at toy sizes.
+        own_python: also in a dry run, which forks the others from one.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Piece:
     args: Sequence[str] = ()
     toy_args: Sequence[str] = ("--repeats", "1")
     toy: dict[str, Any] = field(default_factory=dict)
+    own_python: bool = False
 
     def run(self, recorder: Recorder) -> None:
         module = importlib.import_module(f"bench.{self.module}")
@@ -67,6 +69,10 @@ ALL = (
         "check_expand", "expand against float64: large, strided, NaN-filled", 240, "check_expand"
     ),
     Piece("check_loss", "both losses against float64: V to 262144, past 2^31", 300, "check_loss"),
+    Piece(
+        "check_options", "every option, the top-k loss, tiles against float64", 420, "check_options"
+    ),
+    Piece("check_cuda", "the CUDA C++ kernels against float64", 300, "check_cuda"),
     Piece("check_suite", "the ops' own tests, on this device", 470, "check_suite"),
     Piece(
         "bench_expand",
@@ -114,7 +120,7 @@ ALL = (
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 400, "sanitize"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
-    Piece("aot", "registers, spills and load widths with this Triton", 200, "aot"),
+    Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
 # a benchmark takes part from the day it is there; those of disks and CPUs are for `make bench`
 PIECES = tuple(p for p in ALL if Path(__file__).with_name(f"{p.module}.py").is_file())

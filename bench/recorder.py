@@ -1,5 +1,6 @@
 """What a piece of `bench.gpu` is given: sizes to take, a place for its rows, a way to fail."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Recorder:
 
     def flush(self) -> None:
         self.document["seconds"] = round(time.perf_counter() - self.started, 1)
+        # with those of the processes it has waited for
+        self.document["CPU seconds"] = round(sum(os.times()[:4]), 1)
         results.write(self.path, self.document)
 
     def pick(self, full: Any, toy: Any) -> Any:

@@ -1,0 +1,110 @@
+"""Other libraries' losses, called as their authors call them. None is a dependency.
+
+Each runs where it can be imported; elsewhere the table says why not. On a machine without a
+network their wheels are unpacked by `python -m bench.gpu --wheels DIRECTORY`. HyperCloning, named
+beside `expand` in the literature, is not on PyPI and not compared.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Peer(NamedTuple):
+    """Attributes:
+    package: what is installed; module: what has to import.
+    call: the loss; its arguments are its benchmark's.
+    needs_gpu: whether it has kernels for GPUs alone.
+    """
+
+    package: str
+    module: str
+    call: Callable[..., Tensor]
+    needs_gpu: bool = True
+
+    def why_not(self) -> str:
+        """Why it cannot be asked here; empty: it can."""
+        if self.needs_gpu and DEVICE == "cpu":
+            return "needs a GPU"
+        try:
+            importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            return f"{self.package} is not installed: no module {error.name}"
+        except Exception as error:
+            return f"{self.package} does not import: {type(error).__name__}: {error}"[:200]
+        return ""
+
+
+def measured(row: dict[str, Any], peer: Peer | None, figures: Callable[[], dict[str, Any]]) -> Any:
+    """The row with its figures; of a peer that cannot be asked, or fails, with the reason."""
+    if peer is None:
+        return row | figures()
+    if missing := peer.why_not():
+        return row | {"why not": missing}
+    try:
+        return row | figures()
+    except Exception as error:
+        # theirs to mend, and no reason to lose the others' figures
+        lines = str(error).strip().splitlines() or [""]
+        return row | {"why not": f"{type(error).__name__}: {lines[0]}"[:200]}
+
+
+# --------------------------------------- hidden states, an output matrix, a teacher
+
+
+def liger_jsd(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(1 - alpha, alpha, beta=0.0, compiled=False, chunk_size=256)
+    return loss(*student, *teacher, labels)
+
+
+# ------------------------------------------------------- the same without a teacher
+
+
+def cut_cross_entropy(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """Its kernel for GPUs; on a CPU what it offers there, which holds all logits."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    impl = "cce" if DEVICE == "cuda" else "torch_compile"
+    return linear_cross_entropy(*student, labels, impl=impl)
+
+
+def liger_labels(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, weight = student
+    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
+
+
+def quack_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(*student, labels)
+
+
+# ------------------------------------------------------------------- ready logits
+
+
+def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -> Tensor:
+    from quack.cross_entropy import cross_entropy
+
+    return cross_entropy(student, labels)
+
+
+WITH_TEACHER = {
+    "liger jsd": Peer("liger_kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False)
+}
+LABELS_ALONE = {
+    "cut_cross_entropy": Peer(
+        "cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy, needs_gpu=False
+    ),
+    "liger": Peer("liger_kernel", "liger_kernel.transformers", liger_labels),
+    "quack": Peer("quack-kernels", "quack.linear_cross_entropy", quack_linear),
+}
+ROWS_LABELS_ALONE = {"quack": Peer("quack-kernels", "quack.cross_entropy", quack_rows)}
