@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from bench import (
+    check_cuda,
     check_expand,
     check_loss,
+    check_options,
     check_suite,
     gpu,
     llama_growth,
@@ -22,6 +24,7 @@ from bench import (
 )
 from bench.recorder import Recorder, Skip
 from growkern.ops._launch import HAS_TRITON
+from tests.ops import cuda_emulator
 
 # masked lanes are inf - inf in NumPy, which says so; a kernel drops them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -112,6 +115,41 @@ def test_a_piece_that_breaks_keeps_its_rows(status, tmp_path):
     assert why[status] in document["failures"][0]
 
 
+CRASHES_ONCE = """
+import os
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import bench.ceilings
+    right = bench.ceilings.run
+    def run(recorder):
+        recorder.add({"ceiling": "before"})
+        if not os.path.exists(FLAG):
+            open(FLAG, "w").close()
+            os.kill(os.getpid(), 11)
+        right(recorder)
+    bench.ceilings.run = run
+"""
+
+
+@needs_triton
+def test_a_second_run_goes_on_where_the_first_one_stopped(tmp_path):
+    """A piece that dies is done again, one that is right is not; a file that is broken is."""
+    out = tmp_path / "results"
+    names = ("--only", "ceilings", "--only", "scaling")
+    flag = f"FLAG = {str(tmp_path / 'flag')!r}\n"
+    args = ("--dry-run", "--results", str(out), *names)
+    first = command(*args, broken=flag + CRASHES_ONCE, tmp_path=tmp_path)
+    assert first.returncode == 1 and "crashed ceilings" in first.stdout, first.stdout
+    assert results.read(out / "ceilings.json")["rows"] == [{"ceiling": "before"}]
+    assert results.read(out / "scaling.json")["status"] == "ok"
+    second = command(*args, broken=flag + CRASHES_ONCE, tmp_path=tmp_path)
+    assert second.returncode == 0 and "ok ceilings" in second.stdout, second.stdout
+    assert "done before scaling" in second.stdout
+    assert len(results.read(out / "ceilings.json")["rows"]) > 1
+    (out / "scaling.json").write_text("{")
+    third = command(*args)
+    assert "done before ceilings" in third.stdout and "ok scaling" in third.stdout, third.stdout
+
+
 # ------------------------------------------------------------------ the checks
 
 
@@ -194,6 +232,52 @@ def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch)
     labels = check_loss.make_labels(4, 50, rng)
     check_loss.check_rows(recorder, "rows", student, teacher, labels)
     assert bool(recorder.document["failures"]) == (harm is not None)
+
+
+@needs_triton
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "divergence", "row_weights", None])
+def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeypatch):
+    right = check_options.kl_mlm_loss
+
+    def wrong(*args, **options):
+        options.pop(option, None)
+        if option == "divergence":
+            options.pop("beta", None)
+        return right(*args, **options)
+
+    monkeypatch.setattr(check_options, "kl_mlm_loss", wrong)
+    check_options._rows(recorder)
+    failures = recorder.document["failures"]
+    assert bool(failures) == (option is not None)
+    assert all(option in failure for failure in failures)
+
+
+@needs_triton
+def test_check_of_the_work_list_sees_a_tensor_that_is_left_out(recorder, monkeypatch):
+    right = check_expand.expand_many
+    monkeypatch.setattr(check_expand, "expand_many", lambda jobs: right(jobs[:-1]))
+    check_expand._many(recorder)
+    assert recorder.document["failures"]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01])
+def test_check_of_the_cuda_kernels_runs_their_source(share, recorder, monkeypatch):
+    """The emulated kernel answers, and one that is told a wrong temperature fails."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels themselves run: check_suite and check_cuda")
+    right, called = cuda_emulator.emulate, []
+
+    def emulate(kernel, grid, args, device=None):
+        called.append(kernel.name)
+        if kernel.name == "kl_mlm_rows":
+            args.inv_t *= share
+        right(kernel, grid, args)
+
+    monkeypatch.setattr(cuda_emulator, "emulate", emulate)
+    monkeypatch.setattr(check_loss, "CHECKS", (check_loss._near,))
+    check_cuda.run(recorder)
+    assert set(called) == {"kl_mlm_rows", "expand_rows"}
+    assert bool(recorder.document["failures"]) == (share != 1)
 
 
 def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):

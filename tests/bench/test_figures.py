@@ -1,0 +1,99 @@
+"""Every figure that the README quotes stands in a result with its commit and machine."""
+
+import re
+
+import pytest
+
+from bench import results
+
+ROOT = results.ROOT
+README = (ROOT / "README.md").read_text()
+CLEAN = re.compile(r"[0-9a-f]{7,40}")
+
+
+def tables(text):
+    """The Markdown tables of a text, as lists of rows of cells; first the head."""
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        lines = [[c.strip() for c in line.strip("|").split("|")] for line in block.splitlines()]
+        yield [lines[0], *lines[2:]]
+
+
+def table_with(head):
+    (found,) = [table for table in tables(README) if table[0][0].startswith(head)]
+    return found
+
+
+def check_source(name):
+    """A quoted result says with what and where, from sources that are in the history."""
+    document = results.read(results.RESULTS / f"{name}.json")
+    assert document, f"{name}.json is not there or no JSON: its figures have no source"
+    facts = document["machine"]
+    assert CLEAN.fullmatch(document.get("commit") or facts.get("commit", "")), f"{name}: no commit"
+    assert not facts.get("dirty"), f"{name}: measured from sources that nobody can get"
+    assert facts.get("cpu") or facts.get("gpu") or facts.get("devices"), f"{name}: no machine"
+    return document
+
+
+def test_the_demo_is_what_its_result_says():
+    document = check_source("demo")
+    rows = {row["run"]: row for row in document["rows"]}
+    table = table_with("run")
+    assert [row[0] for row in table[1:]] == list(rows)
+    for name, start, final, flops, seconds, saved, counted in table[1:]:
+        row = rows[name]
+        assert start == f"{row['start_loss']:.2f}" and final == f"{row['final_loss']:.3f}", name
+        assert flops == f"{row['flops']:.2e}" and seconds == f"{row['seconds']:.0f}", name
+        for cell, key in ((saved, "saving"), (counted, "saving_with_source")):
+            assert cell == ("—" if name == "scratch" else f"{row[key]:.0%}"), (name, key)
+
+
+PROVIDERS = {"plain PyTorch": "plain", "growkern": "growkern"}
+
+
+def test_the_linear_loss_is_what_its_result_says():
+    document = check_source("linear_kl_mlm_loss")
+    table = table_with("`linear_kl_mlm_loss`, 2048 rows")
+    assert len(table) == 7
+    for name, seconds, extra, error in table[1:]:
+        dtype, provider = name.split(", ")[:2]
+        provider = PROVIDERS.get(provider, "liger jsd")
+        (row,) = [
+            row
+            for row in document["rows"]
+            if (row["dtype"], row["provider"]) == (dtype, provider)
+            and row["shape"].startswith("2048x")
+        ]
+        assert seconds == f"{row['wall s']:.2f}" and error == f"{row['gradient error']:.1e}", name
+        # to two digits or more
+        assert float(extra) == pytest.approx(row["extra MiB"], rel=0.02), name
+
+
+def test_figures_made_from_results_have_sources():
+    """The block of `expand` is written by bench.report; test_render.py compares it."""
+    if "not measured yet" not in README.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:
+        check_source("expand")
+
+
+def test_every_result_of_a_gpu_names_commit_machine_and_date():
+    for path in results.RESULTS.glob("*/*.json"):
+        facts = results.read(path).get("machine", {})
+        missing = [
+            key for key in ("gpu", "sources", "commit", "date", "torch") if not facts.get(key)
+        ]
+        assert not missing, f"{path.name}: {missing}"
+
+
+def test_pictures_and_results_that_are_named_are_there():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "LOG.md"]
+    for page in pages:
+        for target in re.findall(r"\]\((bench/results[^)#]*)\)", page.read_text()):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+def test_what_was_not_measured_claims_no_speed():
+    """Without results of a GPU no line of the README gives one a rate or a factor."""
+    if any(results.RESULTS.glob("*/*.json")):
+        return
+    section = README.split("### On a GPU")[1].split("\n## ")[0]
+    figures = re.findall(r"\d[\d.,]*\s*(?:x|TB/s|GB/s|TFLOP/s|tokens/s|ms)\b", section)
+    assert not figures, figures
