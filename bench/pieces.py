@@ -120,6 +120,7 @@ ALL = (
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 400, "sanitize"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
+    Piece("tune_topk_kl_mlm_rows", "the same of the top-k loss's", 300, "tune"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
 # a benchmark takes part from the day it is there; those of disks and CPUs are for `make bench`

@@ -9,6 +9,12 @@
 #
 #   tar xzf results.tgz && python -m bench.report
 #
+# Peers that are not installed there come along as wheels, fetched where there is a network:
+#
+#   pip download --no-deps -d wheels liger-kernel cut-cross-entropy
+#   pip download -d wheels quack-kernels     # with nvidia-cutlass-dsl and what else it needs
+#   bench/run_gpu.sh OUT 520 --wheels wheels
+#
 # The next visit goes on where this one stopped, because finished pieces are not done again: with
 # 30 minutes there, three visits. Where there is no .git, add --commit $(git rev-parse --short HEAD).
 set -uo pipefail

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from bench import results
 from bench.check_expand import make_case
-from bench.check_loss import make_labels, make_logits
+from bench.check_loss import make_heads, make_labels, make_logits
 from bench.recorder import Recorder
 from bench.report import interleaved_ms
 from growkern.ops._launch import TUNED_FILE, forced_choice, tuned_key
 from growkern.ops.expand import expand
 from growkern.ops.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 # a choice must save this share of the time: less is noise
 WORTH = 0.03
@@ -31,7 +32,9 @@ Choice = dict[str, int]
 
 
 def run(recorder: Recorder) -> None:
-    {"tune_expand": _expand, "tune_kl_mlm_rows": _kl_mlm_rows}[recorder.document["piece"]](recorder)
+    sweeps = {"tune_expand": _expand, "tune_kl_mlm_rows": _kl_mlm_rows}
+    sweeps["tune_topk_kl_mlm_rows"] = _topk_kl_mlm_rows
+    sweeps[recorder.document["piece"]](recorder)
 
 
 def _sweep(
@@ -95,17 +98,22 @@ def _expand(recorder: Recorder) -> None:
         _sweep(recorder, "expand", out, size[3], call, choices, 0.0)
 
 
-def _kl_mlm_rows(recorder: Recorder) -> None:
-    """Forward and backward on ready logits; the linear loss launches the same on float32 ones."""
-    rng = torch.Generator(recorder.device).manual_seed(0)
-    shapes = recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)])
+def _row_choices(recorder: Recorder) -> list[Choice]:
+    """Of the kernels that take a row of the vocabulary block by block."""
     blocks, warps = recorder.pick(((1024, 2048, 4096, 8192, 16_384), (4, 8, 16, 32)), ((64,), (4,)))
-    choices = [
+    return [
         # a multiprocessor has 65536 registers
         choice | {"maxnreg": min(128, 65_536 // (32 * choice["num_warps"]))}
         for choice in _products(BLOCK_V=blocks, num_warps=warps)
         if 128 <= choice["BLOCK_V"] // choice["num_warps"] <= 1024 or recorder.toy
     ]
+
+
+def _kl_mlm_rows(recorder: Recorder) -> None:
+    """Forward and backward on ready logits; the linear loss launches the same on float32 ones."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    shapes = recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)])
+    choices = _row_choices(recorder)
     for (N, V), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
         student, teacher = make_logits(N, V, dtype, rng)
         student.requires_grad_()
@@ -117,6 +125,30 @@ def _kl_mlm_rows(recorder: Recorder) -> None:
 
         # sums run in another order: a step of the gradient's dtype here and there
         _sweep(recorder, "kl_mlm_rows", student, V, call, choices, 1e-3)
+
+
+def _topk_kl_mlm_rows(recorder: Recorder) -> None:
+    """Hidden states so narrow that the rows are most of the time."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    k = recorder.pick(64, 4)
+    for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
+        student, _ = make_heads(N, V, 64, 60, torch.bfloat16, rng)
+        # logits are float32 whatever the hidden states are
+        like = torch.empty(0, device=recorder.device)
+        labels = make_labels(N, V, rng)
+        ids = torch.rand(N, 8 * k, generator=rng, device=recorder.device).topk(k).indices
+        log_p = torch.full((N, k), 0.5 / k, device=recorder.device).log()
+        hidden = student[0].requires_grad_()
+
+        def call(
+            x: Tensor = hidden, w: Tensor = student[1], teacher: Any = (ids, log_p), y: Any = labels
+        ) -> Tensor:
+            limits = {"chunk_bytes": 1 << 34, "logits_dtype": torch.float32}
+            loss = topk_kl_mlm_loss(x, w, *teacher, y, backend="triton", **limits)
+            return torch.autograd.grad(loss, x)[0]
+
+        choices = _row_choices(recorder)
+        _sweep(recorder, "topk_kl_mlm_rows", like, V, call, choices, 5e-3)
 
 
 # -------------------------------------------------------------------- the table

@@ -46,7 +46,7 @@ def test_cut_cross_entropy_is_asked_for_the_labels_alone(monkeypatch):
 
     module.linear_cross_entropy = linear_cross_entropy
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
-    named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.providers(False)}
+    named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.providers(False, torch.float32)}
     loss, alpha, error_alpha, peer = named["cut_cross_entropy, labels alone"]
     assert not peer.why_not() and alpha == error_alpha == 0
     monkeypatch.setattr(bench_linear_kl_mlm_loss, "DEVICE", "cpu")
