@@ -17,7 +17,10 @@ class _Value:
 
 
 class Kept:
-    """Values by key, for several threads; the ones longest unused are let go."""
+    """Values by key, for several threads; the ones longest unused are let go.
+
+    A copy of it, pickled or deep, keeps nothing: locks cannot be copied, values can be made again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,3 +37,6 @@ class Kept:
             if not entry.is_made:
                 entry.value, entry.is_made = make(), True
             return entry.value
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()

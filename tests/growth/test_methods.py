@@ -1,5 +1,7 @@
 """AKI, the paper's scheme, DirectCopy, random and depth, against the formulas written out."""
 
+import copy
+
 import pytest
 import torch
 
@@ -285,3 +287,10 @@ def test_layer_index_scaling_blocks_depth_but_not_width():
     assert relative_error(source, growkern.grow(source, n_embd=24)) <= 1e-12
     with pytest.raises(growkern.GrowthError, match="layer's index"):
         growkern.plan(source, n_layer=4)
+
+
+def test_a_grown_model_can_be_copied():
+    grown = growkern.grow(random_model("LlamaForCausalLM", LLAMA), hidden_size=24)
+    twin = copy.deepcopy(grown)
+    assert twin.growth_plan.parameters() == grown.growth_plan.parameters()
+    assert all(torch.equal(twin.state_dict()[name], x) for name, x in grown.state_dict().items())
