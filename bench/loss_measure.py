@@ -36,9 +36,12 @@ class _PeakResident(threading.Thread):
 
 def _return_free_memory() -> None:
     """Hand what earlier steps freed back to the system, or it would hide this step's peak."""
-    # only glibc keeps it and has the call
+    # only glibc keeps it and has the calls; without the first (M_MMAP_THRESHOLD), tensors of up to
+    # 32 MiB come to lie among others in the heap, whose holes count or not as chance has it
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 20)
+        libc.malloc_trim(0)
 
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:
