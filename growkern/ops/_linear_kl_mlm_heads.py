@@ -68,15 +68,18 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
     return check_shard(group, start, vocab_size or V)
 
 
-def check_logits_dtype(asked: torch.dtype | None, student_NH: Tensor) -> torch.dtype:
-    """The dtype logits are computed and kept in."""
+def check_logits_dtype(
+    asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
+) -> torch.dtype:
+    """The dtype logits are computed and kept in; labels alone lose no digits in the least one."""
     least = acc_torch_dtype(student_NH)
     if asked not in (None, least, torch.float64):
         raise GrowthError(
             f"logits_dtype must be {least} or torch.float64 for {student_NH.dtype} hidden states, "
             f"got {asked}"
         )
-    return asked or LOGITS_DTYPE.get((student_NH.device.type, student_NH.dtype), least)
+    wide = LOGITS_DTYPE.get((student_NH.device.type, student_NH.dtype), least)
+    return asked or (wide if has_teacher else least)
 
 
 def checked_heads(

@@ -137,11 +137,10 @@ def linear_kl_mlm_loss(
             gradient (three times for "reverse" and "jsd"). Default: whole rows, unless
             ``chunk_bytes`` holds fewer than 32 of them.
         logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
-            inputs and, on a CPU, for float32 ones. For float32 inputs the KL gradient is then
-            within 1e-5 of exact at 1 % drift, where float32 logits leave 7e-5. On a CPU
-            that takes 1.1 to 1.4 times the CPU time of float32 logits (512 and 1024 rows,
-            vocabulary 32 000, widths 768 and 512, a busy machine), in twice the memory of a chunk.
-            A GPU without fast float64 pays far more, so there it has to be asked for.
+            inputs and, on a CPU beside a teacher, for float32 ones. Their KL gradient is then
+            within 1e-5 of exact at 1 % drift, where float32 logits leave 7e-5, for up to 1.4 times
+            the time (`python -m bench.bench_linear_kl_mlm_loss` has both) and twice the memory of a
+            chunk. A GPU without fast float64 pays far more, so there it has to be asked for.
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
@@ -175,16 +174,16 @@ def linear_kl_mlm_loss(
     vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group) - shard.start
     weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
     limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
+    logits_dtype = check_logits_dtype(logits_dtype, student[0], len(teachers) > 0)
     settings = Settings(
         list(Sizes(vocab, shard.each or vocab, **limits)), list(options.maths), return_parts,
-        reduction == "none", want, check_logits_dtype(logits_dtype, student[0]), shard.group, chosen
+        reduction == "none", want, logits_dtype, shard.group, chosen,
     )  # fmt: skip
-    rows = (labels_N - shard.start, kind_N, weight_WN)
-    loss, rows_SN = _loss_and_rows(student, teachers, rows, settings)
+    loss, rows_SN = _loss_and_rows(student, teachers, (labels_N, kind_N, weight_WN), settings)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss
 
