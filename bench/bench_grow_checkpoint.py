@@ -10,6 +10,7 @@ means that the files read were dropped from the page cache before.
 import argparse
 import filecmp
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -100,6 +101,10 @@ def run_child(way: str, source: Path, target: Path, hidden: int) -> dict[str, fl
 # ------------------------------------------------------------------- measuring
 
 
+def bytes_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
 def evict(directory: Path) -> None:
     """Drop a directory's files from the page cache."""
     for file in directory.iterdir():
@@ -107,6 +112,17 @@ def evict(directory: Path) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def settle(size: int) -> None:
+    """Same start for all: nothing left for the disk, and memory for `size` bytes of files at hand.
+
+    A virtual machine's free memory need not be there yet: what was freed last is, the rest its host
+    has to find, which took up to ten times as long as writing to it.
+    """
+    os.sync()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    mmap.mmap(-1, size, flags=flags).close()
 
 
 def copy(source: Path, target: Path) -> tuple[float, float, float]:
@@ -134,8 +150,7 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for way, target in (("stream", grown), ("load all", other)):
             shutil.rmtree(target, ignore_errors=True)
-            # what came before, and the blocks just freed, are the disk's work no longer
-            os.sync()
+            settle(bytes_of(source) * 5)
             if cold:
                 evict(source)
             result = run_child(way, source, target, wide)
@@ -145,13 +160,13 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
         weights = sorted(file.name for file in grown.glob("*.safetensors"))
         differ = filecmp.cmpfiles(grown, other, weights, shallow=False)[1:]
         shutil.rmtree(other)
-        os.sync()
+        settle(bytes_of(source) * 5)
         if cold:
             evict(grown)
         for name, seconds in zip(ways[2:5], copy(grown, other), strict=True):
             times[name].append(seconds)
         shutil.rmtree(other)
-    size_gb = sum(file.stat().st_size for file in grown.iterdir()) / 1e9
+    size_gb = bytes_of(grown) / 1e9
     shutil.rmtree(grown)
     s = {name: statistics.median(values) for name, values in times.items()}
     return {
