@@ -18,6 +18,8 @@ from growkern.ops._launch import acc_torch_dtype
 
 # elements of one block: five float32 blocks of this size fit the private caches of two cores
 BLOCK_ELEMENTS = 1 << 17
+# of logits that are widened at a time: rows enough for all threads
+WIDE_ELEMENTS = 1 << 20
 
 
 def rows_on_cpu(
@@ -33,6 +35,9 @@ def rows_on_cpu(
     memory of `student_NV`.
     """
     student_NV, teachers_NV, labels_N, kind_N, vocab, _, _ = rows
+    if state_SN.dtype.itemsize > student_NV.dtype.itemsize == 4:
+        _wider(rows, state_SN, steps, drows_SN, dstudent_NV)
+        return
     K, acc = len(teachers_NV), acc_torch_dtype(student_NV)
     if steps.sums:
         clear(state_SN)
@@ -69,6 +74,34 @@ def rows_on_cpu(
             state_SN[:, where] = state_SB
         if dstudent_NV is not None and grad is not None:
             dstudent_NV[where, :vocab] = grad.to(dstudent_NV.dtype)
+
+
+def _wider(
+    rows: Rows,
+    state_SN: Tensor,
+    steps: Steps,
+    drows_SN: Tensor | None,
+    dstudent_NV: Tensor | None,
+) -> None:
+    """`rows_on_cpu` of float32 logits in the state's float64, a few rows at a time."""
+    size = max(1, WIDE_ELEMENTS // max(1, rows.vocab))
+    for start in range(0, len(rows.student_NV), size):
+        here = slice(start, start + size)
+        state_SB = state_SN[:, here].contiguous()
+        rows_on_cpu(
+            rows._replace(
+                student_NV=rows.student_NV[here].to(state_SN.dtype),
+                teachers_NV=[x[here].to(state_SN.dtype) for x in rows.teachers_NV],
+                labels_N=rows.labels_N[here],
+                kind_N=rows.kind_N[here],
+            ),
+            state_SB,
+            steps,
+            None if drows_SN is None else drows_SN[:, here],
+            None if dstudent_NV is None else dstudent_NV[here],
+        )
+        if steps.sums or steps.diverge:
+            state_SN[:, here] = state_SB
 
 
 def _block(

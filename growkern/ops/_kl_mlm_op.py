@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops._kl_mlm_options import Maths, Rows, refuse_second_derivative
-from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_rows
+from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_rows, state_dtype
 from growkern.ops._kl_mlm_state import Steps, n_numbers, terms
 from growkern.ops._launch import acc_torch_dtype
 
@@ -31,21 +31,23 @@ def kl_mlm_rows_op(
 ) -> tuple[Tensor, Tensor]:
     """The terms of every row, (R, N), and the state backward needs, (S, N)."""
     rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), parts)
-    terms_RN, state_SN = _empty_rows(student_NV, teachers_NV)
+    terms_RN, state_SN = _empty_rows(student_NV, teachers_NV, backend)
     read_rows(ROW_FUNCTIONS[backend], rows, group, state_SN)
     terms_RN.copy_(terms(state_SN, kind_N, rows.maths, parts))
     return terms_RN, state_SN
 
 
-def _empty_rows(student_NV: Tensor, teachers_NV: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _empty_rows(
+    student_NV: Tensor, teachers_NV: Sequence[Tensor], backend: str
+) -> tuple[Tensor, Tensor]:
     K, N, acc = len(teachers_NV), student_NV.shape[0], acc_torch_dtype(student_NV)
     terms_RN = student_NV.new_empty(2 + 2 * K, N, dtype=acc)
-    return terms_RN, student_NV.new_empty(n_numbers(K), N, dtype=acc)
+    return terms_RN, student_NV.new_empty(n_numbers(K), N, dtype=state_dtype(student_NV, backend))
 
 
 @kl_mlm_rows_op.register_fake
-def _(student_NV, teachers_NV, *_) -> tuple:
-    return _empty_rows(student_NV, teachers_NV)
+def _(student_NV, teachers_NV, *others) -> tuple:
+    return _empty_rows(student_NV, teachers_NV, others[-1])
 
 
 @torch.library.custom_op("growkern::kl_mlm_rows_backward", mutates_args=())

@@ -20,10 +20,21 @@ from growkern.ops._kl_mlm_state import (
     merge,
     needs_second_reading,
 )
+from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._vocab_parallel import add_up, gather
 
 ROW_FUNCTIONS = {"cpu": rows_on_cpu, "triton": rows_on_triton, "cuda": rows_on_cuda}
 RowFunction: TypeAlias = Callable[..., None]
+
+
+def state_dtype(student_NV: Tensor, backend: str) -> torch.dtype:
+    """What rows of ready logits are summed in.
+
+    Of float32 ones a CPU takes the sums and differences in float64: q - p of (5) would lose, at 1 %
+    drift, all but five digits. A GPU has other ways (`_kl_mlm_kernel.py`).
+    """
+    is_wide = backend == "cpu" and student_NV.dtype == torch.float32
+    return torch.float64 if is_wide else acc_torch_dtype(student_NV)
 
 
 def read_rows(run: RowFunction, rows: Rows, group: str, state_SN: Tensor) -> None:
