@@ -95,7 +95,10 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
             transformers.LlamaConfig(**source, tie_word_embeddings=True)
         )
     grown = plan(model, method=method, depth="stack", **target)
-    weights = model.state_dict()
+    # vectors are read on the CPU, wherever the work is done
+    weights = {
+        name: x if x.ndim > 1 else torch.zeros(x.shape) for name, x in model.state_dict().items()
+    }
     calls: list[ExpandCall] = []
     name = ""
 
@@ -115,6 +118,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
         made = torch.empty(calls[-1].shape[2 - weight.ndim :], dtype=dtype, device="meta")
         return made if out is None else out
 
+    work = mock.Mock(expand=keep)
     with contextlib.ExitStack() as patches:
         for module in [m for k, m in sys.modules.items() if k.startswith("growkern.growth.")]:
             if getattr(module, "expand", None) is expand:
@@ -122,7 +126,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
         for task in grown.tasks:
             name = task.name
             out = torch.empty(task.shape, dtype=grown.dtype, device="meta")
-            apply.build_tensor(grown, task, read=weights.__getitem__, out=out)
+            apply.build_tensor(grown, task, read=weights.__getitem__, out=out, work=work)
     return calls
 
 
