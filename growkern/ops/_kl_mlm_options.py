@@ -108,12 +108,11 @@ def check_options(
     if not 0 < temperature < math.inf:
         raise GrowthError(f"temperature must be positive and finite, got {temperature}")
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if cap is not None and not cap > 0:
-            raise GrowthError(f"{name} must be positive, got {cap}; None means no cap")
+        if cap is not None and not 0 < cap < math.inf:
+            raise GrowthError(f"{name} must be positive and finite, got {cap}; None means no cap")
     if reduction not in REDUCTIONS:
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if num_items is not None and reduction != "mean":
-        raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+    _check_num_items(num_items, reduction)
     if not 0 <= label_smoothing < 1:
         raise GrowthError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
     if not 0 <= z_loss < math.inf:
@@ -122,10 +121,11 @@ def check_options(
         weights = (1.0 / n_teachers,) * n_teachers if n_teachers else ()
     else:
         weights = tuple(float(w) for w in teacher_weights)
-        if len(weights) != n_teachers or abs(sum(weights) - 1) > 1e-6:
+        # written so that NaN fails
+        if len(weights) != n_teachers or not (min(weights) >= 0 and abs(sum(weights) - 1) <= 1e-6):
             raise GrowthError(
-                f"teacher_weights must be {n_teachers} numbers (one per teacher) that sum to 1, "
-                f"got {weights}"
+                f"teacher_weights must be {n_teachers} numbers (one per teacher), none negative, "
+                f"that sum to 1, got {weights}"
             )
     return Options(
         alpha,
@@ -143,6 +143,26 @@ def check_options(
         parts,
         row_weights,
     )
+
+
+def _check_num_items(num_items: Any, reduction: str) -> None:
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+    counts = num_items if isinstance(num_items, (tuple, list)) else (num_items,) * 2
+    # a tensor's value is not asked for: that would wait for a GPU
+    right = [
+        x.numel() == 1
+        if isinstance(x, Tensor)
+        else isinstance(x, (int, float)) and 0 < x < math.inf
+        for x in counts
+    ]
+    if len(counts) != 2 or not all(right):
+        raise GrowthError(
+            "num_items must be a positive number or 0-d tensor, or two of them (rows of the MLM "
+            f"term, rows of the KL term), got {num_items!r}"
+        )
 
 
 def _beta(divergence: str, beta: float | None) -> float:

@@ -45,8 +45,8 @@ class Settings(NamedTuple):
 
 def check_limits(**limits: int | None) -> dict[str, int]:
     for name, limit in limits.items():
-        if limit is not None and limit <= 0:
-            raise GrowthError(f"{name} must be positive, got {limit}")
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            raise GrowthError(f"{name} must be a positive integer, got {limit!r}")
     return {name: limit or 0 for name, limit in limits.items()}
 
 

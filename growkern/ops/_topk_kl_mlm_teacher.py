@@ -25,9 +25,12 @@ def check_tail(tail: str) -> bool:
 
 
 def check_topk(
-    ids: Tensor | None, logprobs: Tensor, hidden: Tensor, vocab: int
+    ids: Tensor | None, given: list[Tensor], hidden: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Checked ids and log-probs as (N, k)."""
+    """Checked ids and log-probs as (N, k); `given` holds the log-probs of one teacher."""
+    if isinstance(ids, (list, tuple)) or len(given) > 1:
+        raise GrowthError("a cached teacher is one: give tensors, not lists of them")
+    (logprobs,) = given
     if ids is None:
         raise GrowthError("teacher_topk_logprobs needs teacher_topk_ids")
     for name, x in (("teacher_topk_ids", ids), ("teacher_topk_logprobs", logprobs)):

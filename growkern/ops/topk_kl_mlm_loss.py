@@ -180,7 +180,7 @@ def topk_kl_mlm_loss(
             return_parts=return_parts, chunk_bytes=chunk_bytes, max_rows=max_rows,
             logits_dtype=logits_dtype,
         )  # fmt: skip
-    topk = check_topk(teacher_topk_ids, cached[0], student_hidden, vocab)
+    topk = check_topk(teacher_topk_ids, cached, student_hidden, vocab)
     labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
     labels_N = checked_labels(labels_N, kind_N, vocab, shard.group)
