@@ -96,9 +96,10 @@ struct Columns {
     }
 };
 
-// whether the columns lie together in the weight, at a place that one load can read
+// whether the columns lie together in the weight, at a place that one load can read; the map
+// decides that, of which ALIGNED promises nothing
 __device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
-    bool together = is_aligned(weight + source[0], alignof(Pack<IN, WIDTH>));
+    bool together = reinterpret_cast<u64>(weight + source[0]) % alignof(Pack<IN, WIDTH>) == 0;
 #pragma unroll
     for (int k = 1; k < WIDTH; ++k) together &= source[k] == source[0] + k;
     return together;

@@ -164,7 +164,7 @@ def test_made_up_indexes(sharded, weight_map):
 
 
 @FUZZ
-@given(at=st.integers(0, 60), byte=st.integers(0, 255), stop=st.integers(0, 70))
+@given(at=st.integers(0, 60), byte=st.integers(0, 255), stop=st.integers(0, 60))
 def test_changed_bytes_of_an_index(sharded, at, byte, stop):
     raw = bytearray(json.dumps({"weight_map": GOOD_MAP}).encode())
     raw[at] = byte
