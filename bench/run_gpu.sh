@@ -9,8 +9,10 @@
 #
 #   tar xzf results.tgz && python -m bench.report
 #
-# Peers that are not installed there come along as wheels, fetched where there is a network:
+# What is not installed there comes along as wheels, fetched where there is a network: what the
+# tests and the library import beside PyTorch, Triton and transformers, and peers.
 #
+#   pip download -d wheels pytest hypothesis xxhash
 #   pip download --no-deps -d wheels liger-kernel cut-cross-entropy
 #   pip download -d wheels quack-kernels     # with nvidia-cutlass-dsl and what else it needs
 #   bench/run_gpu.sh OUT 520 --wheels wheels

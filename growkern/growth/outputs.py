@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import nll_loss
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
 from growkern.growth.files import METADATA_FILE
@@ -109,7 +110,7 @@ def source_coordinates(plan: GrowthPlan, grown: Tensor, size: int) -> Tensor:
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
     was_training = model.training
     inputs = {"input_ids": tokens.to(model.device)}
-    if "MultipleChoice" in type(model).__name__:
+    if type(model).__name__ in MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
         # the rows are the choices of one question
         inputs = {"input_ids": inputs["input_ids"][None]}
     # an encoder alone has the config of both

@@ -29,7 +29,7 @@ def _describe(name: str) -> Backend:
     if name == "reference":
         return Backend(name, True, f"plain PyTorch {torch.__version__}")
     if name == "cpu":
-        return Backend(name, _native.library() is not None, _native.reason())
+        return Backend(name, _native.loaded() is not None, _native.reason())
     if name == "cuda":
         return Backend(name, not _cuda.why_not(), _cuda.reason())
     if not HAS_TRITON:

@@ -53,7 +53,7 @@ def expand_cpu(
     isa: int | None = None,
 ) -> None:
     """Fills out_MN. `isa` (a number of `_native.ISA_NAMES`) is for tests: None takes the best."""
-    lib = _native.library()
+    lib = _native.loaded()
     assert lib is not None
     M, N = out_MN.shape
     acc = acc_torch_dtype(weight_RC)

@@ -47,7 +47,7 @@ def gemm_cpu(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -
     Products of two bfloat16 tensors are the processor's own where it has them, all others are taken
     in the dtype of `out_MN`.
     """
-    lib = _native.library()
+    lib = _native.loaded()
     assert lib is not None
     a_MK, b_KN = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
     own = has_bfloat16() and a_MK.dtype == b_KN.dtype == torch.bfloat16

@@ -40,7 +40,7 @@ def library_takes(rows: Rows, state_SN: Tensor, steps: Steps, dstudent_NV: Tenso
     logits, maths = (rows.student_NV, *rows.teachers_NV), rows.maths
     dtype, grads = rows.student_NV.dtype, GRADIENTS.get(rows.student_NV.dtype, ())
     return (
-        _native.library() is not None
+        _native.loaded() is not None
         and not (maths.softcap or maths.teacher_softcap or maths.beta or steps.diverge)
         and (dstudent_NV is None or (dstudent_NV.dtype in grads and dstudent_NV.stride(1) == 1))
         and all(x.dtype == dtype and x.stride(1) == 1 for x in logits)
@@ -58,7 +58,7 @@ def rows_in_library(
     isa: int | None = None,
 ) -> None:
     """`rows_on_cpu` for what `library_takes`; `isa` is for tests, a number of ISA_NAMES."""
-    lib = _native.library()
+    lib = _native.loaded()
     assert lib is not None
     student_NV, teachers_NV, labels_N, kind_N, V, maths, parts = rows
     K = len(teachers_NV)

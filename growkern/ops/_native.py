@@ -48,7 +48,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return lib, f"compiled, {isa}, {threads}"
 
 
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """The library, loaded once; None where there is none (`reason` says why)."""
     return _load()[0]
 
@@ -60,13 +60,13 @@ def reason() -> str:
 
 def available_isas() -> range:
     """The instruction sets this processor and library share, as numbers of ISA_NAMES."""
-    lib = library()
+    lib = loaded()
     return range(lib.growkern_best_isa() + 1 if lib is not None else 0)
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
     """Asks for large pages under fresh memory. Worth it from a few pages of 2 MiB on."""
-    lib = library()
+    lib = loaded()
     size = x.numel() * x.element_size()
     if lib is not None and x.device.type == "cpu" and size >= 8 << 20:
         lib.growkern_advise_huge(x.data_ptr(), size)

@@ -135,6 +135,6 @@ def test_what_the_library_has_no_code_for_is_pytorch():
     assert not library_takes(rows, state, ONCE, torch.empty(3, 40))
     # and gives the same numbers
     rows_on_cpu(rows, state, Steps(sums=True))
-    if _native.library() is not None:
+    if _native.loaded() is not None:
         expected, _ = run(rows._replace(student_NV=rows.student_NV.contiguous()), 0)
         torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)
