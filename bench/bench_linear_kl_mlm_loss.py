@@ -3,7 +3,7 @@
 Forward and backward, every row labelled, temperature 1 and alpha 0.5 (what every provider can
 do). The error is that of the KL gradient (alpha 1) on 64 rows at 5 % drift against float64. Then
 the same without a teacher ("labels alone", alpha 0), beside losses that know no other case; there
-the error is that of its own gradient.
+the error is that of its own gradient. "GEMMs alone" is the time of the products, the limit.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import torch
 from torch.nn import functional as F
 
 from bench import peers
-from bench.loss_measure import DEVICE, gradient_error, measure
+from bench.loss_measure import DEVICE, Provider, gradient_error, in_turns
 from bench.report import machine, require_green, show_and_save
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # rows, vocabulary, student width, teacher width
 SHAPES = {
     "cpu": [(256, 30522, 768, 512), (2048, 32_000, 768, 512)],
-    "cuda": [(9830, 30522, 768, 512), (8192, 128_256, 4096, 2048)],
+    "cuda": [(256, 30522, 768, 512), (9830, 30522, 768, 512), (8192, 128_256, 4096, 2048)],
 }
 DRIFT = 0.05
 
@@ -67,7 +67,16 @@ def growkern_labels(student, teacher, labels, alpha):
     return linear_kl_mlm_loss(*student, None, None, labels, alpha=0.0)
 
 
-def providers(with_compile, dtype):
+def gemms_alone(student, teacher, labels, alpha):
+    """The products no loss of hidden states can do without, and nothing else."""
+    with torch.no_grad():
+        (hidden, weight), heads = student, (student, teacher) if alpha else (student,)
+        # of the teacher's logits nothing stays, as a loss would overwrite them too
+        *_, z = (F.linear(*head) for head in reversed(heads))
+        return z @ weight, z.t() @ hidden
+
+
+def losses(with_compile, dtype):
     """Name, loss, its alpha, that of its error, and the library it comes from if not from here."""
     both = {"plain": plain, "growkern": growkern}
     alone = {"plain": plain_labels, "growkern": growkern_labels}
@@ -93,24 +102,36 @@ def error_of(fn, alpha, V, H, H_t, dtype):
     return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)
 
 
-def figures_of(fn, alphas, shape, dtype, repeats):
-    alpha, error_alpha = alphas
+def providers(shape, dtype, with_compile):
     student, teacher, labels = make_inputs(*shape, dtype)
 
-    def step():
+    def step(fn, alpha):
         fn(student, teacher, labels, alpha).backward()
         for x in student:
             x.grad = None
 
-    figures = measure(step, repeats)
-    return figures | {"gradient error": error_of(fn, error_alpha, *shape[1:], dtype)}
+    gemms = partial(gemms_alone, student, teacher, labels)
+    return [
+        *(
+            Provider(
+                name, partial(step, fn, alpha),
+                partial(error_of, fn, error_alpha, *shape[1:], dtype), peer,
+            )
+            for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype)
+        ),
+        Provider("GEMMs alone", partial(gemms, 0.5)),
+        Provider("GEMMs alone, labels alone", partial(gemms, 0.0)),
+    ]  # fmt: skip
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--compile", action="store_true", help="torch.compile of plain as well")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True,
+        help="torch.compile of plain as well",
+    )  # fmt: skip
     parser.add_argument("--no-test", action="store_true", help="skip the op's tests")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -120,17 +141,14 @@ def main():
     rows = []
     for shape in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
-            if args.compile:
-                # else a cache that is full after eight shapes would leave the rest uncompiled
-                torch._dynamo.reset()
-            for name, fn, alpha, error_alpha, peer in providers(args.compile, dtype):
-                row = {
-                    "shape": "{}x{}x{}/{}".format(*shape),
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "provider": name,
-                }
-                figures = partial(figures_of, fn, (alpha, error_alpha), shape, dtype, args.repeats)
-                rows.append(peers.measured(row, peer, figures))
+            # else a cache that is full after eight shapes would leave the rest uncompiled
+            torch._dynamo.reset()
+            what = {
+                "shape": "{}x{}x{}/{}".format(*shape),
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            rows += [what | row for row in
+                     in_turns(providers(shape, dtype, args.compile), args.repeats)]  # fmt: skip
     show_and_save("linear_kl_mlm_loss", facts, rows)
 
 

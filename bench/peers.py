@@ -36,22 +36,14 @@ class Peer(NamedTuple):
         except ModuleNotFoundError as error:
             return f"{self.package} is not installed: no module {error.name}"
         except Exception as error:
-            return f"{self.package} does not import: {type(error).__name__}: {error}"[:200]
+            return f"{self.package} does not import: {why_failed(error)}"
         return ""
 
 
-def measured(row: dict[str, Any], peer: Peer | None, figures: Callable[[], dict[str, Any]]) -> Any:
-    """The row with its figures; of a peer that cannot be asked, or fails, with the reason."""
-    if peer is None:
-        return row | figures()
-    if missing := peer.why_not():
-        return row | {"why not": missing}
-    try:
-        return row | figures()
-    except Exception as error:
-        # theirs to mend, and no reason to lose the others' figures
-        lines = str(error).strip().splitlines() or [""]
-        return row | {"why not": f"{type(error).__name__}: {lines[0]}"[:200]}
+def why_failed(error: Exception) -> str:
+    """The first line of an error, for a table."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 # --------------------------------------- hidden states, an output matrix, a teacher
@@ -62,6 +54,15 @@ def liger_jsd(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tenso
 
     loss = LigerFusedLinearJSDLoss(1 - alpha, alpha, beta=0.0, compiled=False, chunk_size=256)
     return loss(*student, *teacher, labels)
+
+
+def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """Its two fused losses side by side: no one of them knows labels and a teacher."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    return (1 - alpha) * liger_labels(student, teacher, labels, alpha) + alpha * (
+        LigerFusedLinearJSD(jsd_beta=0.0)(*student, *teacher)
+    )
 
 
 # ------------------------------------------------------- the same without a teacher
@@ -91,6 +92,18 @@ def quack_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Te
 # ------------------------------------------------------------------- ready logits
 
 
+def liger_kl_div(
+    student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, temperature: float
+) -> Tensor:
+    """Its KL, which wants logarithms of both sides; labels by PyTorch."""
+    from liger_kernel.transformers import LigerKLDIVLoss
+
+    log_q, log_p = ((x.float() / temperature).log_softmax(-1) for x in (student, teacher))
+    kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)(log_q, log_p)
+    mlm = torch.nn.functional.cross_entropy(student.float(), labels)
+    return (1 - alpha) * mlm + alpha * temperature**2 * kl
+
+
 def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -> Tensor:
     from quack.cross_entropy import cross_entropy
 
@@ -98,13 +111,17 @@ def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -
 
 
 WITH_TEACHER = {
-    "liger jsd": Peer("liger_kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False)
+    "liger jsd": Peer("liger-kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False),
+    "liger fused jsd": Peer("liger-kernel", "liger_kernel.transformers", liger_fused),
 }
 LABELS_ALONE = {
     "cut_cross_entropy": Peer(
         "cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy, needs_gpu=False
     ),
-    "liger": Peer("liger_kernel", "liger_kernel.transformers", liger_labels),
+    "liger": Peer("liger-kernel", "liger_kernel.transformers", liger_labels),
     "quack": Peer("quack-kernels", "quack.linear_cross_entropy", quack_linear),
+}
+ROWS_WITH_TEACHER = {
+    "liger kl_div": Peer("liger-kernel", "liger_kernel.transformers", liger_kl_div)
 }
 ROWS_LABELS_ALONE = {"quack": Peer("quack-kernels", "quack.cross_entropy", quack_rows)}

@@ -95,7 +95,8 @@ ALL = (
         "the rows of the loss on ready logits",
         420,
         "bench_kl_mlm_loss",
-        args=("--repeats", "11", "--compile"),
+        args=("--repeats", "11"),
+        toy_args=("--repeats", "1", "--no-compile"),
         toy={"SHAPES": _both([(4, 100)])},
     ),
     Piece(
@@ -103,7 +104,8 @@ ALL = (
         "the loss from hidden states beside plain, torch.compile, Liger",
         470,
         "bench_linear_kl_mlm_loss",
-        args=("--repeats", "7", "--compile"),
+        args=("--repeats", "7"),
+        toy_args=("--repeats", "1", "--no-compile"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
     Piece(

@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from bench import bench_linear_kl_mlm_loss, peers
-from bench.peers import Peer, measured
-
-
-def figures():
-    return {"wall s": 1.0}
+from bench.loss_measure import Provider, in_turns
+from bench.peers import Peer
 
 
 def fails():
@@ -20,20 +17,28 @@ def fails():
 
 def test_a_peer_that_is_missing_is_named(monkeypatch):
     missing = Peer("some-package", "no_such_module_here", None, needs_gpu=False)
-    row = measured({"provider": "some"}, missing, fails)
-    assert row["why not"] == "some-package is not installed: no module no_such_module_here"
+    (row,) = in_turns([Provider("some", fails, peer=missing)], 1)
+    why = "some-package is not installed: no module no_such_module_here"
+    assert row == {"provider": "some", "why not": why}
     monkeypatch.setattr(peers, "DEVICE", "cpu")
-    for_gpus = missing._replace(needs_gpu=True)
-    assert measured({}, for_gpus, fails) == {"why not": "needs a GPU"}
+    assert missing._replace(needs_gpu=True).why_not() == "needs a GPU"
 
 
 def test_a_peer_that_fails_spoils_no_other_figure(monkeypatch):
     monkeypatch.setitem(sys.modules, "there", ModuleType("there"))
     peer = Peer("there", "there", None, needs_gpu=False)
-    assert measured({}, peer, figures) == {"wall s": 1.0}
-    assert measured({}, peer, fails) == {"why not": "ValueError: not for this dtype"}
+    calls = []
+    good = Provider("good", lambda: calls.append("good"), lambda: 0.5, peer)
+    also = Provider("also", lambda: calls.append("also"))
+    late = Provider("late", lambda: None, fails, peer)
+    rows = in_turns([good, Provider("bad", fails, peer=peer), also, late], 2)
+    assert calls == ["good", "also"] * 3  # in turns, the first of them to warm up
+    by_name = {row.pop("provider"): row for row in rows}
+    assert by_name["good"]["gradient error"] == 0.5
+    assert by_name["also"].keys() == {"wall s", "CPU s", "extra MiB"}
+    assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
-        measured({}, None, fails)
+        in_turns([Provider("ours", fails)], 1)
 
 
 def test_cut_cross_entropy_is_asked_for_the_labels_alone(monkeypatch):
@@ -46,7 +51,7 @@ def test_cut_cross_entropy_is_asked_for_the_labels_alone(monkeypatch):
 
     module.linear_cross_entropy = linear_cross_entropy
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
-    named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.providers(False, torch.float32)}
+    named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.losses(False, torch.float32)}
     loss, alpha, error_alpha, peer = named["cut_cross_entropy, labels alone"]
     assert not peer.why_not() and alpha == error_alpha == 0
     monkeypatch.setattr(bench_linear_kl_mlm_loss, "DEVICE", "cpu")
