@@ -145,7 +145,7 @@ def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
 def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
     """With the compiled GEMM and rows and without; no size is a multiple of anything."""
     if not compiled:
-        monkeypatch.setattr(_native, "library", lambda: None)
+        monkeypatch.setattr(_native, "loaded", lambda: None)
     student, teachers, labels = make_heads(N, 1021, 35, dtype, "cpu", K=2)
     options = options | {"temperature": 1.5, "kl_rows": "all"}
     in64 = [[x.double() for x in head] for head in (student, *teachers)]
@@ -162,7 +162,7 @@ def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
 def test_gradients_beside_a_close_teacher_without_the_library(dtype, bar, monkeypatch):
-    monkeypatch.setattr(_native, "library", lambda: None)
+    monkeypatch.setattr(_native, "loaded", lambda: None)
     test_gradients_beside_a_close_teacher(dtype, bar, 1.0, 0.01, "cpu")
 
 
