@@ -15,6 +15,11 @@ MAX_BLOCK_V = 4096
 MAX_REGISTERS = 128
 
 
+def _most_columns(ACC: Any) -> int:
+    """Of a block. exp in float64 takes twenty registers beside the two of each element."""
+    return MAX_BLOCK_V // (4 if ACC is tl.float64 else 1)
+
+
 def _constants(maths: Maths, steps: Steps, parts: bool) -> dict[str, Any]:
     return {"MATHS": (1 / maths.temperature, *maths[1:]), "STEPS": (*steps, parts)}
 
@@ -40,9 +45,11 @@ def rows_on_triton(
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
     if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
         dstudent_NV[:, vocab:] = 0
+    ACC = acc_dtype(student_NV)[1]
     choice = launch_choice(
-        "kl_mlm_rows", student_NV, vocab, BLOCK_V=MAX_BLOCK_V, num_warps=8, maxnreg=MAX_REGISTERS
-    )
+        "kl_mlm_rows", student_NV, vocab, BLOCK_V=_most_columns(ACC), num_warps=8,
+        maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
     kl_mlm_rows_kernel[(N,)](
         student_NV,
@@ -56,7 +63,7 @@ def rows_on_triton(
         N,
         vocab,
         **_constants(maths, steps, parts),
-        ACC=acc_dtype(student_NV)[1],
+        ACC=ACC,
         **choice,
     )
 
@@ -69,32 +76,33 @@ def aot_cases() -> list[AotCase]:
         ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
         ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),
         ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
+        ("linear, fp64 logits", "fp64", "fp32", 1, Maths(2.0), whole, False),
         ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
         ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
         ("linear, every option", "fp32", "bf16", 1, every, jsd, True),
         ("forward", "bf16", "bf16", 1, Maths(), Steps(sums=True), False),
         ("backward", "bf16", "bf16", 1, Maths(2.0), Steps(grad=True), False),
     ]
-    return [
-        AotCase(
-            f"kl_mlm rows {name}",
-            kl_mlm_rows_kernel,
-            {
-                "student_ptr": f"*{logits}",
-                "teacher_ptrs": (f"*{logits}",) * K,
-                "labels_ptr": "*i64",
-                "kind_ptr": "*i32",
-                "drows_ptr": "*fp32",
-                "state_ptr": "*fp32",
-                "dstudent_ptr": f"*{grad}",
-                "strides": ("i32",) * (2 + K),
-                "N": "i32",
-                "V": "i32",
-            },
-            _constants(maths, steps, parts) | {"ACC": tl.float32, "BLOCK_V": MAX_BLOCK_V},
-            ("N",),
-            8,
+    cases = []
+    for name, logits, grad, K, maths, steps, parts in ways:
+        ACC = tl.float64 if logits == "fp64" else tl.float32
+        signature: dict[str, Any] = {
+            "student_ptr": f"*{logits}",
+            "teacher_ptrs": (f"*{logits}",) * K,
+            "labels_ptr": "*i64",
+            "kind_ptr": "*i32",
+            "drows_ptr": "*fp32",
+            "state_ptr": f"*{ACC}",
+            "dstudent_ptr": f"*{grad}",
+            "strides": ("i32",) * (2 + K),
+            "N": "i32",
+            "V": "i32",
+        }
+        constants = _constants(maths, steps, parts)
+        constants |= {"ACC": ACC, "BLOCK_V": _most_columns(ACC)}
+        case = AotCase(
+            f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
             MAX_REGISTERS,
-        )
-        for name, logits, grad, K, maths, steps, parts in ways
-    ]
+        )  # fmt: skip
+        cases.append(case)
+    return cases

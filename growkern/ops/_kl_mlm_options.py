@@ -4,7 +4,7 @@ Shape letters used in this file: N rows (tokens), V vocabulary, K teachers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +74,8 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
     if isinstance(alpha, Tensor):
         if alpha.ndim != 0 or alpha.requires_grad:
             raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
-    elif not 0 <= alpha <= 1:
-        raise GrowthError(f"alpha must lie in [0, 1], got {alpha}")
+    else:
+        _check_number("alpha", alpha, lambda x: 0 <= x <= 1, "lie in [0, 1]")
     if teacher is None:
         teachers = []
     else:
@@ -85,6 +85,12 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
             "alpha > 0 needs a teacher: pass one, or alpha=0.0 for the plain MLM loss"
         )
     return [] if not isinstance(alpha, Tensor) and alpha == 0 else teachers
+
+
+def _check_number(name: str, x: Any, inside: Callable[[Any], bool], must: str) -> None:
+    # what is no number, not what is one: a traced one has a type of its own
+    if x is None or isinstance(x, (str, list, tuple, dict)) or not inside(x):
+        raise GrowthError(f"{name} must {must}, got {x!r}")
 
 
 def check_options(
@@ -104,19 +110,19 @@ def check_options(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Options:
-    # a comparison, as math.isinf cannot be traced
-    if not 0 < temperature < math.inf:
-        raise GrowthError(f"temperature must be positive and finite, got {temperature}")
+    def positive(x: float) -> bool:
+        # a comparison, as math.isinf cannot be traced
+        return 0 < x < math.inf
+
+    _check_number("temperature", temperature, positive, "be positive and finite")
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if cap is not None and not 0 < cap < math.inf:
-            raise GrowthError(f"{name} must be positive and finite, got {cap}; None means no cap")
+        if cap is not None:
+            _check_number(name, cap, positive, "be positive and finite, or None for no cap")
     if reduction not in REDUCTIONS:
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     _check_num_items(num_items, reduction)
-    if not 0 <= label_smoothing < 1:
-        raise GrowthError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise GrowthError(f"z_loss must be 0 or more, got {z_loss}")
+    _check_number("label_smoothing", label_smoothing, lambda x: 0 <= x < 1, "lie in [0, 1)")
+    _check_number("z_loss", z_loss, lambda x: 0 <= x < math.inf, "be 0 or more")
     if teacher_weights is None or n_teachers == 0:
         weights = (1.0 / n_teachers,) * n_teachers if n_teachers else ()
     else:

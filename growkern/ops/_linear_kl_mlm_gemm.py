@@ -13,8 +13,9 @@ from torch import Tensor
 from growkern.ops._gemm_cpu import gemm_cpu, has_bfloat16, multiplies
 from growkern.ops._launch import acc_torch_dtype
 
-# of the head, upcast at a time: in cache it costs 10 % of the GEMM, through memory 60 %
-TILE_BYTES = 4 << 20
+# of the head, upcast at a time. In a CPU's cache it costs 10 % of the GEMM, through memory 60 %; a
+# GPU needs tiles that fill it
+TILE_BYTES, GPU_TILE_BYTES = 4 << 20, 256 << 20
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
@@ -73,7 +74,8 @@ def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
     if weight_VH.dtype == dtype:
         yield slice(0, V), weight_VH
         return
-    size = min(V, max(1, TILE_BYTES // (H * dtype.itemsize)))
+    held = TILE_BYTES if weight_VH.is_cpu else GPU_TILE_BYTES
+    size = min(V, max(1, held // (H * dtype.itemsize)))
     buffer = weight_VH.new_empty(size, H, dtype=dtype)
     for start in range(0, V, size):
         tile = slice(start, min(V, start + size))

@@ -137,10 +137,11 @@ def linear_kl_mlm_loss(
             gradient (three times for "reverse" and "jsd"). Default: whole rows, unless
             ``chunk_bytes`` holds fewer than 32 of them.
         logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
-            inputs and, on a CPU beside a teacher, for float32 ones. Their KL gradient is then
-            within 1e-5 of exact at 1 % drift, where float32 logits leave 7e-5, for up to 1.4 times
-            the time (`python -m bench.bench_linear_kl_mlm_loss` has both) and twice the memory of a
-            chunk. A GPU without fast float64 pays far more, so there it has to be asked for.
+            inputs and, beside a teacher, for float32 ones where float64 GEMMs are fast: a CPU, an
+            A100, H100, H200 or B200. Their KL gradient is then within 1e-5 of exact at 1 % drift,
+            where float32 logits leave 7e-5, for up to 1.4 times the time on a CPU
+            (`python -m bench.bench_linear_kl_mlm_loss` has both) and twice the memory of a chunk.
+            Elsewhere it has to be asked for.
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on

@@ -337,6 +337,7 @@ def test_alpha_zero_reads_no_teacher_and_one_no_label(device):
     "change, message",
     [
         ({"alpha": 1.5}, "alpha must lie"),
+        ({"alpha": None}, "alpha must lie"),
         ({"alpha": torch.ones(2)}, "0-d tensor"),
         ({"teacher_logits": None}, "needs a teacher"),
         ({"teacher_logits": torch.ones(4, 8).requires_grad_()}, "frozen"),
@@ -354,6 +355,10 @@ def test_alpha_zero_reads_no_teacher_and_one_no_label(device):
         ({"kl_rows": "every"}, "'labels', 'all'"),
         ({"kl_rows": torch.ones(4)}, "bool mask"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": "2"}, "temperature must be positive and finite, got '2'"),
+        ({"label_smoothing": 1}, "label_smoothing must lie in"),
+        ({"label_smoothing": [0.1]}, "label_smoothing must lie in"),
+        ({"z_loss": float("nan")}, "z_loss must be 0 or more"),
         ({"softcap": -1.0}, "softcap"),
         ({"reduction": "avg"}, "reduction"),
         ({"reduction": "sum", "num_items": 3}, "num_items"),

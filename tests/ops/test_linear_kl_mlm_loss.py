@@ -9,7 +9,7 @@ import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
 from growkern.ops import _native
 from growkern.ops._kl_mlm_options import Maths
-from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
+from growkern.ops._linear_kl_mlm_heads import Settings, Sizes, _has_fast_float64
 from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss_inputs import (
@@ -179,6 +179,13 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
 
     # what the float32 GEMMs of dX and dW leave
     assert worst(torch.float64) <= 2e-6 < 1e-5 < worst(torch.float32)
+
+
+@pytest.mark.parametrize("capability, fast", [((8, 0), True), ((9, 0), True), ((12, 0), False)])
+def test_a_gpu_takes_float64_logits_where_they_are_as_fast(capability, fast, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert _has_fast_float64(torch.device("cuda", 0)) is fast
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
