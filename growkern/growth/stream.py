@@ -9,11 +9,8 @@ it.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import errno
 import math
-import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -33,6 +30,7 @@ from growkern.growth.pieces import Piece, pieces_of
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.shards import ShardLayout
 from growkern.growth.source import Source, refuse_nonfinite
+from growkern.growth.target_file import Buffer, TargetFile
 
 
 class SourceReader:
@@ -98,8 +96,8 @@ class Stream:
         self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
         self.sums: dict[Mark, str] = {}
         self.bytes_kept = 0
-        self._descriptors: dict[str, int] = {}
-        self._own, self._writing = threading.local(), threading.Lock()
+        self._files: dict[str, TargetFile] = {}
+        self._own = threading.local()
 
     def run(self, workers: int, *, progress: bool) -> None:
         """Write all tensors that the journal does not vouch for; on an error, note what is done."""
@@ -155,7 +153,7 @@ class Stream:
     def _commit(self, marks: dict[Mark, str]) -> None:
         """Data first, then the marks that speak of it."""
         for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
-            os.fdatasync(self._descriptors[file])
+            self._files[file].sync()
         known = self.journal.source_sums
         sources = {name: s for name, s in list(self.reader.sums.items()) if name not in known}
         self.journal.add(marks, sources)
@@ -183,7 +181,9 @@ class Stream:
             if sum_rows(stored.rows(*piece.rows)) == before:
                 return piece, before, False
         start, stop = piece.rows
-        data = self._buffer(self._bytes(piece))
+        size = self._bytes(piece)
+        at = header.start + start * (size // (stop - start))
+        data = self._buffer().room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
         build_tensor(
             self.plan,
@@ -193,46 +193,18 @@ class Stream:
             part=piece.part,
             out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
         )
-        row = len(data) // (stop - start)
         total = sum_rows(data)
-        file = self._descriptors[header.file]
-        # a file takes one writer at a time: a second one had better build
-        with self._writing:
-            write_all(file, data.numpy().data, header.start + start * row)
+        self._files[header.file].write(data, at)
         return piece, total, True
 
-    def _buffer(self, size: int) -> Tensor:
-        """This worker's own memory, (size,) uint8."""
-        own = getattr(self._own, "buffer", None)
-        if own is None or len(own) < size:
-            own = self._own.buffer = torch.empty(size, dtype=torch.uint8)
-        return own[:size]
-
-    # ---- files
+    def _buffer(self) -> Buffer:
+        """This worker's own."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = Buffer()
+        return self._own.buffer
 
     def _open_files(self, stack: ExitStack) -> None:
         for name, size in self.layout.sizes.items():
-            file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT, 0o666)
-            stack.callback(os.close, file)
-            if os.fstat(file).st_size != size:
-                reserve(file, size)
-            write_all(file, memoryview(self.layout.heads[name]), 0)
-            self._descriptors[name] = file
-
-
-def reserve(file: int, size: int) -> None:
-    """Give an open file its size, and its space too, so that a full disk shows at the start."""
-    os.ftruncate(file, size)
-    # not posix_fallocate: where the file system cannot reserve, it writes every block once
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is not None and fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(code, os.strerror(code))
-
-
-def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write at a position; the system may take it in several bites."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], at + done)
+            file = TargetFile(self.directory / name, size, self.layout.heads[name])
+            stack.callback(file.close)
+            self._files[name] = file

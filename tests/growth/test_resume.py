@@ -1,5 +1,6 @@
 """Interrupted growth: nothing half done is seen or trusted, and the end is the same to the byte."""
 
+import ctypes
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from growkern.growth import grow as grow_module
 from growkern.growth import pieces, stream
 from growkern.growth.files import read_headers
 from growkern.growth.staging import Staging
+from growkern.growth.target_file import TargetFile
 from tests.growth.models import LLAMA, random_model
 from tests.growth.small_pieces import BYTES, cut_small
 
@@ -154,20 +156,21 @@ def test_a_torn_journal(source, expected, tmp_path, monkeypatch, damage):
 def test_data_is_on_disk_before_its_mark(source, tmp_path, monkeypatch):
     """Of power failures only the order of calls can be tested."""
     calls, unsynced = [], set()
-    write, fdatasync, add = stream.write_all, os.fdatasync, stream.Journal.add
+    write, sync, add = TargetFile.write, TargetFile.sync, stream.Journal.add
+    files, layouts = {}, []
 
-    def watch_write(file, data, at):
-        write(file, data, at)
-        unsynced.add((file, at))
+    def watch_write(self, data, at):
+        write(self, data, at)
+        unsynced.add((self, at))
 
-    def watch_sync(file):
-        now = {entry for entry in unsynced if entry[0] == file}
-        fdatasync(file)
+    def watch_sync(self):
+        now = {entry for entry in unsynced if entry[0] is self}
+        sync(self)
         unsynced.difference_update(now)
 
     def watch_add(self, marks, sources):
         for name, start, _ in marks:
-            header = layout.tensors[name]
+            header = layouts[0].tensors[name]
             row = header.nbytes // max(1, header.shape[0])
             assert (files[header.file], header.start + start * row) not in unsynced
         calls.append(len(marks))
@@ -176,13 +179,12 @@ def test_data_is_on_disk_before_its_mark(source, tmp_path, monkeypatch):
     open_files = stream.Stream._open_files
 
     def watch_open(self, stack):
-        nonlocal files, layout
         open_files(self, stack)
-        files, layout = self._descriptors, self.layout
+        files.update(self._files)
+        layouts.append(self.layout)
 
-    files = layout = None
-    monkeypatch.setattr(stream, "write_all", watch_write)
-    monkeypatch.setattr(stream.os, "fdatasync", watch_sync)
+    monkeypatch.setattr(TargetFile, "write", watch_write)
+    monkeypatch.setattr(TargetFile, "sync", watch_sync)
     monkeypatch.setattr(stream.Journal, "add", watch_add)
     monkeypatch.setattr(stream.Stream, "_open_files", watch_open)
     growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
@@ -285,7 +287,7 @@ def test_a_disk_that_fails_midway(source, expected, tmp_path, monkeypatch, code)
             raise OSError(code, os.strerror(code))
         return pwrite(*args)
 
-    monkeypatch.setattr(stream.os, "pwrite", failing)
+    monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(growkern.GrowthError, match=rf"{os.strerror(code)}; what is done is kept"):
         growkern.grow_checkpoint(source, target, **HOW)
     assert not target.exists()
@@ -297,13 +299,13 @@ def test_a_disk_that_fails_midway(source, expected, tmp_path, monkeypatch, code)
 
 def test_a_disk_takes_a_write_in_bites(source, expected, tmp_path, monkeypatch):
     pwrite = os.pwrite
-    monkeypatch.setattr(stream.os, "pwrite", lambda file, data, at: pwrite(file, data[:101], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:101], at))
     growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
     assert snapshot(tmp_path / "grown") == expected
 
 
 def test_a_file_system_that_cannot_reserve(source, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream.ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
     growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
     assert snapshot(tmp_path / "grown") == expected
 

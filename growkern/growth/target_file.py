@@ -1,0 +1,122 @@
+"""A file of a checkpoint while it is filled: its full size from the start, written by position.
+
+Whole blocks of a large piece go from the worker's buffer to the disk, past the page cache
+(O_DIRECT), where the file system can: a checkpoint is written once and on disk before it counts, so
+that the cache would only copy every byte once more, and take memory for it that the system, or a
+virtual machine's host, has to find first. What is left at both ends of a piece shares a block with
+its neighbours and goes through the cache, as small pieces do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# a multiple of what any disk asks of addresses, places and lengths
+BLOCK_BYTES = 4096
+# less is not worth waiting for the disk
+LEAST_DIRECT_BYTES = 1 << 20
+
+
+class TargetFile:
+    """Several threads may write to it, each to places of its own."""
+
+    def __init__(self, path: Path, size: int, head: bytes) -> None:
+        self._cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._direct: int | None = None
+        self._writing = threading.Lock()
+        try:
+            if os.fstat(self._cached).st_size != size:
+                reserve(self._cached, size)
+            self._direct = _open_direct(path)
+            write_all(self._cached, memoryview(head), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: Tensor, at: int) -> None:
+        """Put `data`, (n,) uint8, to its place, byte `at` of the file."""
+        view = data.numpy().data
+        start = min(-at % BLOCK_BYTES, len(view))
+        stop = start + (len(view) - start) // BLOCK_BYTES * BLOCK_BYTES
+        if (data.data_ptr() + start) % BLOCK_BYTES == 0 and stop - start >= LEAST_DIRECT_BYTES:
+            written = self._write_direct(view[start:stop], at + start)
+        else:
+            written = 0
+        # through the cache a file takes one writer at a time: a second one had better build
+        with self._writing:
+            write_all(self._cached, view[:start], at)
+            write_all(self._cached, view[start + written :], at + start + written)
+
+    def _write_direct(self, data: memoryview, at: int) -> int:
+        """How many bytes went past the cache; the others have to go through it."""
+        done = 0
+        while self._direct is not None and done < len(data):
+            try:
+                done += os.pwrite(self._direct, data[done:], at + done)
+            except OSError as error:
+                # a disk of larger blocks
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            if done % BLOCK_BYTES:
+                break
+        return done
+
+    def sync(self) -> None:
+        """Return when all that was written before is on disk."""
+        os.fdatasync(self._cached)
+
+    def close(self) -> None:
+        for file in (self._cached, self._direct):
+            if file is not None:
+                os.close(file)
+
+
+class Buffer:
+    """A worker's own memory, which grows when it has to."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int, at: int) -> Tensor:
+        """Memory, (size,) uint8, whose blocks are those of a file's bytes from `at` on."""
+        if len(self._memory) < size + 2 * BLOCK_BYTES:
+            self._memory = torch.empty(size + 2 * BLOCK_BYTES, dtype=torch.uint8)
+        start = -self._memory.data_ptr() % BLOCK_BYTES + at % BLOCK_BYTES
+        return self._memory[start : start + size]
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that writes past the page cache, or None where there is no such thing."""
+    flag = getattr(os, "O_DIRECT", None)
+    try:
+        return None if flag is None else os.open(path, os.O_WRONLY | flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def reserve(file: int, size: int) -> None:
+    """Give an open file its size, and its space too, so that a full disk shows at the start."""
+    os.ftruncate(file, size)
+    # not posix_fallocate: where the file system cannot reserve, it writes every block once
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is not None and fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+
+
+def write_all(file: int, data: memoryview, at: int) -> None:
+    """Write at a position; the system may take it in several bites."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
