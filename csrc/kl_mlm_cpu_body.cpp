@@ -148,7 +148,7 @@ void sum_student(const Row<T>& row) {
     if (row.label >= 0) moments(y, e_y, moment_y);
     const T rest = before.first + after.first;
     T at_t = rest + e_y;
-    if (a.K && inv_t != 1) {
+    if (inv_t != 1) {
         at_t = sum<T>(0, a.V, [=](int64_t j, T& e, T& none) {
                    e = exponential((z[j] - m) * inv_t);
                    none = 0;

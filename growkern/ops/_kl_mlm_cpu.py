@@ -13,7 +13,13 @@ from torch import Tensor
 
 from growkern.ops._kl_mlm_native import library_takes, rows_in_library
 from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Maths, Rows
-from growkern.ops._kl_mlm_state import STUDENT_NUMBERS, TEACHER_NUMBERS, Steps, clear
+from growkern.ops._kl_mlm_state import (
+    STUDENT_NUMBERS,
+    TEACHER_NUMBERS,
+    Steps,
+    clear,
+    label_gradient,
+)
 from growkern.ops._launch import acc_torch_dtype
 
 # elements of one block: five float32 blocks of this size fit the private caches of two cores
@@ -128,7 +134,7 @@ def _block(
         _label_gradient(e, label, torch.where(mlm_B, drows_SB[0], 0), state_SB, maths, grad)
 
     inv_t = 1 / maths.temperature
-    if teachers and inv_t != 1:
+    if inv_t != 1 and (steps.sums or teachers):
         torch.sub(s, state_SB[0][:, None], out=e).mul_(inv_t).exp_()
         if steps.sums:
             state_SB[2] = e.sum(-1)
@@ -216,16 +222,14 @@ def _label_gradient(
     grad: Tensor,
 ) -> None:
     """(4) and (8) into `grad`."""
-    (label_B1, here_B1), (m, rest, _, z_y) = label, state_SB[:4]
-    e_y = (z_y - m).exp()
-    d = rest + e_y
-    pull = dmlm_B * 2 * maths.z_loss * (d.log() + m) if maths.z_loss else torch.zeros_like(d)
-    smooth = dmlm_B * maths.label_smoothing
-    torch.mul(e, ((dmlm_B + pull) / d)[:, None], out=grad)
-    at_y = ((pull * e_y - dmlm_B * rest) / d + smooth)[:, None]
-    grad.scatter_(1, label_B1, torch.where(here_B1, at_y, grad.gather(1, label_B1)))
+    label_B1, here_B1 = label
+    factor_B1, at_y_B1, everywhere_B1 = (
+        x[:, None] for x in label_gradient(state_SB, dmlm_B, maths)
+    )
+    torch.mul(e, factor_B1, out=grad)
+    grad.scatter_(1, label_B1, torch.where(here_B1, at_y_B1, grad.gather(1, label_B1)))
     if maths.label_smoothing:
-        grad.sub_((smooth / state_SB[7])[:, None])
+        grad.sub_(everywhere_B1)
 
 
 def _other_divergence(

@@ -1,14 +1,18 @@
-"""Labels as the doors of the loss take them: one integer per row, inside the vocabulary.
+"""Rows as the doors of the loss take them: labels inside the vocabulary, masks and weights.
 
-Shape letters used in this file: N rows (tokens), L ranks of a vocabulary-parallel group.
+Shape letters used in this file: N rows (tokens), K teachers, L ranks that hold
+slices of the vocabulary.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops._kl_mlm_options import MLM_ROW
-from growkern.ops._vocab_parallel import gather
+from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Options
+from growkern.ops._launch import acc_torch_dtype
+from growkern.ops._vocab_parallel import Shard, gather
 
 
 def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
@@ -23,6 +27,85 @@ def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int)
     if not isinstance(ignore_index, int):
         raise GrowthError(f"ignore_index must be an integer, got {ignore_index!r}")
     return labels.reshape(-1).long()
+
+
+def row_kinds(
+    labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
+) -> Tensor:
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32."""
+    labelled_N = labels_N != ignore_index
+    if isinstance(kl_rows, Tensor):
+        if kl_rows.dtype != torch.bool or kl_rows.numel() != labels_N.numel():
+            raise GrowthError(
+                f"kl_rows must be a bool mask of the labels' shape ({labels_N.numel()} rows), got "
+                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
+            )
+        kl_N = kl_rows.reshape(-1)
+    elif kl_rows in ("labels", "all"):
+        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
+    else:
+        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
+    kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
+    # at alpha = 1 the labels weigh nothing: no CE work unless it is to be reported
+    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
+        kind_N += MLM_ROW * labelled_N.int()
+    if options.teacher_weights:
+        kind_N += KL_ROW * kl_N.int()
+    return kind_N
+
+
+def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Row weights as (N,)."""
+    if weights is None:
+        return None
+    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
+        raise GrowthError(
+            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
+            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)
+
+
+def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """What each row's MLM and each teacher's KL (before T^2) count for in the loss, (1 + K, N)."""
+    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
+    n_mlm: Any = 1
+    n_kl: Any = 1
+    if options.reduction == "mean":
+        if options.num_items is None:
+            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
+        elif isinstance(options.num_items, (tuple, list)):
+            n_mlm, n_kl = options.num_items
+        else:
+            n_mlm = n_kl = options.num_items
+    alpha = options.alpha
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(device=kind_N.device, dtype=dtype)
+    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
+    weights = [mlm_N.to(dtype) * row_N * (1 - alpha) / n_mlm]
+    kl_weight_N = kl_N.to(dtype) * row_N * alpha / n_kl
+    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
+    return torch.stack(weights).to(dtype)
+
+
+def row_inputs(
+    labels: Tensor,
+    hidden: Tensor,
+    kl_rows: str | Tensor,
+    ignore_index: int,
+    options: Options,
+    vocab: int,
+    shard: Shard,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checked labels (N,) as columns of the slice that is here, kinds (N,), weights (1 + K, N).
+
+    `vocab` counts the columns here; the weights have the dtype rows of `hidden` are summed in.
+    """
+    labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
+    kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    labels_N = labels_N - shard.start
+    return labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden))
 
 
 # an op, so that the values are looked at in a compiled graph too

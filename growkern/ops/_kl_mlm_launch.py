@@ -15,7 +15,7 @@ MAX_BLOCK_V = 4096
 MAX_REGISTERS = 128
 
 
-def _most_columns(ACC: Any) -> int:
+def most_columns(ACC: Any) -> int:
     """Of a block. exp in float64 takes twenty registers beside the two of each element."""
     return MAX_BLOCK_V // (4 if ACC is tl.float64 else 1)
 
@@ -47,7 +47,7 @@ def rows_on_triton(
         dstudent_NV[:, vocab:] = 0
     ACC = acc_dtype(student_NV)[1]
     choice = launch_choice(
-        "kl_mlm_rows", student_NV, vocab, BLOCK_V=_most_columns(ACC), num_warps=8,
+        "kl_mlm_rows", student_NV, vocab, BLOCK_V=most_columns(ACC), num_warps=8,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
@@ -78,6 +78,7 @@ def aot_cases() -> list[AotCase]:
         ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
         ("linear, fp64 logits", "fp64", "fp32", 1, Maths(2.0), whole, False),
         ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
+        ("linear, sums of a tail", "fp32", "bf16", 0, Maths(2.0), Steps(sums=True), True),
         ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
         ("linear, every option", "fp32", "bf16", 1, every, jsd, True),
         ("forward", "bf16", "bf16", 1, Maths(), Steps(sums=True), False),
@@ -99,7 +100,7 @@ def aot_cases() -> list[AotCase]:
             "V": "i32",
         }
         constants = _constants(maths, steps, parts)
-        constants |= {"ACC": ACC, "BLOCK_V": _most_columns(ACC)}
+        constants |= {"ACC": ACC, "BLOCK_V": most_columns(ACC)}
         case = AotCase(
             f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
             MAX_REGISTERS,

@@ -1,4 +1,4 @@
-"""What the doors of the KL + MLM loss share: checks, row masks, row weights and the parts.
+"""What the doors of the KL + MLM loss share: checks of the options, and the parts.
 
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers.
 """
@@ -136,7 +136,8 @@ def check_options(
     return Options(
         alpha,
         Maths(
-            float(temperature),
+            # nothing is taken at T without a teacher
+            float(temperature) if n_teachers else 1.0,
             float(softcap or 0.0),
             float(teacher_softcap or 0.0),
             _beta(divergence, beta),
@@ -215,65 +216,6 @@ def check_vocabulary(
     return vocab_size
 
 
-def row_kinds(
-    labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
-) -> Tensor:
-    """Bits MLM_ROW and KL_ROW per row, (N,) int32."""
-    labelled_N = labels_N != ignore_index
-    if isinstance(kl_rows, Tensor):
-        if kl_rows.dtype != torch.bool or kl_rows.numel() != labels_N.numel():
-            raise GrowthError(
-                f"kl_rows must be a bool mask of the labels' shape ({labels_N.numel()} rows), got "
-                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
-            )
-        kl_N = kl_rows.reshape(-1)
-    elif kl_rows in ("labels", "all"):
-        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
-    else:
-        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
-    kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
-    # at alpha = 1 the labels weigh nothing: no CE work unless it is to be reported
-    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
-        kind_N += MLM_ROW * labelled_N.int()
-    if options.teacher_weights:
-        kind_N += KL_ROW * kl_N.int()
-    return kind_N
-
-
-def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Row weights as (N,)."""
-    if weights is None:
-        return None
-    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
-        raise GrowthError(
-            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
-            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
-        )
-    return weights.reshape(-1)
-
-
-def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
-    """What each row's MLM and each teacher's KL (before T^2) count for in the loss, (1 + K, N)."""
-    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    n_mlm: Any = 1
-    n_kl: Any = 1
-    if options.reduction == "mean":
-        if options.num_items is None:
-            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
-        elif isinstance(options.num_items, (tuple, list)):
-            n_mlm, n_kl = options.num_items
-        else:
-            n_mlm = n_kl = options.num_items
-    alpha = options.alpha
-    if isinstance(alpha, Tensor):
-        alpha = alpha.to(device=kind_N.device, dtype=dtype)
-    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
-    weights = [mlm_N.to(dtype) * row_N * (1 - alpha) / n_mlm]
-    kl_weight_N = kl_N.to(dtype) * row_N * alpha / n_kl
-    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
-    return torch.stack(weights).to(dtype)
-
-
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: mlm, kl per teacher, entropy, top-1 per teacher."""
     rows_SN = rows_SN.detach()
@@ -288,6 +230,14 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
         kl = sum(w * kl_k for w, kl_k, _ in weighted) * options.maths.temperature**2 / n_kl
         top1 = sum(w * top1_k for w, _, top1_k in weighted) / n_kl
     return LossParts(sums[0] / n_mlm, kl, top1, sums[1 + K] / n_any)
+
+
+def outcome(
+    loss: Tensor, rows_SN: Tensor, kind_N: Tensor, options: Options, shape: torch.Size
+) -> Tensor | tuple[Tensor, LossParts]:
+    """What a door returns; `shape` is that of the labels."""
+    loss = loss.reshape(shape) if options.reduction == "none" else loss
+    return (loss, loss_parts(rows_SN, kind_N, options)) if options.parts else loss
 
 
 def refuse_second_derivative(*_: Any) -> Any:

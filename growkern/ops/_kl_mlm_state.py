@@ -87,6 +87,22 @@ def add_second_reading(state_SN: Tensor, partial_SN: Tensor) -> None:
         state_SN[k + 4 : k + 6] += partial_SN[k + 4 : k + 6]
 
 
+def label_gradient(state_SN: Tensor, dmlm_N: Tensor, maths: Maths) -> tuple[Tensor, Tensor, Tensor]:
+    """(4) and (8) of whole rows, (N,) each, in three parts.
+
+    The factor of exp(z - m) beside the label, what stands there at the label, and what is taken
+    from every column.
+    """
+    m, rest, _, z_y = state_SN[:4]
+    e_y = (z_y - m).exp()
+    d = rest + e_y
+    pull = dmlm_N * 2 * maths.z_loss * (d.log() + m) if maths.z_loss else torch.zeros_like(d)
+    smooth = dmlm_N * maths.label_smoothing
+    at_y = (pull * e_y - dmlm_N * rest) / d + smooth
+    everywhere = smooth / state_SN[7] if maths.label_smoothing else smooth
+    return (dmlm_N + pull) / d, at_y, everywhere
+
+
 def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor:
     """mlm, divergence per teacher, entropy, top-1 per teacher: (2 + 2K, N), 0 outside the kind."""
     m, rest, d_t, z_y, moment, best, sum_z, count = state_SN[:STUDENT_NUMBERS]

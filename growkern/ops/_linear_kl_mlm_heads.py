@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops._kl_mlm_options import Options
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._vocab_parallel import Shard, check_shard, is_dtensor, local, shard_of
 
@@ -28,6 +29,8 @@ class Sizes(NamedTuple):
     chunk_bytes: int = 0
     max_rows: int = 0
     vocab_tile: int = 0
+    start: int = 0  # the first column here among those of all ranks
+    total: int = 0  # columns of all ranks
 
 
 class Settings(NamedTuple):
@@ -43,11 +46,32 @@ class Settings(NamedTuple):
     backend: str
 
 
-def check_limits(**limits: int | None) -> dict[str, int]:
+def _checked(limits: dict[str, int | None]) -> dict[str, int]:
     for name, limit in limits.items():
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise GrowthError(f"{name} must be a positive integer, got {limit!r}")
     return {name: limit or 0 for name, limit in limits.items()}
+
+
+def settings_of(
+    student: Head,
+    options: Options,
+    vocab: int,
+    shard: Shard,
+    limits: dict[str, int | None],
+    logits_dtype: torch.dtype | None,
+    backend: str,
+    *more: float,
+) -> Settings:
+    """What the custom op is called with; `more` follows the numbers of `Maths`."""
+    total = shard.vocab or vocab
+    sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
+    want = [torch.is_grad_enabled() and x.requires_grad for x in student]
+    logits_dtype = check_logits_dtype(logits_dtype, student[0], bool(options.teacher_weights))
+    return Settings(
+        list(sizes), [*options.maths, *more], options.parts, options.reduction == "none", want,
+        logits_dtype, shard.group, backend,
+    )  # fmt: skip
 
 
 def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:

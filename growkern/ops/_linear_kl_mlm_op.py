@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growkern.ops._kl_mlm_options import refuse_second_derivative
 from growkern.ops._linear_kl_mlm_heads import Settings
-from growkern.ops._linear_kl_mlm_sweep import sweep
+from growkern.ops._linear_kl_mlm_sweep import Chunk, sweep
 from growkern.ops._native import advise_huge_pages
 
 # ----------------------------------------------------------------------- op
@@ -41,16 +41,28 @@ def linear_kl_mlm_op(
     every row and no gradient. `anchor` is `anchor_of` of the student.
     """
     settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
-    outputs = cleared_outputs(student, weight_WN, per_row, want)
-    loss, rows_SN, *grads = outputs
     heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
+    return swept(heads, (labels_N, kind_N, weight_WN), settings)
+
+
+def swept(
+    heads: Sequence[Sequence[Tensor]],
+    row_inputs: tuple[Tensor, Tensor, Tensor],
+    settings: Settings,
+    make_chunk: Callable[..., Chunk] = Chunk,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss, rows, dX, dW, db of one sweep over `heads`, the student's first."""
+    labels_N, _, weight_WN = row_inputs
+    outputs = cleared_outputs(heads[0], weight_WN, settings.per_row, settings.want)
+    loss, rows_SN, *grads = outputs
     wanted = [
-        grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
+        grad if wish and not settings.per_row else None
+        for grad, wish in zip(grads, settings.want, strict=True)
     ]
     with torch.autocast(labels_N.device.type, enabled=False):
-        rows_SN.copy_(sweep(heads, (labels_N, kind_N, weight_WN), settings, wanted))
+        rows_SN.copy_(sweep(heads, row_inputs, settings, wanted, make_chunk))
     loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
-    loss.copy_(loss_N if per_row else loss_N.sum())
+    loss.copy_(loss_N if settings.per_row else loss_N.sum())
     return outputs
 
 

@@ -1,12 +1,13 @@
 """One sweep of the linear loss over its live rows, chunk by chunk, on a GPU or a CPU.
 
 Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
-rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K terms.
+rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K terms,
+T = 2 W numbers of a row that `terms` gives.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from growkern.errors import GrowthError
 from growkern.ops._kl_mlm_options import Maths, Rows
 from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
-from growkern.ops._kl_mlm_state import Steps, clear, n_numbers, needs_second_reading, terms
+from growkern.ops._kl_mlm_state import Steps, n_numbers, needs_second_reading, terms
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._linear_kl_mlm_gemm import add_dw, add_dx, gemm_dtype, project
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
@@ -85,22 +86,29 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
     return rows_R[:R], R
 
 
-class _Chunk:
-    """Some rows of all heads, whose logits are made tile by tile."""
+class Chunk:
+    """Some rows of all heads, whose logits are made tile by tile.
+
+    `memory` holds the logits of `shape` of each head, and one number more.
+    """
 
     def __init__(
         self,
         heads: Sequence[Sequence[Tensor]],
-        source_C: Tensor,
+        rows_C: Tensor,
         row_inputs: Sequence[Tensor],
         settings: Settings,
-        buffers: Sequence[Tensor],
+        memory: Sequence[Tensor],
+        shape: tuple[int, int],
     ) -> None:
-        self.hidden = [head[0].index_select(0, source_C) for head in heads]
+        # an unused place reads the last row
+        self.source_C = rows_C.clamp(max=len(heads[0][0]) - 1)
+        self.hidden = [head[0].index_select(0, self.source_C) for head in heads]
         self.heads, self.settings = heads, settings
+        self.maths = Maths(*settings.maths[: len(Maths._fields)])
         self.labels_C, self.kind_C, self.drows_WC = row_inputs
         # tiles stand side by side in memory, so that rows of one are next to each other
-        self.buffers = [buffer[: len(source_C)] for buffer in buffers]
+        self.buffers = [flat[:-1].view(shape)[: len(rows_C)] for flat in memory]
         self.made: slice | None = None
 
     def tile(self, columns: slice) -> Rows:
@@ -111,9 +119,38 @@ class _Chunk:
                 project(x_CH, weight[columns], bias[columns], z_CV)
             self.made = columns
         z_CV, *teachers_CV = logits
-        maths, V = Maths(*self.settings.maths), z_CV.shape[1]
         labels_C = self.labels_C - columns.start
-        return Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, self.settings.parts)
+        V = z_CV.shape[1]
+        return Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, self.maths, self.settings.parts)
+
+    def place(self, z_CV: Tensor) -> Tensor:
+        """Where the gradient overwrites the logits: the head of each row if it is narrower."""
+        dtype = gemm_dtype(self.hidden[0])
+        return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
+
+    def read(self, tiles: Sequence[slice], wanted: bool) -> None:
+        """Sum the rows up; of whole rows that `write` comes to next it reads and writes at once."""
+        K, group = len(self.heads) - 1, self.settings.group
+        self.run = ROW_FUNCTIONS[self.settings.backend]
+        self.state_SC = self.buffers[0].new_empty(n_numbers(K), len(self.kind_C))
+        whole = len(tiles) == 1 and not group
+        self.steps = Steps(whole, whole and needs_second_reading(K, self.maths))
+        if not whole:
+            read_slices(self.run, functools.partial(map, self.tile, tiles), group, self.state_SC)
+        elif not wanted:
+            self.run(self.tile(tiles[0]), self.state_SC, self.steps)
+
+    def write(self, columns: slice) -> Tensor:
+        """The gradient of some columns, in the place of their logits."""
+        rows = self.tile(columns)
+        dz_CV = self.place(rows.student_NV)
+        self.made = None
+        self.run(rows, self.state_SC, self.steps._replace(grad=True), self.drows_WC, dz_CV)
+        return dz_CV
+
+    def terms(self) -> Tensor:
+        """The rows' terms, (2 W, C), after all else."""
+        return terms(self.state_SC, self.kind_C, self.maths, self.settings.parts)
 
 
 def sweep(
@@ -121,11 +158,12 @@ def sweep(
     row_inputs: Sequence[Tensor],
     settings: Settings,
     grads: Sequence[Tensor | None],
+    make_chunk: Callable[..., Chunk] = Chunk,
 ) -> Tensor:
     """The terms of all rows, (2 W, N), and the wanted ones of dX, dW, db; dX is zeros on entry."""
     labels_N, kind_N, weight_WN = row_inputs
-    x_NH, (W, N), group = heads[0][0], weight_WN.shape, settings.group
-    sizes, maths = Sizes(*settings.sizes), Maths(*settings.maths)
+    x_NH, (W, N) = heads[0][0], weight_WN.shape
+    sizes = Sizes(*settings.sizes)
     rows_R, R = live_rows(kind_N, sizes.max_rows)
     widths = [head[0].shape[1] for head in heads]
     C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
@@ -133,37 +171,25 @@ def sweep(
     size = size or max(vocab, 1)
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
     shape = (min(C, R), tiles[0].stop)
-    buffers = [x_NH.new_empty(shape, dtype=settings.logits_dtype) for _ in heads]
-    for buffer in buffers:
-        advise_huge_pages(buffer)
+    memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
+    for flat in memory:
+        advise_huge_pages(flat)
     sums = _Sums(grads, vocab if R else 0, not may_ask(x_NH.device))
     # row N: what an unused place reads (a row of no kind) and where it writes
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
-    state_SP = weight_WN.new_empty(n_numbers(W - 1), N + 1, dtype=settings.logits_dtype)
-    clear(state_SP)
-    run = ROW_FUNCTIONS[settings.backend]
+    terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
     for rows_C in rows_R.split(C) if R else ():
         inputs_C = [x[..., rows_C] for x in padded]
-        chunk = _Chunk(heads, rows_C.clamp(max=N - 1), inputs_C, settings, buffers)
-        state_SC = buffers[0].new_empty(len(state_SP), rows_C.numel())
-        # whole rows are read and written in one go
-        whole = len(tiles) == 1 and not group
-        if not whole:
-            read_slices(run, functools.partial(map, chunk.tile, tiles), group, state_SC)
-        steps = Steps(whole, whole and needs_second_reading(W - 1, maths), sums.wanted)
+        chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
+        chunk.read(tiles, sums.wanted)
         # backwards: the logits of the last tile are still there
-        for columns in reversed(tiles) if whole or sums.wanted else ():
-            rows = chunk.tile(columns)
-            dz_CV = _gradient_place(rows.student_NV, gemm_dtype(x_NH)) if sums.wanted else None
-            drows_WC = chunk.drows_WC if sums.wanted else None
-            run(rows, state_SC, steps, drows_WC, dz_CV)
-            if dz_CV is not None:
-                sums.add(dz_CV, chunk.hidden[0], heads[0][1], columns)
-        state_SP[:, rows_C] = state_SC
-        sums.store_rows(rows_C, group, unscale)
+        for columns in reversed(tiles) if sums.wanted else ():
+            sums.add(chunk.write(columns), chunk.hidden[0], heads[0][1], columns)
+        terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
+        sums.store_rows(rows_C, settings.group, unscale)
     sums.store(unscale)
-    return terms(state_SP[:, :N], kind_N, maths, settings.parts)
+    return terms_TP[:, :N]
 
 
 def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -185,11 +211,6 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     fresh = torch.empty_like(x, dtype=dtype)
     advise_huge_pages(fresh)
     return fresh
-
-
-def _gradient_place(z_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the gradient overwrites the logits: the head of each row if it is narrower."""
-    return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
 
 
 class _Sums:

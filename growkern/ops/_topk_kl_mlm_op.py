@@ -1,34 +1,30 @@
-"""The custom op of the top-k loss: a sweep over the live rows, chunk by chunk, and its gradients.
+"""The custom op of the top-k loss: the linear loss's sweep, with a few tokens for teachers.
 
-Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
-rows (capacity on a GPU), C rows of one chunk, H width, V vocabulary, k entries of the teacher.
+Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: N rows, C rows of
+one chunk, V columns of a tile, H width, k entries of one teacher, U tokens of all of them.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from growkern.ops._linear_kl_mlm_gemm import gemm_dtype, project
+from growkern.ops._kl_mlm_options import KL_ROW, Rows
+from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
+from growkern.ops._kl_mlm_state import Steps, n_numbers
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
-from growkern.ops._linear_kl_mlm_op import (
-    backward_of,
-    cleared_outputs,
-    empty_outputs,
-    setup_context,
-)
-from growkern.ops._linear_kl_mlm_sweep import (
-    _fit_to_dtype,
-    _gradient_place,
-    _Sums,
-    chunk_size,
-    live_rows,
-    may_ask,
-)
-from growkern.ops._topk_kl_mlm_cpu import topk_rows_on_cpu
-from growkern.ops._topk_kl_mlm_kernel import topk_rows_on_triton
-from growkern.ops._topk_kl_mlm_teacher import check_topk_values
+from growkern.ops._linear_kl_mlm_op import backward_of, empty_outputs, setup_context, swept
+from growkern.ops._linear_kl_mlm_sweep import Chunk
+from growkern.ops._topk_kl_mlm_buckets import Kept, solve, union
+from growkern.ops._topk_kl_mlm_cpu import tail_gradient_on_cpu
+from growkern.ops._topk_kl_mlm_kernel import tail_gradient_on_triton
+from growkern.ops._topk_kl_mlm_teacher import check_topk_values, teacher_masses
+from growkern.ops._vocab_parallel import largest
+
+TAIL_GRADIENTS = {"cpu": tail_gradient_on_cpu, "triton": tail_gradient_on_triton}
 
 # ----------------------------------------------------------------------- op
 
@@ -50,60 +46,106 @@ def topk_kl_mlm_op(
     group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, rows, dX, dW, db; as `linear_kl_mlm_op`, with (ids, log-probs) for the teachers."""
-    check_topk_values(topk[0], topk[1], kind_N, sizes[0], maths[2] != 0)
+    """loss, rows, dX, dW, db; as `linear_kl_mlm_op`, with ids and log-probs per teacher.
+
+    Ids count the columns of all ranks, labels those that are here; `maths` has one number more:
+    whether the tail is dropped.
+    """
+    total, drop_tail = Sizes(*sizes).total, maths[-1] != 0
+    for pair in _pairs(topk):
+        check_topk_values(pair, kind_N, total, drop_tail)
     settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
-    outputs = cleared_outputs(student, weight_WN, per_row, want)
-    loss, rows_SN, *grads = outputs
-    wanted = [
-        grad if wish and not per_row else None for grad, wish in zip(grads, want, strict=True)
-    ]
-    with torch.autocast(labels_N.device.type, enabled=False):
-        _sweep(student, topk, (labels_N, kind_N, weight_WN), settings, rows_SN, wanted)
-    loss_N = (weight_WN * rows_SN[:2]).sum(0)
-    loss.copy_(loss_N if per_row else loss_N.sum())
-    return outputs
+    make_chunk = functools.partial(_TopkChunk, topk)
+    return swept([student], (labels_N, kind_N, weight_WN), settings, make_chunk)
 
 
-def _sweep(
-    student: Sequence[Tensor],
-    topk: Sequence[Tensor],
-    row_inputs: Sequence[Tensor],
-    settings: Settings,
-    rows_SN: Tensor,
-    grads: Sequence[Tensor | None],
-) -> None:
-    """Fill `rows_SN`, (4, N), and the wanted ones of dX, dW, db, with dX zeros on entry."""
-    labels_N, kind_N, weight_WN = row_inputs
-    x_NH, weight_VH, bias_V = student
-    # rows stay whole: the k tokens of one lie anywhere
-    sizes = Sizes(*settings.sizes)._replace(vocab_tile=settings.sizes[0])
-    N, vocab = len(x_NH), sizes.vocab
-    rows_R, R = live_rows(kind_N, sizes.max_rows)
-    C, _ = chunk_size(R, [x_NH.shape[1]], x_NH, settings.logits_dtype.itemsize, sizes)
-    logits_CV = x_NH.new_empty(min(C, R), vocab, dtype=settings.logits_dtype)
-    sums = _Sums(grads, vocab if R else 0, not may_ask(x_NH.device))
-    # row N: what an unused place reads (a row of no kind) and where it writes
-    weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
-    labels_P, kind_P, weight_WP = (F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN))
-    rows_SP = F.pad(rows_SN, (0, 1))
-    run = topk_rows_on_triton if settings.backend == "triton" else topk_rows_on_cpu
-    for rows_C in rows_R.split(C) if R else ():
-        source_C = rows_C.clamp(max=N - 1)
-        x_CH, *topk_C = (x.index_select(0, source_C) for x in (x_NH, *topk))
-        z_CV = logits_CV[: len(rows_C)]
-        project(x_CH, weight_VH[:vocab], bias_V[:vocab], z_CV)
-        dz_CV = _gradient_place(z_CV, gemm_dtype(x_NH)) if sums.wanted else None
-        rows_SC = z_CV.new_empty(4, len(rows_C))
-        labels_C, kind_C, drows_WC = (x[..., rows_C] for x in (labels_P, kind_P, weight_WP))
-        maths, parts = settings.maths, settings.parts
-        run(z_CV, topk_C, labels_C, kind_C, vocab, maths, parts, rows_SC, drows_WC, dz_CV)
-        rows_SP[:, rows_C] = rows_SC.to(rows_SP.dtype)
-        if dz_CV is not None:
-            sums.add(dz_CV, x_CH, weight_VH, slice(0, vocab))
-            sums.store_rows(rows_C, "", unscale)
-    rows_SN.copy_(rows_SP[:, :N])
-    sums.store(unscale)
+def _pairs(topk: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [topk[j : j + 2] for j in range(0, len(topk), 2)]
+
+
+class _TopkChunk(Chunk):
+    """Some rows: the teachers' tokens are taken out of the logits and come back as gradients.
+
+    With -inf in their places the tail is read as any slice is: 1 - sum is never formed.
+    """
+
+    def __init__(self, topk: Sequence[Tensor], *linear: Any) -> None:
+        super().__init__(*linear)
+        *_, memory, _ = linear
+        self.flat, self.sizes = memory[0], Sizes(*self.settings.sizes)
+        kl_C, drop_tail = (self.kind_C & KL_ROW) > 0, self.settings.maths[-1] != 0
+        masses = [
+            teacher_masses(
+                [x.index_select(0, self.source_C) for x in pair], kl_C, self.sizes.total,
+                drop_tail, self.maths.beta,
+            )
+            for pair in _pairs(topk)
+        ]  # fmt: skip
+        self.ids_CU, places = union([ids for ids, _, _ in masses])
+        self.z_CU = self.flat.new_full(self.ids_CU.shape, -math.inf)
+        self.kept = [
+            Kept(ids, place, log_p, log_tail)
+            for (ids, log_p, log_tail), place in zip(masses, places, strict=True)
+        ]
+
+    def tile(self, columns: slice) -> Rows:
+        is_new, cap = self.made != columns, self.maths.softcap
+        rows = super().tile(columns)
+        if is_new and cap:
+            # here, because the cap of -inf, which is to mark a place, would be finite
+            rows.student_NV.div_(cap).tanh_().mul_(cap)
+        return rows
+
+    def _places(self, columns: slice, x_CV: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens stand in `flat`, the memory of `x_CV`, and which of them do.
+
+        The others have its last number, which nobody reads.
+        """
+        v_CU = self.ids_CU - (self.sizes.start + columns.start)
+        is_here_CU = (v_CU >= 0) & (v_CU < x_CV.shape[1])
+        row_C1 = torch.arange(len(x_CV), device=x_CV.device)[:, None] * x_CV.stride(0)
+        return torch.where(is_here_CU, row_C1 + v_CU, flat.numel() - 1), is_here_CU
+
+    def _tail(self, columns: slice) -> Rows:
+        """The logits of some columns without the tokens, which are kept."""
+        rows = self.tile(columns)
+        if self.maths.label_smoothing:
+            self.sum_z_C = rows.student_NV.sum(-1)
+        place_CU, is_here_CU = self._places(columns, rows.student_NV, self.flat)
+        self.z_CU = torch.where(is_here_CU, self.flat[place_CU], self.z_CU)
+        self.flat.index_fill_(0, place_CU.flatten(), -math.inf)
+        return rows._replace(maths=self.maths._replace(softcap=0.0, label_smoothing=0.0))
+
+    def _sums(self, rows: Rows, state_SC: Tensor, steps: Steps) -> None:
+        ROW_FUNCTIONS[self.settings.backend](rows, state_SC, steps)
+        if self.maths.label_smoothing:
+            state_SC[6] = self.sum_z_C
+
+    def read(self, tiles: Sequence[slice], wanted: bool) -> None:
+        group = self.settings.group
+        tail_SC = self.flat.new_empty(n_numbers(0), len(self.kind_C))
+        read_slices(self._sums, functools.partial(map, self._tail, tiles), group, tail_SC)
+        if group:
+            largest(self.z_CU, group)
+        rows = (self.labels_C + self.sizes.start, self.kind_C, self.drows_WC)
+        self.solved = solve(
+            tail_SC, (self.ids_CU, self.z_CU), self.kept, rows, self.maths, self.settings.parts
+        )
+
+    def write(self, columns: slice) -> Tensor:
+        rows, (_, tail_5C, tokens_CU) = self.tile(columns), self.solved
+        dz_CV = self.place(rows.student_NV)
+        self.made = None
+        TAIL_GRADIENTS[self.settings.backend](rows, tail_5C.to(rows.student_NV.dtype), dz_CV)
+        flat, cap = self.flat.view(dz_CV.dtype), self.maths.softcap
+        if cap:
+            tokens_CU = tokens_CU * (1 - (self.z_CU / cap).square())
+        place_CU, _ = self._places(columns, dz_CV, flat)
+        flat.scatter_(0, place_CU.flatten(), tokens_CU.flatten().to(flat.dtype))
+        return dz_CV
+
+    def terms(self) -> Tensor:
+        return self.solved.terms_TC
 
 
 @topk_kl_mlm_op.register_fake

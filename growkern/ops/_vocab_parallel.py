@@ -81,3 +81,8 @@ def gather(x: Tensor, group: str) -> Tensor:
 def add_up(x: Tensor, group: str) -> None:
     """The sum over all ranks, in place."""
     dist.all_reduce(x, group=_resolved(group))
+
+
+def largest(x: Tensor, group: str) -> None:
+    """The maximum over all ranks, in place."""
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=_resolved(group))

@@ -43,7 +43,13 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_labels import check_labels, checked_labels
+from growkern.ops._kl_mlm_labels import (
+    check_labels,
+    check_row_weights,
+    checked_labels,
+    row_kinds,
+    term_weights,
+)
 from growkern.ops._kl_mlm_op import kl_mlm_rows_op
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
@@ -53,11 +59,8 @@ from growkern.ops._kl_mlm_options import (
     Maths,
     as_teachers,
     check_options,
-    check_row_weights,
     check_vocabulary,
-    loss_parts,
-    row_kinds,
-    term_weights,
+    outcome,
 )
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._vocab_parallel import check_shard, refuse_sharded_reference
@@ -94,14 +97,14 @@ def kl_mlm_rows_reference(
     for teacher_NV in teachers_NV:
         u_NV = capped(teacher_NV, maths.teacher_softcap)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
-        rows.append(torch.where(kl_N, _divergence(log_p_NV, log_qT_NV, maths.beta), 0))
+        rows.append(torch.where(kl_N, divergence_reference(log_p_NV, log_qT_NV, maths.beta), 0))
         agreement.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
     entropy_N = torch.special.entr(log_q_NV.detach().exp()).sum(-1)
     rows.append(torch.where(kind_N > 0, entropy_N, 0))
     return torch.stack(rows + agreement)
 
 
-def _divergence(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
+def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
     """(2), (7) or the reverse KL, (N,)."""
 
     def kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
@@ -216,8 +219,8 @@ def kl_mlm_loss(
         rows_SN, _ = kl_mlm_rows_op(student_NV, teachers_NV, *here, shard.group, chosen)
     weight_WN = term_weights(kind_N, options, rows_SN.dtype)
     loss_N = (weight_WN * rows_SN[: 1 + len(teachers)]).sum(0)
-    loss = loss_N.reshape(labels.shape) if reduction == "none" else loss_N.sum()
-    return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss
+    loss = loss_N if reduction == "none" else loss_N.sum()
+    return outcome(loss, rows_SN, kind_N, options, labels.shape)
 
 
 def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:

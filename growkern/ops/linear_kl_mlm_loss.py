@@ -31,27 +31,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops._backend import choose_backend
-from growkern.ops._kl_mlm_labels import check_labels, checked_labels
+from growkern.ops._kl_mlm_labels import check_row_weights, row_inputs
 from growkern.ops._kl_mlm_options import (
     IGNORE_INDEX,
     LossParts,
     Maths,
     as_teachers,
     check_options,
-    check_row_weights,
     check_vocabulary,
-    loss_parts,
-    row_kinds,
-    term_weights,
+    outcome,
 )
-from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._linear_kl_mlm_heads import (
     Head,
     Settings,
-    Sizes,
-    check_limits,
-    check_logits_dtype,
     checked_heads,
+    settings_of,
 )
 from growkern.ops._linear_kl_mlm_op import anchor_of, linear_kl_mlm_op
 from growkern.ops._vocab_parallel import refuse_sharded_reference
@@ -173,23 +167,14 @@ def linear_kl_mlm_loss(
     chosen = choose_backend(backend, labels.device, library=False)
     refuse_sharded_reference(chosen, shard.group)
     vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
-    labels_N = check_labels(labels, student_hidden.shape[:-1], "student_hidden", ignore_index)
-    kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
-    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group) - shard.start
-    weight_WN = term_weights(kind_N, options, acc_torch_dtype(student[0]))
-    limits = check_limits(chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile)
-    want = [torch.is_grad_enabled() and x.requires_grad for x in student]
-    logits_dtype = check_logits_dtype(logits_dtype, student[0], len(teachers) > 0)
-    settings = Settings(
-        list(Sizes(vocab, shard.each or vocab, **limits)), list(options.maths), return_parts,
-        reduction == "none", want, logits_dtype, shard.group, chosen,
-    )  # fmt: skip
-    loss, rows_SN = _loss_and_rows(student, teachers, (labels_N, kind_N, weight_WN), settings)
-    loss = loss.reshape(labels.shape) if reduction == "none" else loss
-    return (loss, loss_parts(rows_SN, kind_N, options)) if return_parts else loss
+    rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
+    limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
+    settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen)
+    loss, rows_SN = linear_loss_and_rows(student, teachers, rows, settings)
+    return outcome(loss, rows_SN, rows[1], options, labels.shape)
 
 
-def _loss_and_rows(
+def linear_loss_and_rows(
     student: Head,
     teachers: Sequence[Head],
     rows: tuple[Tensor, Tensor, Tensor],

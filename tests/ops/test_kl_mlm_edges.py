@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import growkern
 from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops._kl_mlm_labels import checked_labels
-from growkern.ops._kl_mlm_options import Maths, Options, row_kinds
+from growkern.ops._kl_mlm_labels import checked_labels, row_kinds
+from growkern.ops._kl_mlm_options import Maths, Options
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from tests.ops.loss_inputs import BACKENDS, make_logits
 from tests.ops.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads

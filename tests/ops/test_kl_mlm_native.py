@@ -1,8 +1,11 @@
 """The rows of the compiled library, on every instruction set, against float64."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from growkern.ops import _kl_mlm_cpu as cpu_module
 from growkern.ops import _native
 from growkern.ops._kl_mlm_cpu import rows_on_cpu
 from growkern.ops._kl_mlm_native import library_takes, rows_in_library
@@ -78,6 +81,22 @@ def test_is_the_reference(dtype, bar, N, V, K, maths, isa):
     state, _ = run(rows, isa, steps=Steps(sums=True))
     _, again = run(rows, isa, steps=Steps(grad=True), state=state)
     assert torch.equal(again, grad)
+
+
+@pytest.mark.parametrize("isa", [*_native.available_isas(), "pytorch"])
+def test_the_sum_at_the_temperature_needs_no_teacher(isa):
+    """The top-k loss reads its tail without one."""
+    rows = make_rows(7, 600, 0, Maths(2.0), torch.float64)
+    state = rows.student_NV.new_empty(n_numbers(0), 7)
+    if isa == "pytorch":
+        with mock.patch.object(cpu_module, "library_takes", lambda *_: False):
+            rows_on_cpu(rows, state, Steps(sums=True))
+    else:
+        state, _ = run(rows, isa, steps=Steps(sums=True))
+    z = rows.student_NV
+    expected = ((z - z.amax(-1, keepdim=True)) / 2).exp().sum(-1)
+    live = rows.kind_N > 0
+    torch.testing.assert_close(state[2, live], expected[live])
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

@@ -27,6 +27,13 @@ CASES = [
     {"alpha": 0.4, "divergence": "jsd", "beta": 0.3, "temperature": 1.5, "kl_rows": "all"},
     {"alpha": 0.4, "reduction": "none"},
 ]
+TOPK_CASES = [
+    {"temperature": 2.0},
+    {"softcap": 4.0, "label_smoothing": 0.1, "z_loss": 0.01, "kl_rows": "all"},
+    {"divergence": "reverse", "vocab_tile": 7, "label_smoothing": 0.1},
+    {"divergence": "jsd", "beta": 0.3, "temperature": 1.5, "chunk_bytes": 900},
+    {"tail": "renormalise", "reduction": "none"},
+]
 
 
 def linear(student, teacher, labels, **options):
@@ -40,6 +47,44 @@ def linear(student, teacher, labels, **options):
     loss, parts = loss
     weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
     return loss.detach(), torch.autograd.grad((loss * weights).sum(), inputs), parts
+
+
+def kept_of(teachers):
+    """Ids all over the real columns, some of both teachers, and their log-probs."""
+    logits = [torch.nn.functional.linear(*head)[:, :REAL] for head in teachers]
+    tops = [z.log_softmax(-1).topk(k) for z, k in zip(logits, (5, 17), strict=True)]
+    return [top.indices for top in tops], [top.values for top in tops]
+
+
+def topk(student, kept, labels, **options):
+    """As `linear`."""
+    inputs = [x.detach().clone().requires_grad_() for x in student]
+    loss, parts = growkern.topk_kl_mlm_loss(
+        *inputs[:2], *kept, labels, student_bias=inputs[2], return_parts=True, **options
+    )
+    weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
+    return loss.detach(), torch.autograd.grad((loss * weights).sum(), inputs), parts
+
+
+def check_tokens(rank, group):
+    """`check_columns` for cached teachers, whose tokens lie on any rank."""
+    start, stop = BOUNDS[group.size()][rank : rank + 2]
+    student, teachers, labels = make_heads(12, V, 8, torch.float64, "cpu", K=2)
+    labels.clamp_(max=REAL - 1)
+    mine = [student[0], student[1][start:stop], student[2][start:stop]]
+    where = {"group": group, "vocab_start": start, "vocab_size": REAL}
+    for options in TOPK_CASES:
+        kept = kept_of(teachers)
+        whole = topk(student, kept, labels, vocab_size=REAL, **options)
+        actual = topk(mine, kept, labels, **where, **options)
+        torch.testing.assert_close(actual[0], whole[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(actual[2], whole[2])
+        expected = [whole[1][0], *(g[start:stop] for g in whole[1][1:])]
+        for a, e in zip(actual[1], expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+    kept[0][0][0, 0] = REAL
+    with pytest.raises(growkern.errors.GrowthError, match=f"outside 0..{REAL - 1}"):
+        topk(mine, kept, labels, **where)
 
 
 def check_columns(rank, group):
@@ -72,38 +117,48 @@ def check_columns(rank, group):
 
 
 def check_traffic(group):
-    """What crosses the network: a check of the labels, 14 numbers per row, and dX."""
+    """What crosses the network: a check of the labels, 14 numbers per row, and dX.
+
+    Of cached teachers 8 numbers per row and the logits of their tokens.
+    """
     sent = []
     gather, add_up = dist.all_gather, dist.all_reduce
-    student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
+    student, teachers, labels = make_heads(12, V, 8, torch.float64, "cpu", K=2)
     start, stop = BOUNDS[4][dist.get_rank() : dist.get_rank() + 2]
-    slices = [[h[0], h[1][start:stop], h[2][start:stop]] for h in (student, teacher)]
+    slices = [[h[0], h[1][start:stop], h[2][start:stop]] for h in (student, teachers[0])]
+    where = {"group": group, "vocab_start": start, "vocab_size": V}
     try:
         dist.all_gather = lambda out, x, **k: (
             sent.append(x.shape),
             gather(out, x, **k),
         )
         dist.all_reduce = lambda x, **k: (sent.append(x.shape), add_up(x, **k))
-        linear(*slices, labels, group=group, vocab_start=start, vocab_size=V)
+        linear(*slices, labels, **where)
+        topk(slices[0], kept_of(teachers), labels, **where)
     finally:
         dist.all_gather, dist.all_reduce = gather, add_up
     live = int((labels != IGNORED).sum())
-    assert sent == [(2,), (14, live), (live, 8)], sent
+    expected = [(2,), (14, live), (live, 8)]
+    assert sent == [*expected, (2,), (8, live), (live, 5 + 17), (live, 8)], sent
 
 
 def check_dtensors():
     mesh = init_device_mesh("cpu", (4,))
-    student, (teacher,), labels = make_heads(12, V, 8, torch.float64, "cpu")
-    whole = linear(student, teacher, labels)
+    student, (teacher, other), labels = make_heads(12, V, 8, torch.float64, "cpu", K=2)
+    whole, kept = linear(student, teacher, labels), kept_of([teacher, other])
+    whole_topk = topk(student, kept, labels)
 
     def cut(head):
         placements = (Replicate(), Shard(0), Shard(0))
         return [distribute_tensor(x, mesh, [p]) for x, p in zip(head, placements, strict=True)]
 
-    loss, grads, _ = linear(cut(student), cut(teacher), labels)
-    torch.testing.assert_close(loss, whole[0])
-    for actual, expected in zip(grads, whole[1], strict=True):
-        torch.testing.assert_close(actual.full_tensor(), expected)
+    for cut_up, known in (
+        (linear(cut(student), cut(teacher), labels), whole),
+        (topk(cut(student), kept, labels), whole_topk),
+    ):
+        torch.testing.assert_close(cut_up[0], known[0])
+        for actual, expected in zip(cut_up[1], known[1], strict=True):
+            torch.testing.assert_close(actual.full_tensor(), expected)
     with pytest.raises(growkern.errors.GrowthError, match="some heads are DTensors"):
         linear(cut(student), teacher, labels)
     with pytest.raises(growkern.errors.GrowthError, match="neither group nor"):
@@ -174,6 +229,8 @@ def run_rank(rank, folder):
         pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         check_columns(rank, dist.group.WORLD)
         check_columns(rank % 2, pair)
+        check_tokens(rank, dist.group.WORLD)
+        check_tokens(rank % 2, pair)
         check_rows(rank % 2, pair)
         check_traffic(dist.group.WORLD)
         check_dtensors()

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops import _linear_kl_mlm_sweep as rows_module
-from growkern.ops import _topk_kl_mlm_op as sweep_module
+from growkern.ops import _linear_kl_mlm_sweep as sweep_module
+from growkern.ops._kl_mlm_options import Maths
 from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
 from growkern.ops._linear_kl_mlm_op import anchor_of
 from growkern.ops._topk_kl_mlm_op import topk_kl_mlm_op
@@ -45,25 +45,63 @@ def make_inputs(N, V, H, k, dtype, device, temperature=1.0, stored=None):
     return student, topk, labels
 
 
-def truth_of(student, topk, labels, *, alpha, temperature=1.0, softcap=None, tail="bucket"):
-    """The definition, row by row in float64: two distributions over k tokens and all the rest."""
+def make_teachers(N, V, H, ks, dtype, device, temperature=1.0):
+    """Student head, [ids], [log-probs] of teachers with some tokens in common, labels."""
+    student, (ids, logprobs), labels = make_inputs(N, V, H, ks[0], dtype, device, temperature)
+    _, others, _ = make_heads(N, V, H, dtype, device, K=len(ks))
+    kept = [topk_of(F.linear(*head), k, temperature) for head, k in zip(others, ks, strict=True)]
+    kept[0] = (ids, logprobs)
+    for own, _ in kept[1:]:
+        # one token in common with the first, at another place
+        shared = ids[:, 0].unsqueeze(1)
+        own[:, -1:] = torch.where((own == shared).any(1, keepdim=True), own[:, -1:], shared)
+    return student, [list(x) for x in zip(*kept, strict=True)], labels
+
+
+def masses_of(pair, z, temperature, tail):
+    """Two distributions over k tokens and all the rest, of one row in float64."""
+    ids, p = pair[0].long(), pair[1].double().exp()
+    q = (z / temperature).softmax(-1)
+    beside = [v for v in range(len(q)) if v not in ids.tolist()]
+    p_out, q_out = p, q[ids]
+    if tail == "renormalise":
+        return p / p.sum(), q_out
+    if beside:
+        p_out = torch.cat([p, 1 - p.sum()[None]])
+        q_out = torch.cat([q_out, q[beside].sum()[None]])
+    return p_out, q_out
+
+
+def divergence_of(p, q, kind, beta):
+    def kl(a, b):
+        return (torch.xlogy(a, a) - torch.xlogy(a, b)).sum()
+
+    if kind == "jsd":
+        m = beta * p + (1 - beta) * q
+        return beta * kl(p, m) + (1 - beta) * kl(q, m)
+    # beside a renormalised teacher the tail is no bucket of its own
+    return kl(q, p) if kind == "reverse" else (torch.xlogy(p, p) - p * q.log()).sum()
+
+
+def truth_of(
+    student, topk, labels, *, alpha, temperature=1.0, softcap=None, tail="bucket",
+    divergence="forward", beta=0.5, label_smoothing=0.0, z_loss=0.0, teacher_weights=None,
+):  # fmt: skip
+    """The definition, row by row in float64, teacher by teacher."""
+    pairs = list(zip(*topk, strict=True)) if isinstance(topk[0], list) else [topk]
+    weights = teacher_weights or [1 / len(pairs)] * len(pairs)
     hidden, weight, bias = student
     z = F.linear(hidden.double(), weight.double(), bias.double())
     z = softcap * torch.tanh(z / softcap) if softcap else z
     rows = [i for i in range(len(labels)) if labels[i] != IGNORED]
     loss = z.new_zeros(())
     for i in rows:
-        ids, p = topk[0][i].long(), topk[1][i].double().exp()
-        q = (z[i] / temperature).softmax(-1)
-        beside = [v for v in range(len(q)) if v not in ids.tolist()]
-        p_out, q_out = p, q[ids]
-        if tail == "renormalise":
-            p_out = p / p.sum()
-        elif beside:
-            p_out = torch.cat([p, 1 - p.sum()[None]])
-            q_out = torch.cat([q_out, q[beside].sum()[None]])
-        kl = (torch.xlogy(p_out, p_out) - p_out * q_out.log()).sum()
-        mlm = -z[i].log_softmax(-1)[labels[i]]
+        kl = 0
+        for share, pair in zip(weights, pairs, strict=True):
+            p, q = masses_of([x[i] for x in pair], z[i], temperature, tail)
+            kl = kl + share * divergence_of(p, q, divergence, beta)
+        mlm = F.cross_entropy(z[i], labels[i], label_smoothing=label_smoothing)
+        mlm = mlm + z_loss * z[i].logsumexp(-1) ** 2
         loss = loss + ((1 - alpha) * mlm + alpha * temperature**2 * kl) / len(rows)
     return loss
 
@@ -90,21 +128,31 @@ def loss_and_grads(student, topk, labels, function=call, **options):
         (5, {"alpha": 0.4, "temperature": 2.0, "tail": "renormalise"}),
         (7, {"alpha": 1.0, "softcap": 4.0}),
         (41, {"alpha": 0.7, "temperature": 1.5}),
+        (6, {"alpha": 0.3, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0}),
+        (6, {"alpha": 0.8, "divergence": "reverse", "temperature": 2.0}),
+        (41, {"alpha": 0.8, "divergence": "reverse"}),
+        (6, {"alpha": 0.8, "divergence": "jsd", "beta": 0.3, "label_smoothing": 0.2}),
+        (41, {"alpha": 0.8, "divergence": "jsd", "softcap": 4.0}),
+        ([4, 9], {"alpha": 0.7, "temperature": 1.5, "teacher_weights": [0.3, 0.7]}),
+        ([4, 9], {"alpha": 0.7, "tail": "renormalise"}),
+        ([1, 41, 5], {"alpha": 1.0, "divergence": "reverse", "softcap": 4.0}),
+        ([5, 5], {"alpha": 0.5, "divergence": "jsd", "beta": 0.6, "z_loss": 0.1}),
     ],
     ids=str,
 )
 def test_is_the_definition(k, options, backend, device):
-    student, topk, labels = make_inputs(
+    make = make_teachers if isinstance(k, list) else make_inputs
+    student, topk, labels = make(
         9, 41, 12, k, torch.float64, device, options.get("temperature", 1.0)
     )
     expected = loss_and_grads(student, topk, labels, truth_of, **options)
     actual = loss_and_grads(student, topk, labels, backend=backend, **options)
     assert_same(actual, expected)
-    # three rows a chunk: the sums run over several chunks, the last one ragged
-    actual = loss_and_grads(
-        student, topk, labels, backend=backend, chunk_bytes=3 * 41 * 8, **options
-    )
-    assert_same(actual, expected)
+    # three rows a chunk: the sums run over several chunks, the last one ragged. Tiles: the same,
+    # and the tokens lie in any of them
+    for limits in ({"chunk_bytes": 3 * 41 * 8}, {"vocab_tile": 7}, {"vocab_tile": 40}):
+        actual = loss_and_grads(student, topk, labels, backend=backend, **limits, **options)
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
@@ -170,12 +218,16 @@ def test_more_entries_leave_less_out(device):
     assert all(a <= b + 1e-12 for a, b in pairwise(kls)) and kls[0] < kls[-1]
 
 
-@pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
+CLOSE = [(drift, {}) for drift in (0.01, 0.05, 0.2)]
+CLOSE += [(0.01, {"divergence": "reverse", "vocab_tile": 9000}), (0.01, {"divergence": "jsd"})]
+
+
+@pytest.mark.parametrize("drift, options", CLOSE, ids=str)
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
-def test_gradients_beside_a_close_teacher(dtype, bar, drift, device):
+def test_gradients_beside_a_close_teacher(dtype, bar, drift, options, device):
     student, teacher, labels = drifted_heads(24, 32_000, drift, dtype, device)
     topk = topk_of(F.linear(*(x.double() for x in teacher)), 64, 2.0, torch.float32)
-    options = {"alpha": 1.0, "temperature": 2.0}
+    options = {"alpha": 1.0, "temperature": 2.0, **options}
     in64 = [x.double() for x in student]
     _, truth = loss_and_grads(in64, topk, labels, backend="reference", **options)
     _, actual = loss_and_grads(student, topk, labels, **options)
@@ -193,6 +245,50 @@ def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
     _, actual = loss_and_grads(student, topk, labels, backend="triton", alpha=1.0)
     errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
     assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_teachers_with_the_same_and_with_other_tokens(backend, device):
+    """One teacher twice is that teacher; cut in two it has the other's tokens in its tail."""
+    student, topk, labels = make_inputs(9, 41, 12, 6, torch.float64, device, 2.0)
+    options = {"temperature": 2.0, "backend": backend, "return_parts": True}
+    for kind in ("forward", "reverse", "jsd"):
+        loss, parts = call(student, topk, labels, divergence=kind, **options)
+        turned = [x.flip(1) for x in topk]
+        twice = [list(pair) for pair in zip(topk, turned, strict=True)]
+        again, parts_again = call(student, twice, labels, divergence=kind, **options)
+        torch.testing.assert_close((again, *parts_again), (loss, *parts))
+        halves = [[x[:, :2], x[:, 2:]] for x in topk]
+        expected = [
+            call(student, half, labels, divergence=kind, **options)[0]
+            for half in zip(*halves, strict=True)
+        ]
+        both, _ = call(student, halves, labels, divergence=kind, **options)
+        torch.testing.assert_close(both, sum(expected) / 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_reverse_of_a_rounded_tail(backend, device):
+    """Half a float16 step is all that is known of the tail: it must not cost without limit."""
+    student, _, labels = make_heads(2, 13, 8, torch.float64, device)
+    labels[:] = torch.tensor([3, 8])
+    ids = torch.tensor([[3, 0]] * 2, device=device)
+    stored = torch.tensor([[-0.5, -0.9321]] * 2, dtype=torch.half, device=device)
+    assert (stored.double().exp().sum(-1) >= 1).all()
+    options = {"alpha": 1.0, "divergence": "reverse", "backend": backend}
+    loss, grads = loss_and_grads(student, (ids, stored), labels, **options)
+    p = stored.double().exp()
+    p = p / p.sum(-1, keepdim=True)
+    lost = -(p * p.log()).sum(-1) * torch.finfo(torch.half).eps / 2
+    q = F.linear(*student).softmax(-1)
+    q_kept = q.gather(1, ids)
+    q_tail = q.scatter(1, ids, 0).sum(-1)
+    kl = (q_kept * (q_kept / p).log()).sum(-1) + q_tail * (q_tail / lost).log()
+    torch.testing.assert_close(loss, kl.mean())
+    assert all(grad.isfinite().all() for grad in grads)
+    # what the teacher has ruled out for certain does cost without limit
+    certain = torch.tensor([[0.0, float("-inf")]] * 2, device=device)
+    assert call(student, (ids, certain), labels, **options) == float("inf")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -279,10 +375,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
 def test_compaction_without_asking_how_many(backend, device):
     student, topk, labels = make_inputs(12, 17, 8, 4, torch.float64, device)
     expected = loss_and_grads(student, topk, labels, backend="reference")
-    with (
-        mock.patch.object(sweep_module, "may_ask", lambda device: False),
-        mock.patch.object(rows_module, "may_ask", lambda device: False),
-    ):
+    with mock.patch.object(sweep_module, "may_ask", lambda device: False):
         for max_rows in (None, 12, 8):
             actual = loss_and_grads(
                 student, topk, labels, backend=backend, max_rows=max_rows, chunk_bytes=700
@@ -419,9 +512,17 @@ def test_autocast(backend, device):
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
-@pytest.mark.parametrize("options", [{"reduction": "mean"}, {"reduction": "none", "softcap": 3.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "mean"},
+        {"reduction": "none", "softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.1},
+        {"divergence": "jsd", "vocab_tile": 3},
+    ],
+    ids=str,
+)
 def test_gradcheck(options, backend, device):
-    student, topk, labels = make_inputs(3, 7, 4, 3, torch.float64, device)
+    student, topk, labels = make_teachers(3, 7, 4, [3, 2], torch.float64, device)
 
     def loss(*head):
         return call(head, topk, labels, temperature=1.7, kl_rows="all", backend=backend, **options)
@@ -433,16 +534,17 @@ def test_gradcheck(options, backend, device):
 @pytest.mark.parametrize("backend", PROVIDERS)
 @pytest.mark.parametrize("per_row", [False, True])
 def test_opcheck(per_row, backend, device):
-    student, topk, labels = make_inputs(4, 9, 8, 3, torch.float32, device)
+    student, topk, labels = make_teachers(4, 9, 8, [3, 4], torch.float32, device)
     student = [x.requires_grad_() for x in student]
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
-    weights = torch.rand(2, 4, device=device)
-    sizes = list(Sizes(9, 9))
+    weights = torch.rand(3, 4, device=device)
+    sizes = list(Sizes(9, 9, total=9))
     settings = Settings(
-        sizes, [2.0, 0.0, 0.0], True, per_row, [True] * 3, torch.float32, "", backend
+        sizes, [*Maths(2.0), 0.0], True, per_row, [True] * 3, torch.float32, "", backend
     )
     rows = (labels.clamp(min=0), kind, weights)
-    inputs = (student, list(topk), *rows, anchor_of(student), *settings)
+    flat = [x for pair in zip(*topk, strict=True) for x in pair]
+    inputs = (student, flat, *rows, anchor_of(student), *settings)
     torch.library.opcheck(topk_kl_mlm_op, inputs)
 
 
@@ -461,7 +563,8 @@ def test_backward_twice_but_not_double(backend, device):
 
 
 def test_compiles_whole_and_once_for_every_alpha(device):
-    student, topk, labels = make_inputs(6, 33, 8, 4, torch.float32, device)
+    student, topk, labels = make_teachers(6, 33, 8, [4, 7], torch.float32, device)
+    others = {"divergence": "jsd", "label_smoothing": 0.1, "vocab_tile": 20}
     torch._dynamo.reset()
     compiled = torch.compile(topk_kl_mlm_loss, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -469,10 +572,10 @@ def test_compiles_whole_and_once_for_every_alpha(device):
             inputs = [x.clone().requires_grad_() for x in student]
             loss = compiled(
                 *inputs[:2], *topk, labels, student_bias=inputs[2],
-                alpha=torch.tensor(alpha, device=device),
+                alpha=torch.tensor(alpha, device=device), **others,
             )  # fmt: skip
             grads = torch.autograd.grad(loss, inputs)
-            expected = loss_and_grads(student, topk, labels, alpha=alpha)
+            expected = loss_and_grads(student, topk, labels, alpha=alpha, **others)
             assert_same((loss.detach(), grads), expected, rtol=1e-5)
 
 
@@ -488,8 +591,8 @@ GOOD = {
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"teacher_topk_ids": None}, "needs teacher_topk_ids"),
-        ({"teacher_topk_ids": [torch.tensor([[1, 8]] * 4)]}, "a cached teacher is one"),
+        ({"teacher_topk_ids": None}, "need as many teacher_topk_ids, got 0"),
+        ({"teacher_topk_ids": [torch.tensor([[1, 8]] * 4)] * 2}, "as many teacher_topk_ids, got 2"),
         ({"chunk_bytes": 1.5}, "chunk_bytes must be a positive integer, got 1.5"),
         ({"teacher_topk_logprobs": None}, "needs a teacher"),
         ({"teacher_topk_ids": torch.tensor([[1, 8]] * 3)}, "needs the rows"),
@@ -509,6 +612,17 @@ GOOD = {
             "no mass",
         ),
         ({"tail": "drop"}, "tail must be"),
+        ({"tail": "renormalise", "divergence": "reverse"}, "infinite with tail='renormalise'"),
+        ({"teacher_weights": [0.5, 0.5]}, "teacher_weights must be 1 numbers"),
+        ({"vocab_tile": 0}, "vocab_tile must be a positive"),
+        ({"vocab_start": 3}, "vocab_start belongs to a group"),
+        (
+            {
+                "teacher_topk_ids": [torch.tensor([[1, 8]] * 4), torch.tensor([[1]] * 4)],
+                "teacher_topk_logprobs": [torch.full((4, 2), -1.0), torch.full((4, 2), -1.0)],
+            },
+            r"teacher_topk_ids\[1\].*same k",
+        ),
         ({"vocab_size": 8}, "outside 0..7"),
         ({"max_rows": 3}, "max_rows=3"),
     ],
