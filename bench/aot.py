@@ -86,8 +86,6 @@ def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 def _blocks(case: AotCase) -> list[int]:
     """Sizes of the block that one turn of the hot loop takes."""
-    if "BLOCKS" in case.constexprs:  # the second is of the k kept tokens, outside of the loops
-        return [case.constexprs["BLOCKS"][0]]
     return [v for k, v in case.constexprs.items() if k.startswith("BLOCK_")]
 
 

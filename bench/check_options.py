@@ -1,6 +1,6 @@
 """Every option of the losses on the device against float64: divergences, smoothing, weights, tiles.
 
-The truth is (1) to (9) of kl_mlm_loss.py and (3) of topk_kl_mlm_loss.py written out in PyTorch and
+The truth is (1) to (9) of kl_mlm_loss.py and (1) of topk_kl_mlm_loss.py written out in PyTorch and
 differentiated by autograd, with nothing of the library in it.
 """
 
@@ -32,6 +32,17 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"divergence": "jsd", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0}
     | {"teacher_weights": [0.4, 0.6], "row_weights": True, "reduction": "none", "kl_rows": "all"},
 )
+# the same for cached teachers of k entries each
+TOPK_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}),
+    (64, {}),
+    (1000, {}),
+    (64, {"tail": "renormalise"}),
+    (64, {"divergence": "reverse"}),
+    (64, {"vocab_tile": 8192}),
+    (64, {"teacher_weights": [0.3, 0.7]}),
+    (64, OPTIONS[-1] | {"vocab_tile": 8192}),
+)
 ALPHA, T = 0.7, 2.0
 
 
@@ -61,7 +72,22 @@ def _divergence(p: Tensor, q: Tensor, kind: str, beta: float) -> Tensor:
     return kl(q, p) if kind == "reverse" else kl(p, q)
 
 
-def truth_of(z: Tensor, teachers: Sequence[Tensor], labels: Tensor, options: Any) -> Tensor:
+def _log_masses(teacher: Any, log_q: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+    """What is compared: all tokens of logits, or the k of a cached teacher and the rest.
+
+    The rest is 1 - sum, which float64 can bear.
+    """
+    if isinstance(teacher, Tensor):
+        return (_capped(teacher, options.get("teacher_softcap")) / T).log_softmax(-1), log_q
+    ids, log_p = teacher[0].long(), teacher[1].double()
+    log_q = log_q.gather(1, ids)
+    if options.get("tail") == "renormalise":
+        return log_p.log_softmax(-1), log_q
+    rests = [torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (log_p, log_q)]
+    return torch.cat([log_p, rests[0]], 1), torch.cat([log_q, rests[1]], 1)
+
+
+def truth_of(z: Tensor, teachers: Sequence[Any], labels: Tensor, options: Any) -> Tensor:
     """The loss per row, float64: its terms divided by how many rows have each."""
     z = _capped(z, options.get("softcap"))
     live = labels != IGNORED
@@ -74,31 +100,15 @@ def truth_of(z: Tensor, teachers: Sequence[Tensor], labels: Tensor, options: Any
     kl = sum(
         weight
         * _divergence(
-            (_capped(u, options.get("teacher_softcap")) / T).log_softmax(-1),
-            log_q,
+            *_log_masses(teacher, log_q, options),
             options.get("divergence", "forward"),
             options.get("beta", 0.5),
         )
-        for weight, u in zip(weights, teachers, strict=True)
+        for weight, teacher in zip(weights, teachers, strict=True)
     )
     counts = (1.0, 1.0) if options.get("reduction") == "none" else (live.sum(), with_kl.sum())
     rows = (1 - ALPHA) * mlm / counts[0] + ALPHA * T**2 * torch.where(with_kl, kl, 0) / counts[1]
     return rows if options.get("row_weights") is None else rows * options["row_weights"]
-
-
-def truth_of_topk(z: Tensor, topk: Sequence[Tensor], labels: Tensor, tail: str) -> Tensor:
-    """(3) of topk_kl_mlm_loss.py with its plain differences, which float64 can bear."""
-    ids, log_p = topk[0].long(), topk[1].double()
-    live = labels != IGNORED
-    mlm = F.cross_entropy(z, labels, reduction="none")
-    log_q = (z / T).log_softmax(-1).gather(1, ids)
-    if tail == "renormalise":
-        log_p = log_p.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    if tail == "bucket":
-        P, Q = (1 - x.exp().sum(-1) for x in (log_p, log_q))
-        kl = kl + P * (P.log() - Q.log())
-    return ((1 - ALPHA) * mlm + ALPHA * T**2 * live * kl) / live.sum()
 
 
 # --------------------------------------------------------------------- checks
@@ -206,27 +216,28 @@ def _topk(recorder: Recorder) -> None:
     shapes = recorder.pick([(256, 30_522, 768, 512), (256, 262_144, 256, 128)], [(5, 41, 12, 8)])
     for N, V, H, H_t in shapes:
         for dtype in recorder.pick((torch.bfloat16, torch.float32), (torch.float32,)):
-            student, teacher = make_heads(N, V, H, H_t, dtype, rng)
+            student, first = make_heads(N, V, H, H_t, dtype, rng)
+            second = make_heads(N, V, H, H_t, dtype, rng)[1]
             labels = make_labels(N, V, rng)
-            for k, tail in recorder.pick(
-                ((1, "bucket"), (64, "bucket"), (1000, "bucket"), (64, "renormalise")),
-                ((5, "bucket"),),
-            ):
-                topk = _kept(teacher, k)
+            for k, options in recorder.pick(TOPK_OPTIONS, ((5, TOPK_OPTIONS[-1][1]),)):
+                name, options = _named(options, N, rng)
+                heads = [first, second][: 2 if "teacher_weights" in options else 1]
+                kept = [_kept(head, k) for head in heads]
 
-                kept = topk, labels, tail
-
-                def ours(x: Tensor, w: Tensor, kept: Any = kept) -> Tensor:
-                    topk, y, tail = kept
+                def ours(
+                    x: Tensor, w: Tensor, o: Any = options, kept: Any = kept, y: Any = labels
+                ) -> Tensor:
+                    ids, log_p = ([pair[i] for pair in kept] for i in range(2))
                     return topk_kl_mlm_loss(
-                        x, w, *topk, y, alpha=ALPHA, temperature=T, tail=tail,
-                        backend="triton",
-                    )  # fmt: skip
+                        x, w, ids, log_p, y, alpha=ALPHA, temperature=T, backend="triton", **o
+                    )
 
-                def truth(x: Tensor, w: Tensor, kept: Any = kept) -> Tensor:
-                    return truth_of_topk(x @ w.t(), *kept)
+                def truth(
+                    x: Tensor, w: Tensor, o: Any = options, kept: Any = kept, y: Any = labels
+                ) -> Tensor:
+                    return truth_of(x @ w.t(), kept, y, o)
 
-                title = f"top-k, k {k}, {tail}"
+                title = f"top-k, k {k}, {name or 'no option'}"
                 compare(recorder, title, student, ours, truth, shape=f"{N}x{V}x{H}")
 
 

@@ -20,27 +20,26 @@ def tail_gradient_on_cpu(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) -> No
     student_NV, _, labels_N, kind_N, V, maths, _ = rows
     if V == 0:
         return
-    is_here_N = ((kind_N & MLM_ROW) > 0) & (labels_N >= 0) & (labels_N < V)
-    labels_N = torch.where(is_here_N, labels_N, 0)
+    has_label_N = ((kind_N & MLM_ROW) > 0) & (labels_N >= 0) & (labels_N < V)
     size = max(1, BLOCK_ELEMENTS // V)
     scratch = student_NV.new_empty(2, min(size, len(student_NV)), V)
     for start in range(0, len(student_NV), size):
         here = slice(start, start + size)
         s = student_NV[here]
-        grad, on_tail = scratch[:, : len(s)]
-        m, factor, weight, at_label, everywhere = tail_5N[:, here, None]
-        torch.sub(s, m, out=on_tail)
-        torch.exp(on_tail, out=grad)
-        if maths.temperature != 1:
-            on_tail = on_tail.mul_(1 / maths.temperature).exp_()
+        e, grad = scratch[:, : len(s)]
+        m, factor, on_tail, at_label, everywhere = tail_5N[:, here, None]
+        torch.sub(s, m, out=e)
+        if maths.temperature == 1:
+            torch.mul(e.exp_(), factor, out=grad)
         else:
-            on_tail.copy_(grad)
-        grad.mul_(factor)
-        label_B1, is_here_B1 = labels_N[here, None], is_here_N[here, None]
-        grad.scatter_(1, label_B1, torch.where(is_here_B1, at_label, grad.gather(1, label_B1)))
-        grad.addcmul_(on_tail, weight)
+            torch.exp(e, out=grad).mul_(factor)
+            e.mul_(1 / maths.temperature).exp_()
+        rows_R = has_label_N[here].nonzero().squeeze(1)
+        grad[rows_R, labels_N[here][rows_R]] = at_label[rows_R, 0]
+        grad.addcmul_(e, on_tail)
         if maths.label_smoothing:
             grad.sub_(everywhere)
         if maths.softcap:
             grad.mul_(1 - (s / maths.softcap).square_())
-        dstudent_NV[here] = grad.masked_fill_((kind_N[here] == 0)[:, None], 0)
+        dstudent_NV[here] = grad
+    dstudent_NV[kind_N == 0] = 0

@@ -141,7 +141,8 @@ class _TopkChunk(Chunk):
         if cap:
             tokens_CU = tokens_CU * (1 - (self.z_CU / cap).square())
         place_CU, _ = self._places(columns, dz_CV, flat)
-        flat.scatter_(0, place_CU.flatten(), tokens_CU.flatten().to(flat.dtype))
+        # not scatter_, which on a CPU copies all of a narrow `flat`
+        flat[place_CU] = tokens_CU.to(flat.dtype)
         return dz_CV
 
     def terms(self) -> Tensor:
