@@ -374,13 +374,19 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_compaction_without_asking_how_many(backend, device):
     student, topk, labels = make_inputs(12, 17, 8, 4, torch.float64, device)
-    expected = loss_and_grads(student, topk, labels, backend="reference")
+    # what every column loses to smoothing is 0 / 0 in an unused place
+    options = {"label_smoothing": 0.1}
+    expected = loss_and_grads(student, topk, labels, backend="reference", **options)
+    options |= {"backend": backend, "chunk_bytes": 700}
     with mock.patch.object(sweep_module, "may_ask", lambda device: False):
         for max_rows in (None, 12, 8):
-            actual = loss_and_grads(
-                student, topk, labels, backend=backend, max_rows=max_rows, chunk_bytes=700
-            )
+            actual = loss_and_grads(student, topk, labels, max_rows=max_rows, **options)
             assert_same(actual, expected)
+
+
+def test_backends_it_has_not():
+    with pytest.raises(growkern.GrowthError, match="'cuda' does not do this operation"):
+        topk_kl_mlm_loss(**GOOD, backend="cuda")
 
 
 def test_alpha_zero_reads_no_teacher(device):
@@ -423,6 +429,13 @@ def test_top1_where_the_likeliest_token_stands(backend, device):
     _, parts = call([hidden, weight, bias], topk, ids[:, 0], return_parts=True, backend=backend)
     # rows 0 and 3 agree, the second by its smaller id; the tops of rows 1 and 2 stand beside the k
     assert parts.top1_agreement.item() == 0.5
+    # nothing is beside the k, and all logits lie below 0: only row 1 disagrees
+    ids = torch.arange(4, device=device).expand(4, 4).contiguous()
+    topk = (ids, torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log().expand(4, 4).contiguous())
+    _, parts = call(
+        [hidden, weight, bias - 10], topk, ids[:, 0], return_parts=True, backend=backend
+    )
+    assert parts.top1_agreement.item() == 0.75
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
