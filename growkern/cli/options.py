@@ -16,6 +16,7 @@ from growkern.growth.target import growable_fields
 OTHER_OPTIONS = {
     "noise": "Size of the cancelling noise, relative to each weight.",
     "carry": "Size of the mean that extra coordinates carry through a post-norm; 0: none.",
+    "identity_gain": "Size of what runs between the norms of inserted post-norm blocks.",
     "seed": "Seed of maps, noise, shares and random weights.",
 }
 

@@ -58,6 +58,10 @@ class Family:
         used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values()}
         return tuple(key for key, size in self.config.items() if key in used and size.field)
 
+    def largest(self, key: str) -> int:
+        """Beyond any model: a larger number is a slip of the finger, or damage."""
+        return 1 << (14 if key in self.stacks.values() else 24)
+
     @property
     def unit_sizes(self) -> tuple[str, ...]:
         """The sizes that count independent units and are not the stream's: FFNs."""

@@ -140,22 +140,27 @@ def _depth(plan: GrowthPlan) -> list[Finding]:
         elif family.norm.placement != "post":
             found.append(Finding("exact", what, "inserted blocks add zero"))
         else:
-            eps = family.norm.epsilon(plan.source.config)
-            why = f"inserted blocks repeat their input up to eps={eps:g} of the norms"
-            found.append(Finding("exact" if eps <= 1e-12 else "approximate", what, why))
+            eps, square = family.norm.epsilon(plan.source.config), plan.options.identity_gain**2
+            error = eps * square / (square + eps)
+            why = f"inserted blocks repeat their input up to {error:.2g}, eps={eps:g} of the norms"
+            found.append(Finding("exact" if error <= 1e-12 else "approximate", what, why))
     return found
 
 
 def _rounding(plan: GrowthPlan) -> list[Finding]:
     if plan.dtype.itemsize >= plan.source.dtype.itemsize and plan.dtype.itemsize > 2:
         return []
-    dtype = str(plan.dtype).removeprefix("torch.")
+    layout, dtype = plan.layout, str(plan.dtype).removeprefix("torch.")
     if plan.dtype.itemsize < plan.source.dtype.itemsize:
         return [Finding("approximate", dtype, f"the source is {plan.source.dtype}")]
-    if plan.options.symmetry == "split":
+    is_widened = any(
+        layout.family.size(layout.source, key) != layout.family.size(plan.target_config, key)
+        for key in layout.family.config.keys() - set(layout.family.stacks.values())
+    )
+    if is_widened and plan.options.symmetry == "split":
         why = "shares sum to the source's weights bit for bit, but products with them round"
         return [Finding("approximate", dtype, why)]
-    if plan.options.symmetry == "noise":
+    if is_widened and plan.options.symmetry == "noise":
         return [Finding("approximate", dtype, "weights are rounded to this dtype after the noise")]
     per_layer = plan.options.scheme == "paper"
     kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
@@ -163,7 +168,8 @@ def _rounding(plan: GrowthPlan) -> list[Finding]:
     if rounded:
         why = f"weights are rounded to this dtype after scaling, such as {rounded[0]}"
         return [Finding("approximate", dtype, why)]
-    return [Finding("exact", dtype, "all shares are powers of two: no rounding")]
+    why = "all shares are powers of two: no rounding" if is_widened else "weights are copied"
+    return [Finding("exact", dtype, why)]
 
 
 def _is_rounded(plan: GrowthPlan, task: Task) -> bool:

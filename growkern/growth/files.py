@@ -7,11 +7,11 @@ import math
 import mmap
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -21,6 +21,9 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 # of torch.distributed.checkpoint
 METADATA_FILE = ".metadata"
+# a safetensors file begins with the length of its header; more than this no library reads
+LENGTH = struct.Struct("<Q")
+MOST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -139,30 +142,62 @@ def _weights_file(directory: Path) -> Path:
 
 
 def read_header_bytes(file: Path) -> bytes:
-    """The length and the JSON at the head of a safetensors file, as they stand there."""
+    """The length and the JSON at the head of a safetensors file, as they stand there.
+
+    Raises:
+        ValueError: the length is more than the file has, or than the format allows.
+    """
     with file.open("rb") as stream:
-        length = stream.read(8)
-        return length + stream.read(struct.unpack("<Q", length)[0])
+        size = os.fstat(stream.fileno()).st_size
+        if size < LENGTH.size:
+            raise ValueError(f"it has {size} bytes, fewer than the length of a header")
+        head = stream.read(LENGTH.size)
+        (length,) = LENGTH.unpack(head)
+        if length > min(size - len(head), MOST_HEADER_BYTES):
+            raise ValueError(f"its header is said to have {length} bytes, the file has {size}")
+        return head + stream.read(length)
 
 
 def _read_shard(file: Path) -> dict[str, Header]:
+    """Not by the library, which maps the whole file: one larger than memory cannot be mapped."""
     try:
-        # the library checks lengths, overlaps and gaps, and that the file ends where it must
-        with safetensors.safe_open(str(file), framework="pt") as shard:
-            shard.keys()
         head = read_header_bytes(file)
-        entries = json.loads(head[8:], object_pairs_hook=_unique)
-    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        if head[LENGTH.size : LENGTH.size + 1] != b"{":
+            raise ValueError("its header is no JSON object")
+        entries = json.loads(head[LENGTH.size :].decode(), object_pairs_hook=_unique)
+        _check_metadata(entries.pop("__metadata__", {}))
+        headers = [_header(file, len(head), *entry) for entry in entries.items()]
+        _check_places(headers, len(head), file.stat().st_size)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
-    headers = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        dtype = STORED_DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise GrowthError(
-                f"{file}: {name} has dtype {entry['dtype']}; growth handles F64, F32, F16 and BF16"
-            )
-        start = len(head) + entry["data_offsets"][0]
-        headers[name] = Header(str(file), name, tuple(entry["shape"]), dtype, start)
-    return headers
+    return {header.raw_name: header for header in headers}
+
+
+def _check_metadata(metadata: Any) -> None:
+    texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [metadata]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("its __metadata__ holds more than texts")
+
+
+def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> Header:
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # bool is an int to Python, and 1.0 is one to nobody
+    if any(type(n) is not int or n < 0 for n in [*shape, *offsets]) or len(offsets) != 2:
+        raise ValueError(f"{name} has shape {shape} and data_offsets {offsets}")
+    if code not in STORED_DTYPES:
+        raise GrowthError(f"{file}: {name} has dtype {code}; growth handles F64, F32, F16 and BF16")
+    header = Header(str(file), name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
+    if header.nbytes != offsets[1] - offsets[0]:
+        raise ValueError(f"{name} is {code} {shape} and has bytes {offsets[0]} to {offsets[1]}")
+    return header
+
+
+def _check_places(headers: Iterable[Header], start: int, size: int) -> None:
+    """Tensors lie side by side from the header to the end of the file."""
+    end = start
+    for header in sorted(headers, key=lambda header: (header.start, header.nbytes)):
+        if header.start != end:
+            raise ValueError(f"{header.raw_name} starts at byte {header.start}, expected {end}")
+        end += header.nbytes
+    if end != size:
+        raise ValueError(f"it has {size} bytes, its header says {end}")

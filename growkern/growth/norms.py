@@ -27,7 +27,9 @@ def build_norm(
     value = read(task.source)
     # 1 + weight is what is scaled; it must not be rounded before the 1 is gone again
     value = value + offset if offset == 0 else value.double() + offset
-    gain = _unit_gain(plan) if task.identity == "affine" and not task.tensor.is_bias else 1.0
+    gain = 1.0
+    if task.identity == "affine" and not task.tensor.is_bias:
+        gain = _unit_gain(plan) / plan.options.identity_gain
     index, scale, value = _gather(plan, task, value, read)
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
@@ -129,8 +131,9 @@ def _upper(
 
 
 def _unit_gain(plan: GrowthPlan) -> float:
-    """sqrt(1 + eps): undoes what eps takes from an input of variance 1."""
-    return math.sqrt(1 + plan.layout.family.norm.epsilon(plan.source.config))
+    """sqrt(K^2 + eps): gives an input of size K back as it was, but for eps."""
+    eps = plan.layout.family.norm.epsilon(plan.source.config)
+    return math.sqrt(plan.options.identity_gain**2 + eps)
 
 
 def _unit_norm(plan: GrowthPlan, task: Task) -> Tensor:
@@ -138,4 +141,5 @@ def _unit_norm(plan: GrowthPlan, task: Task) -> Tensor:
         return torch.zeros(task.shape, dtype=plan.dtype)
     # the first of a chain normalises, the ones after it must repeat their input
     is_first = (task.tensor.stack, task.tensor.layer) not in plan.inserted
-    return torch.full(task.shape, 1.0 if is_first else _unit_gain(plan), dtype=plan.dtype)
+    gain = plan.options.identity_gain if is_first else _unit_gain(plan)
+    return torch.full(task.shape, gain, dtype=plan.dtype)

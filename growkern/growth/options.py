@@ -40,6 +40,9 @@ class GrowthOptions:
             weight there is 4/carry, and a weight of 400 does not survive a learning rate of 1e-3
             (the loss of a small BERT went from 5.5 to 6.0 in 160 steps, to 5.3 at 1.0), hence the
             default. 0 turns it off.
+        identity_gain: size K of what runs between the norms of inserted post-norm blocks. Each is
+            off by eps K^2 / (K^2 + eps) of its input: by the norms' eps at 1, by nothing in
+            float64 at 1e-8, where the weights of those norms hardly learn.
         seed: of maps, noise, shares and random weights.
     """
 
@@ -51,6 +54,7 @@ class GrowthOptions:
     aki: str = "unit"
     maps: str = "cyclic"
     carry: float = 1.0
+    identity_gain: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +67,8 @@ class GrowthOptions:
         for name, most in (("noise", 1.0), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
+        if not 0 < self.identity_gain <= 1:
+            raise GrowthError(f"identity_gain={self.identity_gain} is not above 0 and at most 1")
 
     @property
     def is_baseline(self) -> bool:

@@ -177,7 +177,13 @@ def _open_directory(directory: Path) -> Source:
     _check_names_and_shapes(expected, tied, found, str(directory))
     own = {name: headers[raw] for name, raw in names.items() if name not in tied}
 
-    dtypes = {name: entry.dtype for name, entry in own.items()}
+    for name, header in own.items():
+        if not header.dtype.is_floating_point:
+            raise GrowthError(
+                f"{header.file}: {name} has dtype {header.dtype}; growth handles F64, F32, F16 and "
+                "BF16"
+            )
+    dtypes = {name: header.dtype for name, header in own.items()}
 
     def read(name: str) -> Tensor:
         return own[name].read()
@@ -195,8 +201,9 @@ def _read_headers(directory: Path, expected: Mapping[str, Any]) -> Mapping[str, 
 
 def _check_values(file: Path, family: Family, config: Any) -> None:
     for key in family.config:
-        if family.size(config, key) < 1:
-            raise GrowthError(f"{file}: {family.config_field(key)} must be positive")
+        size, most = family.size(config, key), family.largest(key)
+        if not 1 <= size <= most:
+            raise GrowthError(f"{file}: {family.config_field(key)}={size} must lie in 1 .. {most}")
     if family.activation is not None:
         activation = getattr(config, family.activation)
         if activation not in ACT2FN:

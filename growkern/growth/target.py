@@ -8,8 +8,6 @@ from typing import Any
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 
-# beyond any model; a longer number is a slip of the finger
-LARGEST_SIZE = 1 << 24
 # rotary frequencies that depend on head_dim through theta ** (-2 i / head_dim) alone
 PLAIN_ROTARY = ("default", "linear", "llama3")
 
@@ -117,8 +115,6 @@ def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GrowthError(f"{name}={value!r}: expected a positive whole number")
-        if value > LARGEST_SIZE:
-            raise GrowthError(f"{name}={value} is larger than any model; at most {LARGEST_SIZE}")
         asked[allowed[name]] = value
     return asked
 
@@ -182,6 +178,9 @@ def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]
         old, new = family.size(source, key), family.size(target, key)
         if new < old:
             raise GrowthError(f"{field}={new} is smaller than the source's {old}; growth widens")
+        if new > family.largest(key):
+            most = family.largest(key)
+            raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     if all(family.size(source, key) == family.size(target, key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     for heads in family.query_heads:

@@ -77,6 +77,7 @@ def outputs(model, seed=0):
     with Float64Everywhere():
         result = model(**inputs)
     names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+    names += ("mc_logits",)
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
     found = found or {"last_hidden_state": result.last_hidden_state}
     at = mask.bool()

@@ -1,13 +1,11 @@
 """Checkpoints on disk: what comes out, and what bad input does (nothing)."""
 
-import contextlib
 import json
 import shutil
 import subprocess
 import sys
 
 import pytest
-import safetensors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 import growkern
 from growkern.cli import app
 from growkern.growth import grow as grow_module
+from growkern.growth.files import Header
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 SIZES = {**BERT, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
@@ -158,7 +157,15 @@ BREAKAGES = [
     (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
     (lambda d: edit_config(d, model_type=["bert"]), "has no family table"),
     (lambda d: edit_config(d, hidden_act="gelo"), "did you mean 'gelu'"),
-    (lambda d: edit_config(d, intermediate_size=0), "intermediate_size must be positive"),
+    (lambda d: edit_config(d, intermediate_size=0), r"intermediate_size=0 must lie in 1 \.\."),
+    (
+        lambda d: edit_config(d, num_hidden_layers=10**9),
+        r"num_hidden_layers=10+ must lie in 1 \.\.",
+    ),
+    (
+        lambda d: edit_tensor(d, QUERY, lambda t, n: t.update({n: t[n].int()})),
+        r"has dtype torch\.int32; growth handles F64",
+    ),
     (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     (lambda d: (d / "config.json").unlink(), "no config.json"),
     (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
@@ -349,22 +356,10 @@ def test_verify_needs_a_record_that_fits(source, tmp_path):
 
 
 def test_plan_reads_headers_only(source, monkeypatch):
-    class Unreadable:
-        def __init__(self, shard):
-            self.shard = shard
+    def unreadable(self, first, count):
+        raise AssertionError(f"read {self.raw_name}")
 
-        def __getattr__(self, name):
-            assert name in ("keys", "get_slice"), "read a weight"
-            return getattr(self.shard, name)
-
-    real_open = safetensors.safe_open
-
-    @contextlib.contextmanager
-    def headers_only(*args, **kwargs):
-        with real_open(*args, **kwargs) as shard:
-            yield Unreadable(shard)
-
-    monkeypatch.setattr(safetensors, "safe_open", headers_only)
+    monkeypatch.setattr(Header, "_map", unreadable)
     plan = growkern.plan(source, hidden_size=48)
     monkeypatch.undo()
     assert plan.parameters("source") == sum(

@@ -99,6 +99,18 @@ def test_identity_blocks_of_a_post_norm_model_with_a_large_eps_are_called_approx
     assert 1e-8 < relative_error(source, grown) < 1e-3
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1e-7, 1e-5])
+def test_a_small_gain_takes_the_eps_out_of_post_norm_identity_blocks(eps):
+    source = random_model("BertForMaskedLM", BERT, layer_norm_eps=eps)
+    how = {"depth": "identity", "num_hidden_layers": 5, "hidden_size": 24, "identity_gain": 1e-8}
+    grown = growkern.grow(source, **how)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert relative_error(source, grown) <= EXACT
+    for gain in (0.0, 1.5, float("nan")):
+        with pytest.raises(growkern.GrowthError, match="identity_gain"):
+            growkern.plan(source, **{**how, "identity_gain": gain})
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("hidden, heads", [(16, 4), (20, 5), (28, 7), (32, 8)])
 def test_uneven_bert_encoder_carries_the_mean(hidden, heads, seed):

@@ -94,10 +94,10 @@ def test_every_family_has_its_row():
 def test_width_and_identity_depth_are_exact(model_type, kind, tied, symmetry, tmp_path):
     class_name, sizes = FAMILIES[model_type]
     source = random_model(class_name, sizes, tie_word_embeddings=tied)
-    how = {**width(model_type, kind), "symmetry": symmetry}
-    # the norms of BART have an eps of their own, 1e-5, up to which its identity blocks are exact
-    if model_type != "bart":
-        how |= deeper(model_type)
+    how = {**width(model_type, kind), **deeper(model_type), "symmetry": symmetry}
+    # the norms of BART have an eps of their own, 1e-5
+    if model_type == "bart":
+        how["identity_gain"] = 1e-8
     grown = grown_on_disk(tmp_path, source, how)
     assert grown.growth_plan.exact, grown.growth_plan.findings
     assert grown.config.tie_word_embeddings == source.config.tie_word_embeddings
@@ -110,7 +110,7 @@ HEADS = [(m, name) for m in FAMILIES for name in load_family(m).classes if name 
 @pytest.mark.parametrize("model_type, class_name", HEADS)
 def test_every_head_on_a_known_body_is_exact(model_type, class_name, tmp_path):
     source = random_model(class_name, FAMILIES[model_type][1])
-    is_body = class_name.endswith(("Model", "EncoderModel")) and class_name != "BertLMHeadModel"
+    is_body = not load_family(model_type).classes[class_name].heads
     loader = transformers.AutoModel if is_body and class_name != "T5EncoderModel" else None
     grown = grown_on_disk(tmp_path, source, width(model_type, "even"), loader)
     assert grown.growth_plan.exact, grown.growth_plan.findings
@@ -206,6 +206,13 @@ def test_powers_of_two_round_no_bfloat16(model_type, tmp_path):
 def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, tmp_path):
     error, exact = error_of_bfloat16(tmp_path, model_type, how)
     assert not exact and (error > EXACT or model_type == "gemma2")
+
+
+def test_depth_alone_rounds_nothing():
+    class_name, sizes = FAMILIES["llama"]
+    source = random_model(class_name, sizes, dtype=torch.bfloat16)
+    plan = growkern.plan(source, num_hidden_layers=4, depth="identity")
+    assert plan.exact, plan.findings
 
 
 def test_llama3_frequencies_stay_with_larger_heads(tmp_path):
