@@ -2,10 +2,10 @@
 
 Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
 architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
-if a kernel spills, or loads or stores narrowly without saying why. A module of Triton kernels takes part by
-having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by NVRTC
-down to machine code, so that no other tool has to understand its PTX; without NVRTC their rows stay
-as they are.
+if a kernel spills, or loads or stores narrowly without saying why. A module of Triton kernels takes
+part by having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by
+NVRTC down to machine code, so that no other tool has to understand its PTX; without NVRTC their
+rows stay as they are.
 """
 
 import argparse

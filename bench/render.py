@@ -263,9 +263,9 @@ def aot_table(results: Path) -> str:
         "shared are bytes. Loads and stores are count x bytes a thread in the hot code; "
         'instructions and bytes are per element; "of bandwidth" is the most of the chip\'s memory '
         "bandwidth that instruction issue, special functions and load-store units leave, with "
-        "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each other "
-        "count all, and a loop that is unrolled counts whole: there it may be more. The last column "
-        "says why loads or stores are allowed to be narrow; all others are 16 bytes (8 on gfx942, "
+        "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each "
+        "other count all, and a loop that is unrolled counts whole: there it may be more. The last "
+        "column says why loads or stores are allowed to be narrow; all others are 16 bytes (8 on gfx942, "
         "whose 64 lanes ask for as much).\n\n"
     )
     lines = [line(row) for row in document.get("rows", [])]

@@ -152,8 +152,9 @@ def read_gcn(text: str) -> HotCode:
     block = loop = ""
     for raw in text.splitlines():
         line = raw.strip()
-        if label := re.match(r"(?:\.L|; %)(\w+):", line):
-            block, loop = label[1].upper(), ""
+        # ".Ltmp7:" tells a debugger of a place and begins no block
+        if label := re.match(r"\.L(BB\w+):|; %bb\.\d+:", line):
+            block, loop = label[1] or "", ""
         if "Loop Header" in line:
             loop = block
         elif inside := re.search(r"in Loop: Header=(\w+)", line):

@@ -161,6 +161,8 @@ def test_hot_code_of_amd():
 .LBB0_2:                    ; =>This Inner Loop Header: Depth=1
         buffer_load_dwordx4 v[0:3], v9, s[0:3], 0 offen
         v_exp_f32_e32 v4, v4
+.Ltmp7:
+        v_exp_f32_e32 v4, v4
 ; %bb.3:                    ;   in Loop: Header=BB0_2 Depth=1
         global_load_ushort v5, v6, s[0:1]
         global_store_short v6, v5, s[0:1]
@@ -170,7 +172,7 @@ def test_hot_code_of_amd():
 """
     )
     # without the branch, which is scalar
-    assert code == HotCode(4, 1, {16: 1, 2: 1}, {2: 1})
+    assert code == HotCode(5, 2, {16: 1, 2: 1}, {2: 1})
 
 
 def test_what_is_slowest_bounds_the_estimate():
