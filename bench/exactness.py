@@ -24,6 +24,8 @@ EXACT = (
     ("GPT2LMHeadModel", GPT2, {"n_embd": 20}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24}),
 )
+# no whole multiple: `rope_theta` changes, and its frequencies are float32
+ROTARY = ("LlamaForCausalLM", LLAMA, {"head_dim": 6})
 DRIFTS = (0.01, 0.05, 0.2)
 
 
@@ -42,7 +44,7 @@ def carried() -> Iterator[dict[str, Any]]:
 
 def exact() -> Iterator[dict[str, Any]]:
     """What the tables call exact, in the two dtypes."""
-    for name, sizes, how in EXACT:
+    for name, sizes, how in (*EXACT, ROTARY):
         for dtype in (torch.float64, torch.float32):
             source = random_model(name, sizes, dtype=dtype)
             grown = growkern.grow(source, **how)

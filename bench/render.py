@@ -265,8 +265,8 @@ def aot_table(results: Path) -> str:
         "bandwidth that instruction issue, special functions and load-store units leave, with "
         "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each "
         "other count all, and a loop that is unrolled counts whole: there it may be more. The last "
-        "column says why loads or stores are allowed to be narrow; all others are 16 bytes (8 on gfx942, "
-        "whose 64 lanes ask for as much).\n\n"
+        "column says why loads or stores are allowed to be narrow; all others are 16 bytes (8 on "
+        "gfx942, whose 64 lanes ask for as much).\n\n"
     )
     lines = [line(row) for row in document.get("rows", [])]
     return head + table([*columns.values(), "narrow, because"], lines) + "\n"

@@ -89,9 +89,9 @@ def _gpu_facts() -> dict[str, Any]:
 
 def git_facts() -> dict[str, Any]:
     """The commit of these sources and whether they differ from it; without git what is said."""
-    # results are no sources: the first piece's must not make the second one's look dirty
+    # results and prose are no sources: the first piece's must not make the second one's look dirty
     changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
-    status = _output(*changed, "bench", "tests", ":!bench/results")
+    status = _output(*changed, "bench", "tests", ":!bench/results", ":!*.md")
     commit = _output("git", "rev-parse", "--short", "HEAD")
     return {
         "commit": commit or os.environ.get("GROWKERN_COMMIT", "unknown"),
