@@ -109,6 +109,9 @@ class _Started(subprocess.Popen):
         theirs, self._ours = os.pipe()
         command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
         command += ["--alive", str(theirs)]
+        if piece.own_python:
+            # Triton decides at its first import, which comes before the piece's own lines
+            env = {name: value for name, value in env.items() if name != "TRITON_INTERPRET"}
         with log.open("w") as out:
             super().__init__(
                 command + ["--toy"] * toy,

@@ -15,6 +15,7 @@ PIECES = {
     "check_expand": "ok",
     "bench_expand_model": "ok",
     "fsdp_growth": "ok",
+    "aot": "ok",
     "check_suite": "skipped: needs pytest, hypothesis",
     "trainer_step": "skipped: needs accelerate",
     "bench_grow_checkpoint": "skipped: needs xxhash",
