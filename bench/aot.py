@@ -2,13 +2,14 @@
 
 Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
 architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
-if a kernel spills, or loads narrowly without saying why. A module of Triton kernels takes part by
-having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by NVRTC
-down to machine code, so that no other tool has to understand its PTX; without NVRTC their rows stay
-as they are.
+if a kernel spills, or loads or stores narrowly without saying why. A module of Triton kernels takes
+part by having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by
+NVRTC down to machine code, so that no other tool has to understand its PTX; without NVRTC their
+rows stay as they are.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -20,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ CUOBJDUMP = BACKENDS / "nvidia/bin/cuobjdump"
 # of the loaded bytes. The rest are numbers of a row that every thread reads: 12 bytes beside 16 of
 # float32 in the rows of `expand`
 WIDE_SHARE = 0.5
+UNCOUNTED = {"no estimate": "widths are chosen while it runs, so all of them stand in the code"}
 
 
 Job = tuple[str, str, str]
@@ -65,6 +67,7 @@ def ragged(case: AotCase) -> AotCase:
         name=f"{case.name}, V 30522",
         unaligned=(*case.unaligned, *sorted({"V", "strides"} & case.signature.keys())),
         narrow=case.narrow or RAGGED,
+        narrow_stores=RAGGED,
     )
 
 
@@ -136,6 +139,8 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
         "wide": wide,
         "wide_share": round(code.wide_share(wide), 2),
         "narrow": case.narrow,
+        "wide_store_share": round(code.wide_share(wide, stores=True), 2),
+        "narrow_stores": case.narrow_stores,
         **estimate(code, elements, case.traffic, arch),
     }
 
@@ -159,7 +164,9 @@ def compile_cuda(case: CudaCase, arch: str) -> dict[str, Any]:
         "wide": 16,
         "wide_share": round(code.wide_share(16), 2),
         "narrow": case.narrow,
-        **({} if ragged else estimate(code, elements, case.traffic, arch)),
+        "wide_store_share": round(code.wide_share(16, stores=True), 2),
+        "narrow_stores": case.narrow_stores,
+        **(UNCOUNTED if ragged else estimate(code, elements, case.traffic, arch)),
     }
 
 
@@ -202,6 +209,8 @@ def faults(row: dict[str, Any]) -> list[str]:
         found.append(f"{name}: {row['registers']} registers, at most {row['most registers']}")
     if row["wide_share"] < WIDE_SHARE and not row["narrow"]:
         found.append(f"{name}: loads {row['loads']} in the hot code, {row['wide']} bytes wanted")
+    if row["wide_store_share"] < WIDE_SHARE and not row["narrow_stores"]:
+        found.append(f"{name}: stores {row['stores']} in the hot code, {row['wide']} bytes wanted")
     return found
 
 
@@ -244,20 +253,29 @@ def _jobs(only: str, archs: Sequence[str]) -> list[Job]:
 
 
 def compile_all(
-    only: str = "", archs: Sequence[str] = (), kept: Sequence[dict[str, Any]] = ()
+    only: str = "",
+    archs: Sequence[str] = (),
+    kept: Sequence[dict[str, Any]] = (),
+    each: Callable[[dict[str, Any]], Any] = lambda row: None,
 ) -> list[dict[str, Any]]:
-    """A row per kernel and architecture; those of `kept` that still hold are not made again."""
+    """A row per kernel and architecture; those of `kept` that still hold are not made again.
+
+    `each` is called with every row that is made, as soon as it is.
+    """
     known = {row.get("fingerprint"): row for row in kept}
     wanted = _jobs(only, archs)
     jobs = [job for job in wanted if job[2] not in known]
-    if len(jobs) <= 2:
-        made = [_compile_named(job) for job in jobs]
-    else:
-        # compilers are single-threaded; a kernel does not travel to another process, its name does
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-            made = list(pool.map(_compile_named, jobs))
-    known |= {row["fingerprint"]: row for row in made}
+    with contextlib.ExitStack() as stack:
+        compiled = map(_compile_named, jobs)
+        if len(jobs) > 2:
+            # compilers are single-threaded; a kernel does not travel to another process, its name
+            # does
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(os.cpu_count(), mp_context=context))
+            compiled = pool.map(_compile_named, jobs)
+        for row in compiled:
+            known[row["fingerprint"]] = row
+            each(row)
     rows = [known[mark] for _, _, mark in wanted]
     if _cuda.nvrtc() is None:
         rows += [row for row in kept if row["kernel"].startswith("CUDA") and only in row["kernel"]]
@@ -279,10 +297,13 @@ def compilers() -> dict[str, str | None]:
 
 def run(recorder: Recorder) -> None:
     """A piece of `bench.gpu`: with the Triton of that machine."""
-    for row in compile_all(*recorder.pick(("", ()), ("expand rows bf16", ("sm_90",)))):
+
+    def each(row: dict[str, Any]) -> None:
         recorder.add(row)
         for fault in faults(row):
             recorder.fail(fault)
+
+    compile_all(*recorder.pick(("", ()), ("expand rows bf16", ("sm_90",))), each=each)
 
 
 def main(argv: list[str]) -> int:
@@ -294,14 +315,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--again", action="store_true", help="also what has not changed")
     parser.add_argument("--arch", action="append", default=[], choices=ARCHS)
     args = parser.parse_args(argv)
-    kept = [] if args.again else results.read(args.json).get("rows", [])
+    before = results.read(args.json)
+    kept = [] if args.again else before.get("rows", [])
     rows = compile_all(args.only, args.arch, kept)
     report.show(rows, Console(width=None if sys.stdout.isatty() else 200))
     found = [fault for row in rows for fault in faults(row)]
     for fault in found:
         print(fault)
     if not args.only and not args.arch:
-        results.write(args.json, {"op": "aot", "machine": compilers(), "rows": rows})
+        document = {"op": "aot", "machine": compilers(), "rows": rows}
+        # nothing of it depends on the machine; of what has not changed commit and date stay
+        if any(before.get(key) != value for key, value in document.items()):
+            said = {**results.git_facts(), "sources": results.source_digest()}
+            results.write(args.json, {"op": "aot", **said, "date": results.today(), **document})
     return int(bool(found))
 
 

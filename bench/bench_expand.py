@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from bench.report import interleaved_ms, machine, relative_error, require_green, show_and_save
+from bench.report import (
+    Rows,
+    compiled,
+    interleaved_ms,
+    machine,
+    relative_error,
+    require_green,
+    show_and_save,
+)
 from growkern.ops.expand import expand
 
 SOURCE, TARGET = 4096, 8192
@@ -45,9 +53,7 @@ def peers(
 
     named: dict[str, Callable[[], Any]] = {"eager": eager}
     if with_compile:
-        # else a cache that is full after eight dtypes and shapes would leave it uncompiled
-        torch._dynamo.reset()
-        named["compiled"] = torch.compile(eager)
+        named["compiled"] = compiled(eager)
     if DEVICE == "cpu" and scale is None:
         bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
         as_numpy, index_numpy = bits.numpy(), index.numpy()
@@ -120,12 +126,11 @@ def main() -> None:
     if not args.no_test:
         require_green("expand")
     facts = machine()
-    rows = [
-        measure(dtype, kind, index, scaled, args)
-        for dtype in DTYPES
-        for kind, index in index_maps(SOURCE, TARGET).items()
-        for scaled in ("no", "halved", "yes")
-    ]
+    rows = Rows()
+    for dtype in DTYPES:
+        for kind, index in index_maps(SOURCE, TARGET).items():
+            for scaled in ("no", "halved", "yes"):
+                rows.append(measure(dtype, kind, index, scaled, args))
     print(show_and_save("expand", facts, rows))
 
 

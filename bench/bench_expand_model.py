@@ -1,27 +1,43 @@
-"""python -m bench.bench_expand_model: all tensors of a Llama of 1B grown to 3B, one after another.
+"""python -m bench.bench_expand_model: all tensors of a Llama of 1B grown to 3B, in few launches.
 
-The calls are those of the growth plan, into memory that exists; weights are random. The limit is
-a copy of as many bytes: each source element that is used read once, each target element written
-once. "wall" is what a caller waits, "device" the same without the CPU's launches (replays of a CUDA
-graph). Eager is indexing, then a product per scale and for the noise.
+The calls are those of the growth plan; weights are random. "growkern" is what `grow` does: a work
+list where Triton answers (its making is in the time), else tensor by tensor, into memory that
+exists. The limit is a copy of as many bytes: each source element that is used read once, each
+target element written once. "wall" is what a caller waits, "device" the same without the CPU's
+launches (replays of a CUDA graph). Eager is indexing, then a product per scale and for the noise.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench import llama_growth
-from bench.report import interleaved_ms, machine, relative_error, require_green, show_and_save
+from bench import llama_growth, peers
+from bench.report import (
+    Rows,
+    compiled,
+    interleaved_ms,
+    machine,
+    relative_error,
+    require_green,
+    show_and_save,
+)
+from growkern.growth.work import work_on
 from growkern.ops.expand import expand, expand_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # by device: what fits there and ends in a minute
 SIZES = {"cpu": "100M to 200M", "cuda": "1B to 3B"}
 DTYPE = torch.bfloat16
+METHODS = ("fpi", "aki")
+# of `expand`: the library's choice
+BACKEND: str | None = None
+# tensors that are compared with float64
+SAMPLE = 10
 
 
 def wall_ms(call: Callable[[], Any], repeats: int) -> float:
@@ -48,56 +64,90 @@ def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
     return interleaved_ms({"replay": graph.replay}, repeats)["replay"]
 
 
-def eager(case: dict[str, Any]) -> torch.Tensor:
-    """The definition as plain PyTorch, in the order of the op."""
+def eager(call: Callable[..., torch.Tensor], case: dict[str, Any]) -> torch.Tensor:
+    """The definition as plain PyTorch or compiled, in the order of the op."""
     order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
-    return expand_reference(*(case.get(name) for name in order), case.get("seed", 0))
+    return call(*(case.get(name) for name in order), case.get("seed", 0))
 
 
-def measure(method: str, repeats: int) -> list[dict[str, Any]]:
-    rng = torch.Generator(DEVICE).manual_seed(0)
-    calls = llama_growth.expand_calls(SIZES[DEVICE], method)
-    cases = [call.arguments(DTYPE, rng) for call in calls]
-    outs = [torch.empty(call.shape, dtype=DTYPE, device=DEVICE) for call in calls]
-    moved = sum(call.bytes_moved(DTYPE.itemsize) for call in calls)
-    there, back = (torch.empty(moved // 2, dtype=torch.int8, device=DEVICE) for _ in range(2))
-    there.random_(-128, 127)
+class Model:
+    """The tensors of a growth, a place for each result, and the ways to fill them."""
 
-    def ours() -> None:
-        for case, out in zip(cases, outs, strict=True):
-            expand(**case, out=out)
+    def __init__(self, method: str) -> None:
+        rng = torch.Generator(DEVICE).manual_seed(0)
+        calls = llama_growth.expand_calls(SIZES[DEVICE], method)
+        self.cases = [call.arguments(DTYPE, rng) for call in calls]
+        self.outs = [torch.empty(call.shape, dtype=DTYPE, device=DEVICE) for call in calls]
+        self.moved = sum(call.bytes_moved(DTYPE.itemsize) for call in calls)
+        self.launches: int | None = None
 
-    def plain() -> None:
-        for case in cases:
-            eager(case)
+    def work_list(self) -> None:
+        work = work_on(torch.device(DEVICE), BACKEND)
+        for case, out in zip(self.cases, self.outs, strict=True):
+            work.expand(**case, out=out)
+        work.run()
+        self.launches = getattr(work, "launches", None)
 
-    ours()
-    # the last layer and what comes after it
-    worst = max(
-        relative_error(out, eager(_in_float64(case)))
-        for case, out in list(zip(cases, outs, strict=True))[-10:]
-    )
-    limit = wall_ms(lambda: back.copy_(there), repeats)
-    rows = []
-    for name, call in (("growkern", ours), ("eager", plain)):
-        wall = wall_ms(call, repeats)
-        device = device_ms(call, repeats)
-        rows.append(
-            {
-                "growth": SIZES[DEVICE],
-                "method": method,
-                "provider": name,
-                "tensors": len(cases),
-                "GB moved": moved / 1e9,
-                "wall ms": wall,
-                "device ms": device,
-                "limit ms": limit,
-                "of limit": limit / wall,
-                "of limit, device": device and limit / device,
-                "error": worst if name == "growkern" else None,
-            }
+    def one_by_one(self) -> None:
+        for case, out in zip(self.cases, self.outs, strict=True):
+            expand(**case, out=out, backend=BACKEND)
+
+    def plain(self, call: Callable[..., torch.Tensor] = expand_reference) -> None:
+        """Fresh results, freed at once: as indexing gives them."""
+        for case in self.cases:
+            eager(call, case)
+
+    def error(self, results: Sequence[torch.Tensor]) -> float:
+        """The worst of some tensors against float64: the last layer and what comes after it."""
+        pairs = zip(self.cases[-len(results) :], results, strict=True)
+        return max(
+            relative_error(x, eager(expand_reference, _in_float64(case))) for case, x in pairs
         )
-    return rows
+
+
+def measure(method: str, repeats: int, rows: Rows) -> None:
+    """A row for every way to grow the model, beside a copy of as many bytes."""
+    model = Model(method)
+    there, back = (torch.empty(model.moved // 2, dtype=torch.int8, device=DEVICE) for _ in "ab")
+    there.random_(-128, 127)
+    limit = wall_ms(lambda: back.copy_(there), repeats)
+    fused = compiled(expand_reference, shapes=64)
+
+    def written(call: Callable[[], None], graph: bool) -> dict[str, Any]:
+        for out in model.outs:
+            out.fill_(float("nan"))
+        model.launches = None
+        call()
+        error = model.error(model.outs[-SAMPLE:])
+        return timed(call, graph) | {"launches": model.launches, "error": error}
+
+    def fresh(call: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        error = model.error([eager(call, case) for case in model.cases[-SAMPLE:]])
+        return timed(partial(model.plain, call), True) | {"error": error}
+
+    def timed(call: Callable[[], None], graph: bool) -> dict[str, Any]:
+        wall = wall_ms(call, repeats)
+        device = device_ms(call, repeats) if graph else None
+        shares = {"of limit": limit / wall, "of limit, device": device and limit / device}
+        return {"wall ms": wall, "device ms": device, **shares}
+
+    # the list itself is made on the CPU and copied: no CUDA graph can hold it
+    ways = {
+        "growkern": partial(written, model.work_list, False),
+        "growkern, tensor by tensor": partial(written, model.one_by_one, True),
+        "eager": partial(fresh, expand_reference),
+        "torch.compile": partial(fresh, fused),
+    }
+    for name, figures in ways.items():
+        row = {"growth": SIZES[DEVICE], "method": method, "provider": name}
+        row |= {"tensors": len(model.cases), "GB moved": model.moved / 1e9, "limit ms": limit}
+        try:
+            rows.append(row | figures())
+        except Exception as error:
+            if name != "torch.compile":
+                raise
+            # a compiler that is missing or gives up is no reason to lose the others' figures
+            rows.append(row | {"why not": peers.why_failed(error)})
 
 
 def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +162,9 @@ def main() -> None:
     if not args.no_test:
         require_green("expand")
     facts = machine()
-    rows = [row for method in ("fpi", "aki") for row in measure(method, args.repeats)]
+    rows = Rows()
+    for method in METHODS:
+        measure(method, args.repeats, rows)
     show_and_save("expand_model", facts, rows)
 
 

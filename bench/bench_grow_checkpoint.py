@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import growkern
-from bench.report import ROOT, machine, show_and_save
+from bench.report import ROOT, Rows, machine, show_and_save
 
 # hidden size of source and target, layers, vocabulary
 SIZES = {
@@ -94,7 +94,7 @@ def run_child(way: str, source: Path, target: Path, hidden: int) -> dict[str, fl
     command += [str(source), str(target), str(hidden)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(done.stderr)
+        raise RuntimeError(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=3, help="of the warm rows; cold has one")
     parser.add_argument("--dir", type=Path, help="where to work; a disk with 12 GB free")
+    parser.add_argument("--no-cold", action="store_true", help="the warm rows alone")
     parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -210,8 +211,11 @@ def main() -> None:
     }
     facts["memory_limit"] = MEMORY_LIMIT
     with tempfile.TemporaryDirectory(dir=args.dir) as where:
-        rows = [measure(Path(where), size, False, args.repeats) for size in args.sizes]
-        rows.append(measure(Path(where), args.sizes[-1], True, 1))
+        rows = Rows()
+        for size in args.sizes:
+            rows.append(measure(Path(where), size, False, args.repeats))
+        if not args.no_cold:
+            rows.append(measure(Path(where), args.sizes[-1], True, 1))
     print(show_and_save("grow_checkpoint", facts, rows))
 
 

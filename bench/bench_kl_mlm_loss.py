@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bench import peers
 from bench.loss_measure import DEVICE, Provider, gradient_error, in_turns
-from bench.report import machine, require_green, show_and_save
+from bench.report import Rows, machine, require_green, show_and_save
 from growkern.ops.kl_mlm_loss import kl_mlm_loss
 
 # rows, vocabulary: BERT's, a modern one
@@ -120,7 +120,7 @@ def main():
     if not args.no_test:
         require_green("kl_mlm_loss")
     facts = machine()
-    rows = []
+    rows = Rows()
     for shape in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
             # else a cache that is full after eight shapes would leave the rest uncompiled
@@ -129,7 +129,8 @@ def main():
                 "shape": "{}x{}".format(*shape),
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            rows += [what | row for row in measured(shape, dtype, args.compile, args.repeats)]
+            for row in measured(shape, dtype, args.compile, args.repeats):
+                rows.append(what | row)
     show_and_save("kl_mlm_loss", facts, rows)
 
 

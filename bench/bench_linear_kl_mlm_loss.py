@@ -14,14 +14,16 @@ from torch.nn import functional as F
 
 from bench import peers
 from bench.loss_measure import DEVICE, Provider, gradient_error, in_turns
-from bench.report import machine, require_green, show_and_save
+from bench.report import Rows, machine, require_green, show_and_save
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # rows, vocabulary, student width, teacher width
 SHAPES = {
     "cpu": [(256, 30522, 768, 512), (2048, 32_000, 768, 512)],
-    "cuda": [(256, 30522, 768, 512), (9830, 30522, 768, 512), (8192, 128_256, 4096, 2048)],
+    "cuda": [(N, 30522, 768, 512) for N in (256, 2048, 9830)]
+    + [(N, 128_256, 4096, 2048) for N in (256, 2048, 8192)],
 }
+DTYPES = (torch.float32, torch.bfloat16)
 DRIFT = 0.05
 
 
@@ -132,23 +134,24 @@ def main():
         "--compile", action=argparse.BooleanOptionalAction, default=True,
         help="torch.compile of plain as well",
     )  # fmt: skip
+    parser.add_argument("--vocabulary", type=int, help="of all shapes only those")
     parser.add_argument("--no-test", action="store_true", help="skip the op's tests")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.no_test:
         require_green("linear_kl_mlm_loss")
     facts = machine()
-    rows = []
+    rows = Rows()
     for shape in SHAPES[DEVICE]:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in DTYPES if args.vocabulary in (None, shape[1]) else ():
             # else a cache that is full after eight shapes would leave the rest uncompiled
             torch._dynamo.reset()
             what = {
                 "shape": "{}x{}x{}/{}".format(*shape),
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            rows += [what | row for row in
-                     in_turns(providers(shape, dtype, args.compile), args.repeats)]  # fmt: skip
+            for row in in_turns(providers(shape, dtype, args.compile), args.repeats):
+                rows.append(what | row)
     show_and_save("linear_kl_mlm_loss", facts, rows)
 
 

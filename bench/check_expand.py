@@ -203,11 +203,13 @@ def _past_int32(recorder: Recorder) -> None:
     check_case(recorder, "2**31 in", case, out)
 
 
-def random_layouts(recorder: Recorder, backend: str = "triton") -> None:
+def random_layouts(
+    recorder: Recorder, backend: str = "triton", *, trials: int | None = None
+) -> None:
     """Ragged sizes, any dtype in and out, gaps and transposes on both sides."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     high = recorder.pick(1500, 30)
-    for trial in range(recorder.pick(60, 3)):
+    for trial in range(trials or recorder.pick(60, 3)):
         R, C, M, N, pick = torch.randint(1, high, (5,), generator=rng, device=rng.device).tolist()
         dtype, out_dtype = DTYPES[pick % 4], DTYPES[pick // 4 % 4]
         if out_dtype == torch.float16 != dtype:

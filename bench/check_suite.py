@@ -8,11 +8,12 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from bench.recorder import Recorder
+from bench.recorder import Recorder, needs
 from bench.results import ROOT
 
 
 def run(recorder: Recorder) -> None:
+    needs("pytest", "hypothesis")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]

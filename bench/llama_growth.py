@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.bare import growth_importable
 from growkern.ops.expand import expand
 
 # source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
@@ -34,6 +35,17 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
             "num_key_value_heads": 4,
         },
         {"hidden_size": 1152, "num_hidden_layers": 12},
+    ),
+    "tiny": (
+        {
+            "vocab_size": 16,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        {"hidden_size": 24},
     ),
     "toy": (
         {
@@ -86,8 +98,9 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     # three seconds that only this function needs
     import transformers
 
-    import growkern.growth.apply as apply
-    from growkern.growth.plan import plan
+    with growth_importable():
+        import growkern.growth.apply as apply
+        from growkern.growth.plan import plan
 
     source, target = SIZES[size]
     with torch.device("meta"):

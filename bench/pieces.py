@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import report
-from bench.recorder import Recorder
+from bench.recorder import Recorder, needs
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Piece:
         args: command line of a benchmark's ``main()``; ``toy_args`` at toy sizes.
         toy: constants of the benchmark's module at toy sizes.
         own_python: also in a dry run, which forks the others from one.
+        needs: packages that PyTorch, Triton and transformers do not bring; skipped without.
     """
 
     name: str
@@ -37,8 +40,10 @@ class Piece:
     toy_args: Sequence[str] = ("--repeats", "1")
     toy: dict[str, Any] = field(default_factory=dict)
     own_python: bool = False
+    needs: Sequence[str] = ()
 
     def run(self, recorder: Recorder) -> None:
+        needs(*self.needs)
         module = importlib.import_module(f"bench.{self.module}")
         if hasattr(module, "run"):
             module.run(recorder)
@@ -49,17 +54,14 @@ class Piece:
                 raise AttributeError(f"bench.{self.module} has no {name}: mend its piece")
             setattr(module, name, value)
 
-        def collect(op: str, rows: list[dict[str, Any]]) -> None:
-            for row in rows:
-                recorder.add(row)
-
-        report.collector = collect
+        report.collector = recorder.add
+        report.compiler = recorder.pick("inductor", "eager")
         args = self.toy_args if recorder.toy else self.args
         sys.argv = [f"bench.{self.module}", "--no-test", *args]
         module.main()
 
 
-def _both(sizes: list[tuple[int, ...]]) -> dict[str, Any]:
+def _both(sizes: Any) -> dict[str, Any]:
     return {"cpu": sizes, "cuda": sizes}
 
 
@@ -85,10 +87,10 @@ ALL = (
     Piece(
         "bench_expand_model",
         "every tensor of a Llama of 1B grown to 3B, FPI and AKI",
-        240,
+        450,
         "bench_expand_model",
         args=("--repeats", "7"),
-        toy={"SIZES": {"cpu": "toy", "cuda": "toy"}},
+        toy={"SIZES": _both("tiny"), "METHODS": ("fpi",), "BACKEND": "triton", "SAMPLE": 2},
     ),
     Piece(
         "bench_kl_mlm_loss",
@@ -101,12 +103,21 @@ ALL = (
     ),
     Piece(
         "bench_linear_kl_mlm_loss",
-        "the loss from hidden states beside plain, torch.compile, Liger",
+        "the loss from hidden states, V 128256, beside its GEMMs, torch.compile, Liger",
         470,
         "bench_linear_kl_mlm_loss",
-        args=("--repeats", "7"),
+        args=("--repeats", "5", "--vocabulary", "128256"),
         toy_args=("--repeats", "1", "--no-compile"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
+    ),
+    Piece(
+        "bench_linear_bert",
+        "the same with the head of BERT-base",
+        470,
+        "bench_linear_kl_mlm_loss",
+        args=("--repeats", "5", "--vocabulary", "30522"),
+        toy_args=("--repeats", "1", "--no-compile"),
+        toy={"SHAPES": _both([(4, 60, 8, 8)]), "DTYPES": (torch.bfloat16,)},
     ),
     Piece(
         "bench_topk_kl_mlm_loss",
@@ -119,7 +130,25 @@ ALL = (
     Piece("scaling", "time and memory over three decades of work", 240, "scaling"),
     Piece("train_bert", "a training step of BERT-base with a teacher", 240, "train_step"),
     Piece("train_llama", "a training step of a Llama of 1B with a teacher", 420, "train_step"),
-    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 400, "sanitize"),
+    Piece(
+        "trainer_step",
+        "TwoStageTrainer beside the layers alone and a plain Trainer",
+        300,
+        "trainer_step",
+        needs=("accelerate",),
+    ),
+    Piece("fsdp_growth", "grow_into of a Llama of 3B under FSDP2, one rank", 420, "fsdp_growth"),
+    Piece(
+        "bench_grow_checkpoint",
+        "a small checkpoint grown onto this machine's disk, beside cp",
+        300,
+        "bench_grow_checkpoint",
+        args=("--sizes", "small", "--repeats", "3"),
+        toy_args=("--sizes", "small", "--repeats", "1", "--no-cold"),
+        toy={"SIZES": {"small": (64, 128, 1, 50)}},
+        needs=("xxhash",),
+    ),
+    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "sanitize"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
     Piece("tune_topk_kl_mlm_rows", "the same of the top-k loss's", 300, "tune"),
@@ -127,3 +156,11 @@ ALL = (
 )
 # a benchmark takes part from the day it is there; those of disks and CPUs are for `make bench`
 PIECES = tuple(p for p in ALL if Path(__file__).with_name(f"{p.module}.py").is_file())
+
+
+def chosen(names: Sequence[str]) -> list[Piece]:
+    """The pieces of these names in their order; all of them where none is named."""
+    known = [piece.name for piece in PIECES]
+    if wrong := [name for name in names if name not in known]:
+        raise SystemExit(f"no piece {wrong[0]!r}: there are {', '.join(known)}")
+    return [piece for piece in PIECES if not names or piece.name in names]

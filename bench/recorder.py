@@ -1,5 +1,6 @@
 """What a piece of `bench.gpu` is given: sizes to take, a place for its rows, a way to fail."""
 
+import importlib.util
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,12 @@ from bench import results
 
 class Skip(Exception):
     """The piece cannot run here, and says why; not a failure."""
+
+
+def needs(*packages: str) -> None:
+    """Skips the piece where a package is not installed that it cannot do without."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Skip(f"needs {', '.join(missing)}")
 
 
 class Recorder:

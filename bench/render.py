@@ -2,7 +2,8 @@
 
 python -m bench.report rewrites the blocks of README.md between `<!-- name -->` and
 `<!-- /name -->`, bench/results/aot.md, and the PNGs of every GPU beside its JSON. Where there is
-no figure a table says "not measured yet".
+no figure a table says "not measured yet", where a piece failed "failed" and why. Results of another
+machine come in by `--take DIRECTORY`, which replaces nothing that is better documented.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import cell
-from bench.results import RESULTS, ROOT, read
+from bench.results import RESULTS, ROOT, aside_of, read, take
 
 NOTHING = "not measured yet"
 Row = dict[str, Any]
@@ -81,11 +82,13 @@ def _model_figure(method: str) -> Callable[[Sequence[Row]], str | None]:
         eager = _first(rows, method=method, provider="eager")
         if not ours or not eager:
             return None
-        share, device = ours["of limit"], ours["of limit, device"]
-        return (
-            f"{share:.2f} of a copy ({device:.2f} without launches), "
-            f"{eager['wall ms'] / ours['wall ms']:.1f} x eager"
+        words = (
+            f"{ours['of limit']:.2f} of a copy, {eager['wall ms'] / ours['wall ms']:.1f} x eager"
         )
+        compiled = _first(rows, method=method, provider="torch.compile")
+        if compiled and "wall ms" in compiled:
+            words += f", {compiled['wall ms'] / ours['wall ms']:.1f} x torch.compile"
+        return f"{words}; {ours['launches']} launches, error {ours['error']:.1e}"
 
     return figure
 
@@ -99,9 +102,13 @@ def _loss_figure(shape: str) -> Callable[[Sequence[Row]], str | None]:
         if not ours or not plain:
             return None
         words = [f"{plain['wall s'] / ours['wall s']:.1f} x plain"]
-        if compiled := _first(found, provider="torch.compile"):
+        if (compiled := _first(found, provider="torch.compile")) and "wall s" in compiled:
             words.append(f"{compiled['wall s'] / ours['wall s']:.1f} x torch.compile")
-        words.append(f"{ours['extra MiB'] / plain['extra MiB']:.2f} of its memory")
+        words.append(f"{ours['extra MiB'] / plain['extra MiB']:.2f} of plain's memory")
+        if copy := _first(found, provider="copy"):
+            words.append(f"{ours['GB/s'] / copy['GB/s']:.2f} of a copy")
+        if gemms := _first(found, provider="GEMMs alone"):
+            words.append(f"{ours['wall s'] / gemms['wall s']:.2f} x its GEMMs alone")
         return f"{', '.join(words)}; gradient error {ours['gradient error']:.1e}"
 
     return figure
@@ -130,10 +137,19 @@ def _checks_figure(rows: Sequence[Row]) -> str | None:
     return f"{len(rows)} right" if rows else None
 
 
+def _suite_figure(rows: Sequence[Row]) -> str | None:
+    passed, skipped = (sum(row[key] for row in rows) for key in ("passed", "skipped"))
+    return f"{passed} passed, {skipped} skipped" if rows else None
+
+
 # what, the piece it is read from, how
 GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`expand` against float64", "check_expand", _checks_figure),
     ("both losses against float64", "check_loss", _checks_figure),
+    ("every option and the top-k loss against float64", "check_options", _checks_figure),
+    ("CUDA C++ kernels against float64", "check_cuda", _checks_figure),
+    ("the ops' own tests", "check_suite", _suite_figure),
+    ("`compute-sanitizer`, four tools", "sanitize", _checks_figure),
     ("`expand`, bfloat16, 4096² to 8192², arbitrary maps, scaled", "bench_expand", _expand_figure),
     ("all tensors of a Llama, 1B to 3B, FPI", "bench_expand_model", _model_figure("fpi")),
     ("the same, AKI", "bench_expand_model", _model_figure("aki")),
@@ -141,13 +157,18 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`kl_mlm_loss`, bfloat16, V 128 256", "bench_kl_mlm_loss", _loss_figure("8192x128256")),
     (
         "`linear_kl_mlm_loss`, bfloat16, BERT-base's head",
-        "bench_linear_kl_mlm_loss",
+        "bench_linear_bert",
         _loss_figure("9830x30522"),
     ),
     (
         "`linear_kl_mlm_loss`, bfloat16, width 4096, V 128 256",
         "bench_linear_kl_mlm_loss",
         _loss_figure("8192x128256"),
+    ),
+    (
+        "the same, 256 rows",
+        "bench_linear_kl_mlm_loss",
+        _loss_figure("256x128256"),
     ),
     ("`linear_kl_mlm_loss`, bfloat16, 25 600 rows, width 2048", "scaling", _gemm_figure),
     ("training step, BERT-base and a teacher", "train_bert", _step_figure),
@@ -165,6 +186,32 @@ def _facts(path: Path) -> dict[str, Any]:
     return read(path).get("machine", {})
 
 
+BROKEN = ("failed", "timeout", "crashed")
+
+
+def _reason(document: dict[str, Any]) -> str:
+    """The first line of why a piece failed, fit for a cell of a table."""
+    lines = [line for why in document.get("failures", ()) for line in why.splitlines()[:1]]
+    return (lines or ["no reason given"])[0][:120].replace("|", "/")
+
+
+def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
+    """A figure, or why there is none; a failure is never passed over in silence."""
+    document, later = read(path), read(aside_of(path))
+    status = document.get("status", "ok")
+    if document.get("toy") or not document:
+        words = NOTHING
+    elif status in BROKEN:
+        return f"{'' if status == 'failed' else f'{status}, '}failed: {_reason(document)}"
+    elif status == "skipped":
+        words = f"skipped: {document.get('reason', '')}"
+    else:
+        words = figure(document.get("rows", [])) or NOTHING
+    if later.get("status") in BROKEN and not later.get("toy"):
+        words += f"; a later run failed: {_reason(later)}"
+    return words
+
+
 def gpu_table(results: Path) -> str:
     folders = gpus(results)
     names = [
@@ -173,12 +220,16 @@ def gpu_table(results: Path) -> str:
     ]
     lines = []
     for what, piece, figure in GPU_ROWS:
-        cells = [figure(_good(folder / f"{piece}.json").get("rows", [])) for folder in folders]
-        lines.append([what, *((found or NOTHING) for found in cells or [None])])
+        cells = [_gpu_cell(folder / f"{piece}.json", figure) for folder in folders]
+        lines.append([what, *(cells or [NOTHING])])
     return table(["`python -m bench.gpu`", *(names or ["GPU"])], lines)
 
 
 # --------------------------------------------------------------- ahead of time
+
+
+# what a row may say of its accesses
+NARROW = {"loads": "narrow", "stores": "narrow_stores"}
 
 
 def aot_table(results: Path) -> str:
@@ -198,18 +249,27 @@ def aot_table(results: Path) -> str:
         "bound": "bound",
         "of bandwidth": "of bandwidth",
     }
-    rows = ([cell(row.get(key)) for key in columns] for row in document.get("rows", []))
+
+    def line(row: Row) -> list[str]:
+        bound = row.get("bound") or f"not estimated: {row.get('no estimate', 'no counts')}"
+        why = (f"{k}: {row[key]}" for k, key in NARROW.items() if row.get(key))
+        return [*(cell((row | {"bound": bound}).get(key)) for key in columns), "; ".join(why)]
+
     head = (
         "# Machine code, read ahead of time\n\n"
+        f"Commit {document.get('commit', '?')}, {document.get('date', '?')[:10]}. "
         f"Triton {facts.get('triton', '?')} and, for kernels named CUDA, NVRTC "
         f"{facts.get('nvrtc', '?')}; `python -m bench.aot`; nothing here was timed. Spilled and "
         "shared are bytes. Loads and stores are count x bytes a thread in the hot code; "
         'instructions and bytes are per element; "of bandwidth" is the most of the chip\'s memory '
         "bandwidth that instruction issue, special functions and load-store units leave, with "
-        "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each other "
-        "count all, and a loop that is unrolled counts whole: there it may be more.\n\n"
+        "data-sheet rates (`bench/roofline.py`). Branches of a CUDA kernel that exclude each "
+        "other count all, and a loop that is unrolled counts whole: there it may be more. The last "
+        "column says why loads or stores are allowed to be narrow; all others are 16 bytes (8 on "
+        "gfx942, whose 64 lanes ask for as much).\n\n"
     )
-    return head + table(list(columns.values()), rows) + "\n"
+    lines = [line(row) for row in document.get("rows", [])]
+    return head + table([*columns.values(), "narrow, because"], lines) + "\n"
 
 
 # ------------------------------------------------------------------- pictures
@@ -299,7 +359,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--take", type=Path, help="first keep the results unpacked there")
     args = parser.parse_args(argv)
+    for path in take(args.take, args.results) if args.take else ():
+        print(f"kept: {path}")
     args.readme.write_text(with_blocks(args.readme.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
     made = [args.readme, args.results / "aot.md"]

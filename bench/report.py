@@ -13,19 +13,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from rich.console import Console
 from rich.table import Table
 
 from bench import results
 from bench.results import ROOT, machine
 
-__all__ = ["interleaved_ms", "machine", "relative_error", "require_green", "show_and_save"]
+__all__ = [
+    "Rows",
+    "compiled",
+    "interleaved_ms",
+    "machine",
+    "relative_error",
+    "require_green",
+    "show_and_save",
+]
 
 # written before every timed call on a GPU: empties a cache of 60 MB and, 0.2 ms long, lets the
 # CPU queue the call meanwhile, so that small calls are not timed by their launches
 FLUSH_BYTES = 1 << 30
-# where `show_and_save` hands its rows instead of writing a file; set by `bench.gpu`
-collector: Callable[[str, list[dict[str, Any]]], None] | None = None
+# what takes every row as soon as it is there, in place of a file at the end; set by `bench.gpu`
+collector: Callable[[dict[str, Any]], None] | None = None
+# of `torch.compile`; a dry run takes one that compiles nothing
+compiler = "inductor"
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of a benchmark, handed on as they come: what is measured survives what comes after."""
+
+    def append(self, row: dict[str, Any]) -> None:
+        super().append(row)
+        if collector is not None:
+            collector(row)
 
 
 def require_green(op: str) -> None:
@@ -34,6 +54,14 @@ def require_green(op: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if subprocess.run(command, cwd=ROOT, env=env).returncode:
         sys.exit(f"tests/ops/test_{op}.py fails: no figures from a wrong op")
+
+
+def compiled(call: Callable[..., Any], shapes: int = 8) -> Callable[..., Any]:
+    """`torch.compile` of a call that meets so many shapes; none of them may be left uncompiled."""
+    # a cache that is full after eight dtypes and shapes would leave the rest uncompiled
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = max(8, shapes)
+    return torch.compile(call, backend=compiler)
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -101,7 +129,8 @@ def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) ->
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()))
     show(rows, console)
     if collector is not None:
-        collector(op, rows)
+        for row in [] if isinstance(rows, Rows) else rows:
+            collector(row)
         return None
     path = results.RESULTS / results.slug(facts) / f"{op}.json"
     kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": rows})

@@ -3,9 +3,11 @@
 A document is one JSON file: what ran, on what machine, with which sources, how it ended, rows.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,8 +23,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 # what a figure depends on; results themselves and prose do not count
 SOURCES = ("growkern/**/*.py", "growkern/**/*.toml", "growkern/**/*.json", "csrc/*", "bench/*.py")
+TESTS = ("tests/*.py", "tests/ops/*")
 # how much a document is worth beside another one of the same piece
-STATUSES = ("crashed", "timeout", "failed", "ok")
+STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
+# what has to be known of a run besides its commit and its GPU
+VERSIONS = ("date", "sources", "python", "torch", "triton")
+PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels")
 
 
 def _cpu_name() -> str:
@@ -46,7 +52,7 @@ def _output(*command: str) -> str | None:
 def source_digest() -> str:
     """Names and contents of the sources: says what was measured where there is no git."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
+    for path in sorted({path for pattern in (*SOURCES, *TESTS) for path in ROOT.glob(pattern)}):
         if path.is_file():
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -56,6 +62,15 @@ def _version(package: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return None
     return getattr(importlib.import_module(package), "__version__", "unknown")
+
+
+def _packages() -> dict[str, str]:
+    """Versions of what is compared and is here; their files are asked, nothing is imported."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _gpu_facts() -> dict[str, Any]:
@@ -72,11 +87,24 @@ def _gpu_facts() -> dict[str, Any]:
     }
 
 
+def git_facts() -> dict[str, Any]:
+    """The commit of these sources and whether they differ from it; without git what is said."""
+    # results and prose are no sources: the first piece's must not make the second one's look dirty
+    changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
+    status = _output(*changed, "bench", "tests", ":!bench/results", ":!*.md")
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    return {
+        "commit": commit or os.environ.get("GROWKERN_COMMIT", "unknown"),
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def machine() -> dict[str, Any]:
     """Where, when and with what the figures were taken."""
-    # results are no sources: the first piece's must not make the second one's look dirty
-    changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
-    status = _output(*changed, "bench", ":!bench/results")
     facts = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -85,11 +113,10 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "commit": _output("git", "rev-parse", "--short", "HEAD")
-        or os.environ.get("GROWKERN_COMMIT", "unknown"),
-        "dirty": None if status is None else bool(status),
+        **_packages(),
+        **git_facts(),
         "sources": source_digest(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": today(),
     }
     return facts | (_gpu_facts() if torch.cuda.is_available() else {})
 
@@ -106,18 +133,42 @@ def same_run(document: dict[str, Any], facts: dict[str, Any]) -> bool:
     return document.get("status") == "ok" and all(known.get(k) == facts.get(k) for k in keys)
 
 
-def _worth(document: dict[str, Any]) -> tuple[int, int]:
-    """How it ended, then how well it is documented."""
-    facts = document.get("machine", {})
-    named = ("date", "sources", "triton", "torch")
-    known = sum(facts.get(key) not in (None, "unknown") for key in named)
+def is_done(path: Path, facts: dict[str, Any]) -> bool:
+    """Whether a piece need not run again: its result, or the one beside it, is of these sources.
+
+    Where there is no git a run knows itself by the sources' hash alone, and lies aside for ever.
+    """
+    return any(same_run(read(place), facts) for place in (path, aside_of(path)))
+
+
+def _commit_rank(facts: dict[str, Any]) -> int:
+    """A commit, one that was only said, changed sources, none."""
+    commit = facts.get("commit") or "unknown"
     # an old-style commit says "-dirty" itself
-    clean = facts.get("dirty") is False or (
-        "dirty" not in facts and "dirty" not in facts.get("commit", "unknown-dirty")
-    )
+    dirty = facts.get("dirty", "dirty" in commit)
+    if commit == "unknown":
+        return 0
+    return 2 if dirty is None else 1 if dirty else 3
+
+
+def rank(document: dict[str, Any]) -> tuple[int, ...]:
+    """How well it is documented, then how it ended, then how much is in it."""
+    facts = document.get("machine", {})
     status = document.get("status", "ok")
-    rank = STATUSES.index(status) if status in STATUSES else -1
-    return rank, known + (facts.get("commit", "unknown") != "unknown") + 2 * clean
+    return (
+        not document.get("toy", False),
+        _commit_rank(facts),
+        bool(facts.get("gpu")),
+        sum(facts.get(key) not in (None, "unknown") for key in VERSIONS),
+        STATUSES.index(status) if status in STATUSES else -1,
+        len(document.get("rows", ())),
+    )
+
+
+def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether a document is worth more; of two that are worth the same the newer one is."""
+    dates = (document.get("machine", {}).get("date", "") for document in (new, old))
+    return (rank(new), next(dates)) >= (rank(old), next(dates))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -135,13 +186,39 @@ def write(path: Path, document: dict[str, Any]) -> None:
     part.replace(path)
 
 
+def aside_of(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.aside.json")
+
+
 def keep(path: Path, document: dict[str, Any]) -> Path:
-    """Write a document, beside a better one (`<name>.aside.json`) where there is one."""
-    aside = path.with_name(f"{path.stem}.aside.json")
-    there = read(path)
-    if there and _worth(document) < _worth(there):
-        write(aside, document)
+    """Write a document, beside a better one (`<name>.aside.json`) where there is one.
+
+    Of several that lie aside the last one stays, but for a worse one of the same sources.
+    """
+    aside, there = aside_of(path), read(path)
+    if there and not _replaces(document, there):
+        other = read(aside)
+        sources = (d.get("machine", {}).get("sources") for d in (document, other))
+        if not other or next(sources) != next(sources) or _replaces(document, other):
+            write(aside, document)
         return aside
     write(path, document)
     aside.unlink(missing_ok=True)
     return path
+
+
+def take(folder: Path, into: Path = RESULTS) -> list[Path]:
+    """Keep the results of another machine, `folder`/<gpu>/<piece>.json, by the same rule.
+
+    Those taken without git from the very sources that are here get their commit.
+    """
+    ours, digest = git_facts(), source_digest()
+    kept = []
+    for path in sorted(folder.glob("*/*.json")):
+        document = read(path)
+        facts = document.get("machine", {})
+        if facts.get("sources") == digest and facts.get("dirty") is None and not ours["dirty"]:
+            facts |= ours
+        name = path.name.replace(".aside.json", ".json")
+        kept.append(keep(into / path.parent.name / name, document))
+    return kept

@@ -22,12 +22,14 @@ class Device(NamedTuple):
     load_store: int = 32
 
 
-# the largest common chip of each architecture; an AMD compute unit issues in another way
+# the largest common chip of each architecture. An AMD compute unit has four vector units of 16
+# lanes, special functions at a quarter of their rate, and takes 64 bytes of memory accesses a clock
 DEVICES = {
     "sm_80": Device("A100 SXM 80 GB", 108, 1.41, 2.04),
     "sm_90": Device("H200 SXM", 132, 1.98, 4.8),
     "sm_100": Device("B200", 148, 1.965, 8.0),
     "sm_120": Device("RTX 5090", 170, 2.41, 1.79),
+    "gfx942": Device("MI300X", 304, 2.1, 5.3, lanes=64, special=16, load_store=16),
 }
 
 
@@ -36,7 +38,8 @@ class HotCode:
     """The loops that load from global memory; the whole kernel where there is none.
 
     Attributes:
-        instructions: in them, as one thread meets them.
+        instructions: in them, as one thread meets them; of AMD's without scalar ones, which a unit
+            of their own carries out meanwhile.
         special: of these, special functions.
         loads, stores: bytes per access -> how many.
     """
@@ -46,14 +49,15 @@ class HotCode:
     loads: dict[int, int]
     stores: dict[int, int]
 
-    def wide_share(self, wide: int) -> float:
-        """Share of the loaded bytes that come `wide` or more at a time.
+    def wide_share(self, wide: int, *, stores: bool = False) -> float:
+        """Share of the loaded or stored bytes that come or go `wide` or more at a time.
 
         What every thread reads alike (a row's index, its scale) counts as narrow, though it costs
         next to nothing.
         """
-        total = sum(width * count for width, count in self.loads.items())
-        found = sum(width * count for width, count in self.loads.items() if width >= wide)
+        counts = self.stores if stores else self.loads
+        total = sum(width * count for width, count in counts.items())
+        found = sum(width * count for width, count in counts.items() if width >= wide)
         return found / total if total else 1.0
 
     @property
@@ -148,14 +152,15 @@ def read_gcn(text: str) -> HotCode:
     block = loop = ""
     for raw in text.splitlines():
         line = raw.strip()
-        if label := re.match(r"(?:\.L|; %)(\w+):", line):
-            block, loop = label[1].upper(), ""
+        # ".Ltmp7:" tells a debugger of a place and begins no block
+        if label := re.match(r"\.L(BB\w+):|; %bb\.\d+:", line):
+            block, loop = label[1] or "", ""
         if "Loop Header" in line:
             loop = block
         elif inside := re.search(r"in Loop: Header=(\w+)", line):
             loop = inside[1]
         operation = re.match(r"([vs]_\w+|(?:global|buffer|ds|flat)_\w+)", line)
-        if not operation:
+        if not operation or operation[1].startswith("s_"):
             continue
         name, width = operation[1].replace("buffer_", "global_"), 0
         if access := re.match(r"global_(?:load|store)_(\w+)", name):
@@ -197,7 +202,7 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
     cross the device's memory at the least, None for all that is asked for.
     """
     if arch not in DEVICES:
-        return {}
+        return {"no estimate": f"no rates of {arch}"}
     chip = DEVICES[arch]
     clock = chip.multiprocessors * chip.ghz * 1e9
     traffic = code.bytes / elements if traffic is None else traffic

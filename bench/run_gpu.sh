@@ -7,12 +7,13 @@
 # benchmarks, then training steps, tuning, compile-time figures) for SECONDS, 520 by default, and
 # leaves OUT/results.tgz: one file to bring home. At home, in the repository:
 #
-#   tar xzf results.tgz && python -m bench.report
+#   mkdir there && tar xzf results.tgz -C there && python -m bench.report --take there/bench/results
 #
-# What is not installed there comes along as wheels, fetched where there is a network: what the
-# tests and the library import beside PyTorch, Triton and transformers, and peers.
+# Nothing else has to be installed there than PyTorch, Triton and transformers; what needs more is
+# skipped and says so. It can come along as wheels, fetched where there is a network: what the ops'
+# tests, the trainer and sums of files need, and peers.
 #
-#   pip download -d wheels pytest hypothesis xxhash
+#   pip download -d wheels pytest hypothesis && pip download --no-deps -d wheels accelerate psutil xxhash
 #   pip download --no-deps -d wheels liger-kernel cut-cross-entropy
 #   pip download -d wheels quack-kernels     # with nvidia-cutlass-dsl and what else it needs
 #   bench/run_gpu.sh OUT 520 --wheels wheels

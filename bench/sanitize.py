@@ -1,4 +1,5 @@
-"""compute-sanitizer over the checks at toy sizes: accesses out of bounds, races, unset memory."""
+"""compute-sanitizer over the checks at toy sizes: accesses out of bounds, races,
+memory that is read before it is written, and barriers that not all threads reach."""
 
 import os
 import shutil
@@ -11,7 +12,7 @@ from bench import results
 from bench.recorder import Recorder, Skip
 from bench.results import ROOT
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 CHECKS = ("check_expand", "check_loss")
 FOUND = 86
 

@@ -19,6 +19,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # bytes of shared memory that a block may have, of CUDA's programming guide
 SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 ALIKE = "place, source and scale of an output row, which all threads read alike"
+HALVED = "four sums in float32 are 16 bytes read and 8 stored; a warp still fills whole lines"
 RAGGED = "rows begin and end anywhere: pieces of 16 bytes where their place allows it"
 
 
@@ -27,7 +28,8 @@ class CudaCase(NamedTuple):
 
     `registers` is the most that leaves a multiprocessor as many threads as the kernel needs;
     `element_bytes` are those of an element it stores, `traffic` the bytes that cross the device's
-    memory for one at the least. Loads are 16 bytes wide, or `narrow` says why they cannot be.
+    memory for one at the least. Loads are 16 bytes wide, or `narrow` says why they cannot be;
+    `narrow_stores` the same of stores.
     """
 
     name: str
@@ -37,6 +39,7 @@ class CudaCase(NamedTuple):
     element_bytes: int
     traffic: float
     narrow: str = ""
+    narrow_stores: str = ""
 
 
 def _shape(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -62,7 +65,8 @@ def _rows_case(
     traffic = (1 + K) * dtype.itemsize + grad.itemsize
     ragged = "" if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name = f"CUDA kl_mlm rows {name}"
-    return CudaCase(name, made.kernel, made.grid, registers, grad.itemsize, traffic, ragged)
+    stores = ragged or (HALVED if grad.itemsize == 2 else "")
+    return CudaCase(name, made.kernel, made.grid, registers, grad.itemsize, traffic, ragged, stores)
 
 
 def _expand_case(
@@ -78,7 +82,8 @@ def _expand_case(
     narrow = ALIKE if dtype == FP32 else ""
     narrow = narrow if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize
-    return CudaCase(name, made.kernel, made.grid, registers, size, 1.25 * size, narrow)
+    stores = narrow if narrow == RAGGED else ""
+    return CudaCase(name, made.kernel, made.grid, registers, size, 1.25 * size, narrow, stores)
 
 
 def cuda_cases(arch: str) -> list[CudaCase]:

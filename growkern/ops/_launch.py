@@ -34,8 +34,9 @@ class AotCase(NamedTuple):
     such, where None and 1 stand for themselves); `constexprs` the value of every other one (the
     constants in capitals, strides that are 1, pointers that are None). Pointers and integers are
     multiples of 16, as the launcher finds them, unless they are in `unaligned`. Loads of the hot
-    code are 16 bytes wide, or `narrow` says why they cannot be. `traffic` is how many bytes of an
-    element of the block cross the device's memory at the least (None: all that are asked for).
+    code are 16 bytes wide, or `narrow` says why they cannot be; `narrow_stores` the same of stores.
+    `traffic` is how many bytes of an element of the block cross the device's memory at the least
+    (None: all that are asked for).
     """
 
     name: str
@@ -47,6 +48,7 @@ class AotCase(NamedTuple):
     maxnreg: int | None = None
     narrow: str = ""
     traffic: float | None = None
+    narrow_stores: str = ""
 
 
 def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:

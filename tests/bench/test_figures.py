@@ -68,6 +68,60 @@ def test_the_linear_loss_is_what_its_result_says():
         assert float(extra) == pytest.approx(row["extra MiB"], rel=0.02), name
 
 
+def says(sentence):
+    """Whether the README has these words, wherever its lines break."""
+    return " ".join(sentence.split()) in " ".join(README.split())
+
+
+def test_what_is_said_of_exactness_is_what_its_result_says():
+    rows = check_source("exactness")["rows"]
+    carried = [row for row in rows if row.get("carry") == 1]
+    assert len(carried) == 3
+    words = ", ".join(f"{row['error']:.1e} at {row['sizes']}" for row in carried)
+    assert says(f"(BERT, random models: {words})"), words
+    within = {"float64": 1e-12, "float32": 1e-6}
+    for row in rows:
+        if row.get("carry") == 0.01:
+            assert row["error"] <= 1e-6, row
+        elif "head_dim" in row.get("sizes", ""):
+            assert row["error"] <= (1e-8 if row["dtype"] == "float64" else 1e-6), row
+        elif "sizes" in row and "carry" not in row:
+            assert row["error"] <= within[row["dtype"]], row
+        elif row["what"] == "linear loss, growkern":
+            assert row["error"] <= {"float32": 1e-5, "bfloat16": 5e-3}[row["dtype"]], row
+
+
+def test_the_sentences_between_the_tables_are_what_their_results_say():
+    rows = check_source("linear_kl_mlm_loss")["rows"]
+    error = {
+        (row["dtype"], row["provider"]): row.get("gradient error")
+        for row in rows
+        if row["shape"].startswith("2048x")
+    }
+    times = [error[dtype, "plain"] / error[dtype, "growkern"] for dtype in ("float32", "bfloat16")]
+    assert says("the errors are {:.0f} and {:.0f} times smaller than plain".format(*times)), times
+    demo = check_source("demo")
+    source = demo["source"]
+    seconds = source["seconds"][-1] + sum(row["seconds"] for row in demo["rows"])
+    assert says(f"{seconds:.0f} s of training"), seconds
+    assert says(f"({source['flops'][-1]:.2e} FLOPs, loss {source['losses'][-1]:.2f})")
+
+
+def test_the_sentence_of_grow_checkpoint_is_what_its_result_says():
+    *_, medium, large, cold = check_source("grow_checkpoint")["rows"]
+    assert (medium["cache"], large["cache"], cold["cache"]) == ("warm", "warm", "cold")
+    assert says(
+        f"Growing a Llama to {large['target GB']:.2f} GB took {large['stream s']:.1f} s and "
+        f"{large['stream peak MB']:.0f} MB of memory on this shared machine of 2 cores, "
+        f"to {medium['target GB']:.2f} GB {medium['stream s']:.1f} s and "
+        f"{medium['stream peak MB']:.0f} MB."
+    )
+    assert says(
+        f"took {large['cp, on disk s']:.1f} s beside it; with cold files {cold['stream s']:.1f} s "
+        f"stood against {cold['cp, on disk s']:.1f} s"
+    )
+
+
 def test_figures_made_from_results_have_sources():
     """The block of `expand` is written by bench.report; test_render.py compares it."""
     if "not measured yet" not in README.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:

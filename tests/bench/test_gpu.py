@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from bench import (
     gpu,
     llama_growth,
     pieces,
+    processes,
     results,
     sanitize,
 )
@@ -50,8 +52,8 @@ def test_dry_run_takes_every_piece_to_its_end(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in TOY_PIECES:
         document = results.read(tmp_path / f"{name}.json")
-        if name == "sanitize" and not document:
-            assert "compute-sanitizer is not on the PATH" in done.stdout
+        if name == "sanitize" and document["status"] == "skipped":
+            assert document["reason"] == "compute-sanitizer is not on the PATH"
             continue
         assert document["status"] == "ok" and document["rows"], name
         assert document["toy"] and document["machine"]["sources"] == results.source_digest()
@@ -108,11 +110,65 @@ def test_a_piece_that_breaks_keeps_its_rows(status, tmp_path):
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     piece, path = TOY_PIECES["ceilings"], tmp_path / "ceilings.json"
     limit_s = 12 if status == "timeout" else 100
-    document = gpu.run_apart(piece, path, env=env, toy=True, limit_s=limit_s)
+    document = processes.run_apart(piece, path, env=env, toy=True, limit_s=limit_s)
     assert document["status"] == status
     assert document["rows"] == [{"ceiling": "before"}]
     why = {"crashed": "exit code -11", "timeout": "after 12 s", "failed": "no memory left"}
     assert why[status] in document["failures"][0]
+
+
+STARTS_A_CHILD = """
+import subprocess, sys, time
+import bench.ceilings
+def run(recorder):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    recorder.add({"ceiling": "before", "child": child.pid, "own": os.getpid()})
+    time.sleep(600)
+bench.ceilings.run = run
+"""
+
+
+STARTED_ALL_THE_SAME = """
+from bench import processes
+processes._Forked = lambda *piece: processes._Started(*piece, dict(os.environ), True)
+"""
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@needs_triton
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
+def test_a_kill_leaves_no_child_behind_and_loses_no_row(forked, tmp_path):
+    out = tmp_path / "results"
+    broken = "import os\nif os.environ.get('TRITON_INTERPRET') == '1':\n"
+    broken += STARTS_A_CHILD.replace("\n", "\n    ")
+    if not forked:
+        broken += STARTED_ALL_THE_SAME.replace("\n", "\n    ")
+    (tmp_path / "sitecustomize.py").write_text(broken)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1"}
+    line = [sys.executable, "-m", "bench.gpu", "--dry-run", "--only", "ceilings"]
+    parent = subprocess.Popen([*line, "--results", str(out)], cwd=ROOT, env=env)
+    rows, end = [], time.monotonic() + 120
+    while not rows and time.monotonic() < end:
+        time.sleep(0.1)
+        rows = results.read(out / ".running" / "ceilings.json").get("rows", [])
+    parent.kill()
+    parent.wait()
+    (row,) = rows
+    while any(map(is_alive, (row["child"], row["own"]))) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not is_alive(row["own"]) and not is_alive(row["child"])
+    processes.gather(out / ".running", out)
+    kept = results.read(out / "ceilings.json")
+    assert kept["rows"] == rows and kept["status"] == "crashed"
+    assert "killed" in kept["failures"][0] and not list((out / ".running").glob("*.json"))
 
 
 CRASHES_ONCE = """
@@ -340,25 +396,76 @@ def document(**changes):
     return {"status": "ok", "machine": facts, "rows": [1]} | changes
 
 
-@pytest.mark.parametrize(
-    "worse",
-    [
-        document(status="failed"),
-        document(status="timeout"),
-        document(machine={"dirty": True}),
-        document(machine={"commit": "unknown", "dirty": None}),
-    ],
-    ids=["failed", "timeout", "dirty", "no commit"],
-)
-def test_worse_results_lie_beside_better_ones(worse, tmp_path):
-    path = tmp_path / "piece.json"
+# each is worse than the one before it, and nothing that comes later in a rank makes up for it
+RANKS = {
+    "best": document(rows=[1, 2]),
+    "fewer rows": document(),
+    "failed": document(status="failed", rows=[1] * 9),
+    "timeout": document(status="timeout", rows=[1] * 9),
+    "no version": document(machine={"triton": None}, rows=[1] * 9),
+    "no gpu": document(machine={"gpu": None, "python": "3"}, rows=[1] * 9),
+    "said": document(machine={"dirty": None, "python": "3"}, rows=[1] * 9),
+    "dirty": document(machine={"dirty": True, "python": "3"}, rows=[1] * 9),
+    "no commit": document(machine={"commit": "unknown", "dirty": None}, rows=[1] * 9),
+    "toy": document(toy=True, rows=[1] * 9),
+}
+
+
+def test_every_rule_of_worth():
+    ranked = [results.rank(x) for x in RANKS.values()]
+    assert ranked == sorted(ranked, reverse=True) and len(set(ranked)) == len(ranked)
+
+
+@pytest.mark.parametrize("name", list(RANKS)[1:])
+def test_worse_results_lie_beside_better_ones(name, tmp_path):
+    path, worse, best = tmp_path / "piece.json", RANKS[name], RANKS["best"]
     assert results.keep(path, worse) == path, "the first of all is kept"
-    assert results.keep(path, document()) == path
+    assert results.keep(path, best) == path
     aside = results.keep(path, worse)
-    assert aside != path and results.read(path) == document() and results.read(aside) == worse
-    newer = document(machine={"date": "e"})
+    assert aside != path and results.read(path) == best and results.read(aside) == worse
+    newer = document(machine={"date": "e"}, rows=[1, 2])
     assert results.keep(path, newer) == path and results.read(path) == newer
     assert not aside.exists(), "the fault it told of is mended"
+    assert results.keep(path, best) == aside and results.read(path) == newer, "an older one"
+
+
+def test_what_lies_aside_is_not_replaced_by_worse_of_the_same_sources(tmp_path):
+    path = tmp_path / "piece.json"
+    results.keep(path, RANKS["best"])
+    aside = results.keep(path, RANKS["dirty"])
+    results.keep(path, RANKS["no commit"])
+    assert results.read(aside) == RANKS["dirty"]
+    other = document(machine={"commit": "unknown", "dirty": None, "sources": "2"})
+    results.keep(path, other)
+    assert results.read(aside) == other
+
+
+def test_a_machine_without_git_knows_what_it_has_done(tmp_path):
+    """It cannot replace the committed result of older sources, and need not run for ever."""
+    path, facts = tmp_path / "piece.json", document(machine={"sources": "2"})["machine"]
+    results.keep(path, document())
+    assert not results.is_done(path, facts)
+    done = document(machine={"sources": "2", "commit": "unknown", "dirty": None})
+    assert results.keep(path, done) == results.aside_of(path)
+    assert results.is_done(path, facts) and results.is_done(path, document()["machine"])
+
+
+def test_results_of_another_machine_are_taken_by_the_same_rule(tmp_path, monkeypatch):
+    """What was taken without git from these very sources gets their commit."""
+    monkeypatch.setattr(results, "git_facts", lambda: {"commit": "fff", "dirty": False})
+    monkeypatch.setattr(results, "source_digest", lambda: "2")
+    there, here = tmp_path / "there", tmp_path / "here"
+    nowhere = {"commit": "unknown", "dirty": None, "date": "e"}
+    ours = document(machine=nowhere | {"sources": "2"})
+    results.write(there / "gpu" / "mine.aside.json", ours)
+    results.write(there / "gpu" / "other.json", document(machine=nowhere | {"sources": "3"}))
+    for name in ("mine", "other"):
+        results.write(here / "gpu" / f"{name}.json", document())
+    results.take(there, here)
+    mine = results.read(here / "gpu" / "mine.json")
+    assert mine["machine"] == ours["machine"] | {"commit": "fff", "dirty": False}
+    assert results.read(here / "gpu" / "other.json") == document()
+    assert results.read(here / "gpu" / "other.aside.json")["machine"]["sources"] == "3"
 
 
 def test_a_piece_is_done_for_these_sources_on_this_gpu():

@@ -34,6 +34,28 @@ def test_figures_come_from_good_runs_of_real_sizes(tmp_path):
     for changes in ({"status": "failed"}, {"toy": True}):
         results.write(path, document(rows=[EXPAND], **changes))
         assert "0.90" not in render.gpu_table(tmp_path)
+    assert "failed" not in render.gpu_table(tmp_path), "a dry run is no result"
+
+
+def test_a_failed_check_reads_failed(tmp_path):
+    path = tmp_path / "nvidia-h200" / "check_expand.json"
+    why = ["bfloat16: error 1 | 2\nand more", "another"]
+
+    def line():
+        return next(x for x in render.gpu_table(tmp_path).splitlines() if "`expand` against" in x)
+
+    results.write(path, document(status="failed", failures=why))
+    assert line().endswith("| failed: bfloat16: error 1 / 2 |")
+    results.write(path, document(status="crashed", failures=["exit code -11"], rows=[]))
+    assert line().endswith("| crashed, failed: exit code -11 |")
+    results.write(path, document(status="skipped", reason="needs pytest"))
+    assert line().endswith("| skipped: needs pytest |")
+    results.write(path, document())
+    assert line().endswith("| 1 right |")
+    # one that is not as well documented must not be passed over either
+    worse = document(status="failed", failures=why, machine={"dirty": True})
+    assert results.keep(path, worse) != path
+    assert line().endswith("| 1 right; a later run failed: bfloat16: error 1 / 2 |")
 
 
 def test_the_linear_loss_stands_beside_its_gemms(tmp_path):

@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,10 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
     for row in rows:
         assert row["registers"] <= 255 and row["spilled_bytes"] == 0, row
         assert row["narrow"] or row["wide_share"] >= 0.5, row
+        assert row["narrow_stores"] or row["wide_store_share"] >= 0.5, row
+        # whatever is gathered, what a growth writes lies together
+        assert "gathered" not in row["narrow_stores"], row
+        assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -55,6 +60,24 @@ def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path
     here = {"triton": triton.__version__, "nvrtc": _cuda.nvrtc_version()}
     if document["machine"] == here | {"nvrtc": here["nvrtc"] or document["machine"]["nvrtc"]}:
         assert document["rows"] == compiled[1], UPDATE
+
+
+def test_the_table_says_what_it_was_made_from():
+    document = read(KEPT)
+    assert re.fullmatch("[0-9a-f]{7,40}", document["commit"]) and document["date"]
+    assert document["dirty"] is False, f"commit the kernels first, then {UPDATE}"
+    assert all(document["machine"].values()) and document["sources"]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_what_is_narrow_or_spills_is_a_fault():
+    from bench.aot import faults
+
+    row = next(x for x in read(KEPT)["rows"] if not x["narrow"] and not x["narrow_stores"])
+    assert not faults(row)
+    for key, value in (("wide_share", 0.4), ("wide_store_share", 0.4), ("spilled_bytes", 8)):
+        assert len(faults(row | {key: value})) == 1
+    assert not faults(row | {"wide_store_share": 0.4, "narrow_stores": "a reason"})
 
 
 ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
@@ -138,6 +161,8 @@ def test_hot_code_of_amd():
 .LBB0_2:                    ; =>This Inner Loop Header: Depth=1
         buffer_load_dwordx4 v[0:3], v9, s[0:3], 0 offen
         v_exp_f32_e32 v4, v4
+.Ltmp7:
+        v_exp_f32_e32 v4, v4
 ; %bb.3:                    ;   in Loop: Header=BB0_2 Depth=1
         global_load_ushort v5, v6, s[0:1]
         global_store_short v6, v5, s[0:1]
@@ -146,7 +171,8 @@ def test_hot_code_of_amd():
         global_store_dwordx2 v6, v[4:5], s[0:1]
 """
     )
-    assert code == HotCode(5, 1, {16: 1, 2: 1}, {2: 1})
+    # without the branch, which is scalar
+    assert code == HotCode(5, 2, {16: 1, 2: 1}, {2: 1})
 
 
 def test_what_is_slowest_bounds_the_estimate():

@@ -1,0 +1,90 @@
+"""python -m bench.exactness: how far grown models and losses are from float64, in figures.
+
+Random models, every norm and bias away from its default, on a CPU; the largest difference of the
+outputs over the largest output. Losses: the KL gradient (alpha 1) of 64 rows with a student that
+has drifted from its teacher, temperature 1. What the README and the log quote comes from here.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import growkern
+from bench import bench_linear_kl_mlm_loss as linear
+from bench.report import Rows, machine, show_and_save
+from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
+
+# hidden size and heads of the source, hidden size of the target, feed-forward sizes of both
+WIDTHS = ((384, 6, 512), (96, 6, 144), (12, 3, 20))
+# class, sizes, growth
+EXACT = (
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 20}),
+    ("BertForMaskedLM", BERT, {"hidden_size": 24}),
+)
+# no whole multiple: `rope_theta` changes, and its frequencies are float32
+ROTARY = ("LlamaForCausalLM", LLAMA, {"head_dim": 6})
+DRIFTS = (0.01, 0.05, 0.2)
+
+
+def carried() -> Iterator[dict[str, Any]]:
+    """Encoders with a norm behind each block at widths that are no multiples, in float64."""
+    for width, heads, wide in WIDTHS:
+        sizes = BERT | {"hidden_size": width, "num_attention_heads": heads}
+        sizes |= {"intermediate_size": 2 * width}
+        source = random_model("BertModel", sizes, std=min(0.3, 1 / width**0.5))
+        for carry in (1.0, 0.01):
+            how = {"hidden_size": wide, "intermediate_size": 2 * wide, "carry": carry}
+            error = relative_error(source, growkern.grow(source, **how))
+            row = {"what": "BERT's encoder", "sizes": f"{width} -> {wide}", "carry": carry}
+            yield row | {"dtype": "float64", "error": error}
+
+
+def exact() -> Iterator[dict[str, Any]]:
+    """What the tables call exact, in the two dtypes."""
+    for name, sizes, how in (*EXACT, ROTARY):
+        for dtype in (torch.float64, torch.float32):
+            source = random_model(name, sizes, dtype=dtype)
+            grown = growkern.grow(source, **how)
+            compare = relative_error if dtype == torch.float64 else _logits_error
+            error = compare(source, grown)
+            words = ", ".join(f"{key} {value}" for key, value in how.items())
+            yield {"what": name, "sizes": words, "dtype": _name(dtype), "error": error}
+
+
+@torch.no_grad()
+def _logits_error(source: Any, grown: Any) -> float:
+    """As the models compute by themselves, where `relative_error` has all of it in float64."""
+    tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    z, grown_z = (model.eval()(input_ids=tokens).logits for model in (source, grown))
+    return ((z - grown_z).abs().max() / z.abs().max()).item()
+
+
+def losses() -> Iterator[dict[str, Any]]:
+    """The linear loss and plain PyTorch at several drifts."""
+    for drift in DRIFTS:
+        linear.DRIFT = drift
+        for dtype in (torch.float32, torch.bfloat16):
+            for name in ("growkern", "plain"):
+                error = linear.error_of(getattr(linear, name), 1.0, 30_522, 768, 512, dtype)
+                row = {"what": f"linear loss, {name}", "drift": drift, "dtype": _name(dtype)}
+                yield row | {"error": error}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main() -> int:
+    facts, rows = machine(), Rows()
+    for part in (carried, exact, losses):
+        for row in part():
+            rows.append(row)
+    print(show_and_save("exactness", facts, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

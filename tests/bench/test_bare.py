@@ -1,0 +1,41 @@
+"""The command for a GPU needs PyTorch, Triton and transformers, and says what more it could use."""
+
+import os
+import subprocess
+
+import pytest
+
+from bench import results
+from growkern.ops._launch import HAS_TRITON
+from tests.bench.bare import make_bare_python
+
+MISSING = ("xxhash", "accelerate", "pytest", "hypothesis", "matplotlib", "liger_kernel")
+# those that import growth, and one of each kind that needs more
+PIECES = {
+    "check_expand": "ok",
+    "bench_expand_model": "ok",
+    "fsdp_growth": "ok",
+    "aot": "ok",
+    "check_suite": "skipped: needs pytest, hypothesis",
+    "trainer_step": "skipped: needs accelerate",
+    "bench_grow_checkpoint": "skipped: needs xxhash",
+}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_a_bare_machine_runs_what_it_can_and_says_why_not(tmp_path):
+    python = make_bare_python(tmp_path / "python")
+    keep = ("PATH", "LANG", "LD_LIBRARY_PATH", "TRITON_CACHE_DIR")
+    env = {name: os.environ[name] for name in keep if name in os.environ}
+    env |= {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    look = f"import importlib.util as u; print([n for n in {MISSING} if u.find_spec(n)])"
+    found = subprocess.run([python, "-c", look], env=env, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", "the machine is not bare"
+    line = [python, "-m", "bench.gpu", "--dry-run", "--results", tmp_path / "results"]
+    line += [word for name in PIECES for word in ("--only", name)]
+    done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, expected in PIECES.items():
+        document = results.read(tmp_path / "results" / f"{name}.json")
+        words = document["status"] + f": {document.get('reason')}" * ("reason" in document)
+        assert words == expected, name
