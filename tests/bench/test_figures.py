@@ -68,6 +68,24 @@ def test_the_linear_loss_is_what_its_result_says():
         assert float(extra) == pytest.approx(row["extra MiB"], rel=0.02), name
 
 
+def test_what_k_costs_is_what_its_result_says():
+    rows = check_source("topk")["rows"]
+    by = {(row["student"].split()[0], row["T"], row["k"]): row for row in rows}
+    table = table_with("k, temperature 1")
+    assert [row[0] for row in table[1:]] == ["1", "4", "16", "64", "256"]
+    for k, *cells in table[1:]:
+        grown, random = by["grown", 1.0, int(k)], by["random", 1.0, int(k)]
+        seen = [f"{1 - row['KL left out'] / row['KL, nats']:.0%}" for row in (grown, random)]
+        errors = [f"{row['gradient error']:.0%}" for row in (grown, random)]
+        mass = f"{grown['teacher mass']:.0%}"
+        assert cells == [str(grown["bytes/row"]), mass, *seen, *errors], k
+    assert says(f"64 of them then hold {by['grown', 2.0, 64]['teacher mass']:.0%}")
+    off = [by[name, 1.0, 64]["renormalised"] for name in ("random", "grown")]
+    assert says("is off by {:.1f} and {:.1f} times the gradient at 64".format(*off))
+    for row in rows:
+        assert row["stored fp16"] == pytest.approx(row["gradient error"], rel=2e-3)
+
+
 def says(sentence):
     """Whether the README has these words, wherever its lines break."""
     return " ".join(sentence.split()) in " ".join(README.split())
