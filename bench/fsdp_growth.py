@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from bench.bare import growth_importable
 from bench.llama_growth import SIZES
 from bench.recorder import Recorder
 from bench.results import ROOT
@@ -99,8 +98,7 @@ def child(way: str, size: str, source: str, store: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
 
-    with growth_importable():
-        import growkern.growth.grow_into
+    import growkern.growth.grow_into
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "nccl" if device == "cuda" else "gloo"

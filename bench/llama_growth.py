@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.bare import growth_importable
 from growkern.ops.expand import expand
 
 # source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
@@ -98,9 +97,8 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     # three seconds that only this function needs
     import transformers
 
-    with growth_importable():
-        import growkern.growth.apply as apply
-        from growkern.growth.plan import plan
+    import growkern.growth.apply as apply
+    from growkern.growth.plan import plan
 
     source, target = SIZES[size]
     with torch.device("meta"):
