@@ -228,7 +228,7 @@ __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, 
             load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
 #pragma unroll
             for (int i = 0; i < QUAD; ++i)
-                g[i] += dkl[k] * row.difference(k, x[i], y[i], q[i], a.inv_t);  // (5)
+                if (kind & 2) g[i] += dkl[k] * row.difference(k, x[i], y[i], q[i], a.inv_t);  // (5)
         }
         if (CAPPED && a.cap != 0)
 #pragma unroll

@@ -18,7 +18,7 @@ def train(
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    teacher.to(accelerator.device).eval()
+    teacher.to(accelerator.device).eval().requires_grad_(False)
     losses = []
     wrapped.train()
     for step, micro_batches in enumerate(steps):

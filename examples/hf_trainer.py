@@ -18,7 +18,7 @@ class InheritingTrainer(Trainer):
 
     def __init__(self, *args: Any, teacher: Any, schedule: InheritanceSchedule, **options: Any):
         super().__init__(*args, **options)
-        self.teacher = teacher.to(self.args.device).eval()
+        self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
         self.schedule = schedule
         # Trainer then counts the labels of the whole accumulated batch, and divides by nothing
         self.model_accepts_loss_kwargs = True

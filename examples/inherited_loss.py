@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from growkern.train.checks import is_causal
-from growkern.train.head import align_labels, head_inputs, head_swap
+from growkern.train.head import align_labels, head_inputs, head_swap, softcap_of
 from growkern.train.inheritance import loss_beside
 
 
@@ -42,7 +42,8 @@ def inherited_loss(
         with torch.no_grad():
             teachers.append(head_inputs(teacher, inputs))
 
-    loss = loss_beside(teachers)
+    loss = loss_beside(teachers, softcap=softcap_of(teacher))
+    softcap = softcap_of(model)
 
     def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return loss(
@@ -52,6 +53,7 @@ def inherited_loss(
             student_bias=bias,
             alpha=alpha,
             temperature=temperature,
+            softcap=softcap,
             num_items=num_items,
         )
 

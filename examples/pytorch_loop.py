@@ -16,7 +16,7 @@ def train(
     """The loss of every step; `steps` are lists of micro-batches {input_ids, labels, ...}."""
     for one in (model, teacher):
         check_head(one)
-    teacher.eval()
+    teacher.eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
     model.train()

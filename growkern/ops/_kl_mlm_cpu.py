@@ -160,7 +160,9 @@ def _block(
             _other_divergence((e, w, x, t), state_SB, numbers, maths, dkl_B1, grad, steps)
         elif dkl_B1 is not None:
             q = torch.div(e, state_SB[2][:, None], out=t)
-            grad.addcmul_(q.sub_(w.div_(numbers[1][:, None])), dkl_B1)  # (5)
+            # 0 times what such a row holds may be NaN
+            pull = q.sub_(w.div_(numbers[1][:, None])).masked_fill_(dkl_B1 == 0, 0)
+            grad.addcmul_(pull, dkl_B1)  # (5)
     if drows_SB is None:
         return None
     if maths.softcap:
@@ -260,5 +262,5 @@ def _other_divergence(
         numbers[5] = 0 if log_pm is None else _sum_product(p, log_pm, t)
     if dkl_B1 is not None:
         pull = torch.sub(log_qm, numbers[4][:, None], out=t).mul_(q)
-        pull.masked_fill_(q == 0, 0)
+        pull.masked_fill_((q == 0) | (dkl_B1 == 0), 0)
         grad.addcmul_(pull, dkl_B1 * (1 if beta == 1 else 1 - beta))  # (9)

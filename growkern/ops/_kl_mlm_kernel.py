@@ -195,9 +195,9 @@ def _gradient_pass(
     e_y = tl.exp(tl.load(state_ptr + 3 * N) - m)
     d = rest + e_y
     dmlm = tl.where((kind & 1) != 0, tl.load(drows_ptr).to(ACC), 0.0)
-    pull = dmlm * 2 * MATHS[5] * (tl.log(d) + m)
+    from_z_loss = dmlm * 2 * MATHS[5] * (tl.log(d) + m)
     smooth = dmlm * MATHS[4]
-    at_y = (pull * e_y - dmlm * rest) / d + smooth
+    at_y = (from_z_loss * e_y - dmlm * rest) / d + smooth
     # a narrower gradient has no such digits, and float64 has enough of them
     CORRECTED: tl.constexpr = MATHS[3] == 0 and dstudent_ptr.dtype.element_ty == tl.float32
     if CORRECTED:
@@ -207,7 +207,7 @@ def _gradient_pass(
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         s = _load_logits(student_ptr, v, V, CAP, ACC)  # (BLOCK_V,)
-        g = tl.where(v == label, at_y, (dmlm + pull) * (tl.exp(s - m) / d))  # (4)
+        g = tl.where(v == label, at_y, (dmlm + from_z_loss) * (tl.exp(s - m) / d))  # (4)
         if MATHS[4] != 0:
             g -= smooth / tl.load(state_ptr + 7 * N)  # (8)
         for k in tl.static_range(len(teacher_ptrs)):
@@ -216,8 +216,10 @@ def _gradient_pass(
             q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, numbers_ptr, v, N, V, MATHS, ACC)
             if CORRECTED:
                 r -= offsets[k]
-            dkl = tl.where((kind & 2) != 0, tl.load(drows_ptr + (1 + k) * N).to(ACC), 0.0)
-            g += dkl * MATHS[0] * _pull(q, p, r, numbers_ptr, N, MATHS[3], ACC)
+            dkl = tl.load(drows_ptr + (1 + k) * N).to(ACC) * MATHS[0]
+            pull = dkl * _pull(q, p, r, numbers_ptr, N, MATHS[3], ACC)
+            # not a factor of 0: what stands in a row without the term, NaN maybe, stays there
+            g += tl.where((kind & 2) != 0, pull, 0.0)
         if CAP != 0:
             g *= 1 - (s / CAP) * (s / CAP)  # (6)
         # the gradient may be narrower than the logits it overwrites: all of this block is read

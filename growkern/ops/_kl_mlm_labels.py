@@ -17,6 +17,8 @@ from growkern.ops._vocab_parallel import Shard, gather
 
 def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
     """Labels as int64 (N,)."""
+    if not isinstance(labels, Tensor):
+        raise GrowthError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.shape != rows:
         raise GrowthError(
             f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
@@ -50,6 +52,9 @@ def row_kinds(
     if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
         kind_N += MLM_ROW * labelled_N.int()
     if options.teacher_weights:
+        if isinstance(options.alpha, Tensor):
+            # at 0 the term is gone, also where it is infinite
+            kl_N = kl_N & (options.alpha.to(kl_N.device) != 0)
         kind_N += KL_ROW * kl_N.int()
     return kind_N
 
@@ -82,8 +87,10 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     if isinstance(alpha, Tensor):
         alpha = alpha.to(device=kind_N.device, dtype=dtype)
     row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
-    weights = [mlm_N.to(dtype) * row_N * (1 - alpha) / n_mlm]
-    kl_weight_N = kl_N.to(dtype) * row_N * alpha / n_kl
+    one_N = torch.ones_like(kind_N, dtype=dtype)
+    # not a product: a count of 0, of a batch without a row, must not make 0 / 0 of it
+    weights = [torch.where(mlm_N, one_N * row_N * (1 - alpha) / n_mlm, 0)]
+    kl_weight_N = torch.where(kl_N, one_N * row_N * alpha / n_kl, 0)
     weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 

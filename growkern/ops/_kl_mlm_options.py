@@ -25,7 +25,7 @@ class LossParts(NamedTuple):
     ``mlm`` and ``kl`` are means over their rows before ``alpha`` weighs them, ``top1_agreement``
     is the share of KL rows whose likeliest token student and teacher agree on, ``entropy`` the
     student's mean entropy in nats over all rows that count. ``kl`` and ``top1_agreement`` are
-    None when no teacher ran.
+    None when no teacher ran, and 0 where a tensor ``alpha`` is 0.
     """
 
     mlm: Tensor

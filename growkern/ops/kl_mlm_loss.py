@@ -77,15 +77,18 @@ def kl_mlm_rows_reference(
 ) -> Tensor:
     """Plain PyTorch definition: (8), then (2) or (7) per teacher, entropy, top-1 per teacher.
 
-    Any float dtype, differentiable in `student_NV`; (2 + 2K, N), 0 outside a row's kind.
+    Any float dtype, differentiable in `student_NV`; (2 + 2K, N), 0 outside a row's kind. In
+    float64 but for half precision: of float32 the difference (5) leaves 1e-5 of itself.
     """
 
-    def capped(x: Tensor, cap: float) -> Tensor:
-        x = x.to(acc_torch_dtype(x))
+    def capped(x: Tensor, cap: float, live_N: Tensor) -> Tensor:
+        x = x.to(torch.float32 if x.element_size() == 2 else torch.float64)
+        # what stands in other rows, NaN maybe, reaches no gradient
+        x = torch.where(live_N[:, None], x, 0)
         return cap * torch.tanh(x / cap) if cap else x
 
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    z_NV = capped(student_NV, maths.softcap)
+    z_NV = capped(student_NV, maths.softcap, kind_N > 0)
     log_q_NV = z_NV.log_softmax(-1)
     log_qT_NV = (z_NV / maths.temperature).log_softmax(-1)
     label_N1 = torch.where(mlm_N, labels_N, 0)[:, None]
@@ -95,7 +98,7 @@ def kl_mlm_rows_reference(
     rows = [torch.where(mlm_N, mlm + maths.z_loss * z_NV.logsumexp(-1).square(), 0)]
     agreement = []
     for teacher_NV in teachers_NV:
-        u_NV = capped(teacher_NV, maths.teacher_softcap)
+        u_NV = capped(teacher_NV, maths.teacher_softcap, kl_N)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
         rows.append(torch.where(kl_N, divergence_reference(log_p_NV, log_qT_NV, maths.beta), 0))
         agreement.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
@@ -109,11 +112,16 @@ def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Ten
 
     def kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
         a_NV = log_a_NV.exp()
-        return torch.where(a_NV > 0, a_NV * (log_a_NV - log_b_NV), 0).sum(-1)
+        # the factor, not the product: what is masked there gives no gradient of 0 * inf
+        return (a_NV * torch.where(a_NV > 0, log_a_NV - log_b_NV, 0)).sum(-1)
 
     if beta in (0.0, 1.0):
         return kl(log_p_NV, log_q_NV) if beta == 0 else kl(log_q_NV, log_p_NV)
-    log_m_NV = torch.logaddexp(log_p_NV + math.log(beta), log_q_NV + math.log1p(-beta))
+    # where both are -inf so is m, but logaddexp would give NaN for its gradient
+    neither_NV = torch.maximum(log_p_NV, log_q_NV) == -math.inf
+    log_p0_NV, log_q0_NV = (x.masked_fill(neither_NV, 0) for x in (log_p_NV, log_q_NV))
+    log_m_NV = torch.logaddexp(log_p0_NV + math.log(beta), log_q0_NV + math.log1p(-beta))
+    log_m_NV = log_m_NV.masked_fill(neither_NV, -math.inf)
     return beta * kl(log_p_NV, log_m_NV) + (1 - beta) * kl(log_q_NV, log_m_NV)
 
 
@@ -214,6 +222,7 @@ def kl_mlm_loss(
     if chosen == "reference":
         z_NV, *u_NV = (x[:, :vocab] for x in (student_NV, *teachers_NV))
         rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, options.maths)
+        rows_SN = rows_SN.to(acc_torch_dtype(student_NV))
     else:
         here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
         rows_SN, _ = kl_mlm_rows_op(student_NV, teachers_NV, *here, shard.group, chosen)

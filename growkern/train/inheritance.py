@@ -19,7 +19,7 @@ from torch import nn
 
 from growkern.errors import GrowthError
 from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.train.head import HeadInputs, check_head, head_inputs
+from growkern.train.head import HeadInputs, check_head, head_inputs, softcap_of
 
 KLRows = Literal["labels", "all"]
 
@@ -69,6 +69,10 @@ class Teachers:
         self.weights = None if weights is None or len(self.models) == 1 else list(weights)
         for model in self.models:
             check_head(model)
+        softcaps = {softcap_of(model) for model in self.models}
+        if len(softcaps) > 1:
+            raise GrowthError(f"the teachers cap their logits at {softcaps}: they must do so alike")
+        self.softcap = softcaps.pop() if softcaps else None
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Move to the student's device, in eval mode, without gradients or caches."""
@@ -106,7 +110,7 @@ class Teachers:
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
         """`linear_kl_mlm_loss` beside what the teachers say to a batch; at alpha 0 none runs."""
-        return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights)
+        return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights, self.softcap)
 
     @torch.no_grad()
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
@@ -115,7 +119,9 @@ class Teachers:
 
 
 def loss_beside(
-    predictions: Sequence[HeadInputs], weights: Sequence[float] | None = None
+    predictions: Sequence[HeadInputs],
+    weights: Sequence[float] | None = None,
+    softcap: float | None = None,
 ) -> Callable[..., Any]:
     """`linear_kl_mlm_loss` that knows its teachers' part; of the labels alone where none ran."""
     if not predictions:
@@ -127,6 +133,7 @@ def loss_beside(
         teacher_weight=weight,
         teacher_bias=bias,
         teacher_weights=weights,
+        teacher_softcap=softcap,
     )
 
 

@@ -224,7 +224,8 @@ def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise GrowthError(
-            f"data.sequence_length is {length}, {directory} has {positions} positions"
+            f"the sequence length (data.sequence_length, --sequence-length) is {length}, "
+            f"{directory} has {positions} positions: give {positions} or less"
         )
     if len(tokenizer) > config.vocab_size:
         raise GrowthError(

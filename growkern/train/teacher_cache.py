@@ -128,7 +128,11 @@ def keys_of(batch: dict[str, Any]) -> np.ndarray:
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
     """A file that is there is whole: written beside its name, brought to disk, renamed."""
     partial = file.with_name(file.name + ".partial")
+    partial.touch()
+    mode = partial.stat().st_mode
     write(partial)
+    # safetensors lets nobody else read what it writes
+    partial.chmod(mode)
     with partial.open("rb") as written:
         os.fsync(written.fileno())
     partial.replace(file)

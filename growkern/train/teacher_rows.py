@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops._linear_kl_mlm_gemm import project
-from growkern.train.head import head_inputs
+from growkern.train.head import head_inputs, softcap_of
 from growkern.train.teacher_cache import DTYPES, CacheHeader, keys_of, rows_of
 
 # float32 logits of this many elements at a time: 64 MiB
@@ -104,8 +104,9 @@ def kept_rows(
     inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
     hidden, weight, bias = head_inputs(model, inputs)
     ids_Rk, log_p_Rk = topk_of_head(
-        hidden[kept_BS], weight, bias, header.vocab_size, header.k, header.temperature
-    )
+        hidden[kept_BS], weight, bias, header.vocab_size, header.k, header.temperature,
+        softcap_of(model),
+    )  # fmt: skip
     if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
         raise GrowthError("the teacher gives NaN or Inf: mend its weights, or run it in float32")
     return ids_Rk.int().cpu(), log_p_Rk.to(DTYPES[header.dtype]).cpu()
@@ -118,6 +119,7 @@ def topk_of_head(
     vocab: int,
     k: int,
     temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """ids and float32 log-probs at `temperature`, (R, k) each, likeliest first."""
     bias_V = weight_VH.new_empty(0) if bias_V is None else bias_V[:vocab]
@@ -125,6 +127,8 @@ def topk_of_head(
     for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):
         z_CV = torch.empty(len(x_CH), vocab, dtype=torch.float32, device=x_CH.device)
         project(x_CH, weight_VH[:vocab], bias_V, z_CV)
+        if softcap is not None:
+            z_CV.div_(softcap).tanh_().mul_(softcap)
         top = z_CV.div_(temperature).topk(k)
         kept.append((top.indices, top.values - z_CV.logsumexp(-1, keepdim=True)))
     ids, log_p = zip(*kept, strict=True)

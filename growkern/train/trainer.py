@@ -28,6 +28,7 @@ from growkern.train.head import (
     align_rows,
     check_head,
     head_swap,
+    softcap_of,
 )
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.meter import Meter
@@ -71,6 +72,7 @@ class TwoStageTrainer(Trainer):
             args.ddp_find_unused_parameters = True
         self._causal = is_causal(model)
         check_head(model)
+        self._softcap = softcap_of(model)
         self.two_stage, self.inheritance = two_stage, inheritance
         self._stacks = layer_stacks(model) if two_stage else find_stacks(model)
         self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
@@ -167,6 +169,7 @@ class TwoStageTrainer(Trainer):
             "alpha": alpha,
             "kl_rows": "labels",
             "vocab_size": self._vocabulary,
+            "softcap": self._softcap,
             "return_parts": True,
         }
         if items is not None:

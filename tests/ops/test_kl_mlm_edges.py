@@ -94,6 +94,72 @@ class NoQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("door", ["logits", "hidden", "top k"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_global_count_of_nothing(backend, door, device):
+    """A batch of which no row has a label: its count is 0, its teacher's rows are whatever."""
+    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
+    teachers[0][0].fill_(float("nan"))
+    student = [x.requires_grad_() for x in student]
+    hidden, weight, bias = student
+    none = torch.full_like(labels, -100)
+    for count in (torch.tensor(0, device=device), (torch.tensor(0, device=device),) * 2):
+        options = {"num_items": count, "backend": backend}
+        if door == "logits":
+            z, u = hidden @ weight.t(), teachers[0][0] @ teachers[0][1].t()
+            loss = growkern.kl_mlm_loss(z, u, none, **options)
+        elif door == "hidden":
+            loss = growkern.linear_kl_mlm_loss(
+                hidden, weight, *teachers[0][:2], none, student_bias=bias,
+                teacher_bias=teachers[0][2], **options,
+            )  # fmt: skip
+        else:
+            ids = torch.full((6, 4), 99, device=device)
+            loss = growkern.topk_kl_mlm_loss(
+                hidden, weight, ids, ids * float("nan"), none, student_bias=bias, **options
+            )
+        grads = torch.autograd.grad(loss, student[:2])
+        assert loss.item() == 0 and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_a_teacher_that_weighs_nothing_brings_nothing_in(divergence, backend, device):
+    """A rate on the device reaches 0: an infinite or undefined term is then no part of the loss."""
+    student, teachers, labels = make_logits(6, 33, torch.float32, device, seed=3)
+    teachers[0][:, 0], teachers[0][2] = float("-inf"), float("nan")
+    options = {"divergence": divergence, "backend": backend}
+    z = student.requires_grad_()
+    loss = growkern.kl_mlm_loss(z, teachers[0], labels, alpha=torch.tensor(0.0), **options)
+    expected = torch.nn.functional.cross_entropy(z, labels)
+    torch.testing.assert_close(loss, expected)
+    actual, truth = (torch.autograd.grad(x, z)[0] for x in (loss, expected))
+    torch.testing.assert_close(actual, truth, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_tokens_that_both_rule_out(divergence, backend, device):
+    """As if those columns were not there."""
+    student, teachers, labels = make_logits(6, 33, torch.float64, device, seed=4)
+    labels = labels.clamp(max=20)
+    z, u = student.clone(), teachers[0].clone()
+    z[:, 25:30] = u[:, 25:30] = float("-inf")
+    kept = [i for i in range(33) if not 25 <= i < 30]
+    options = {"alpha": 0.7, "temperature": 1.5, "divergence": divergence}
+    z.requires_grad_()
+    loss = growkern.kl_mlm_loss(z, u, labels, backend=backend, **options)
+    (actual,) = torch.autograd.grad(loss, z)
+    z_kept = student[:, kept].requires_grad_()
+    expected = growkern.kl_mlm_loss(
+        z_kept, teachers[0][:, kept], labels, backend="reference", **options
+    )
+    (truth,) = torch.autograd.grad(expected, z_kept)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(actual[:, kept], truth)
+    assert (actual[:, 25:30] == 0).all()
+
+
 @pytest.mark.parametrize("tile", [0, 5])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_a_step_asks_the_gpu_nothing(beta, tile, device):

@@ -6,8 +6,15 @@ import transformers
 from torch.nn import functional as F
 
 from growkern import GrowthError, linear_kl_mlm_loss
-from growkern.train.head import align_labels, align_rows, check_head, head_inputs, head_swap
-from tests.train.tiny import FAMILIES, VOCAB, batch, build, is_causal
+from growkern.train.head import (
+    align_labels,
+    align_rows,
+    check_head,
+    head_inputs,
+    head_swap,
+    softcap_of,
+)
+from tests.train.tiny import FAMILIES, VOCAB, batch, build, is_causal, randomise
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -68,19 +75,54 @@ def test_probe_accepts_plain_heads_and_leaves_the_mode(family):
     assert model.training and "forward" not in vars(model.get_output_embeddings())
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=8, **SIZES)),
-        lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES)),
-        lambda: transformers.GraniteForCausalLM(
-            transformers.GraniteConfig(logits_scaling=8.0, **SIZES)
-        ),
-    ],
-)
-def test_probe_refuses_logits_that_are_processed(model):
-    with pytest.raises(GrowthError, match="softcap or scale"):
-        check_head(model())
+CHANGED = {
+    "softcap": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(head_dim=8, final_logit_softcapping=2.0, **SIZES)
+    ),
+    "scale": lambda: transformers.CohereForCausalLM(
+        transformers.CohereConfig(logit_scale=0.25, **SIZES)
+    ),
+    "divisor": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(logits_scaling=8.0, **SIZES)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_model_does_to_its_logits_is_done_by_the_loss(name):
+    model, inputs = randomise(CHANGED[name](), 0), batch()
+    check_head(model)
+    ids = {"input_ids": inputs["input_ids"]}
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    model.zero_grad()
+    labels, softcap = align_labels(inputs["labels"], causal=True), softcap_of(model)
+    assert softcap == (2.0 if name == "softcap" else None)
+
+    def loss_of(hidden, weight, bias):
+        options = {"student_bias": bias, "alpha": 0.0, "softcap": softcap}
+        return linear_kl_mlm_loss(hidden, weight, None, None, labels, **options)
+
+    logits = model(**ids).logits
+    with head_swap(model, loss_of):
+        actual = model(**ids).logits
+    actual.backward()
+    assert abs(actual - expected) <= 1e-6 * expected
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[key], rtol=1e-4, atol=1e-6, msg=key)
+    assert torch.equal(model(**ids).logits, logits)  # all is as it was
+
+
+def test_probe_refuses_logits_that_are_changed_otherwise():
+    class Doubled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **options):
+            output = super().forward(*args, **options)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(GrowthError, match=r"Doubled changes its logits .* not known"):
+        check_head(Doubled(transformers.LlamaConfig(**SIZES)))
 
 
 def test_probe_refuses_a_model_without_a_head():

@@ -13,7 +13,7 @@ from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.train import cache_teacher as writer
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
 from growkern.train.head import align_labels, head_inputs
-from growkern.train.teacher_cache import pack_ids, rows_of, unpack_ids
+from growkern.train.teacher_cache import pack_ids, rows_of, unpack_ids, write_tensors
 from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 
@@ -50,6 +50,13 @@ def test_ids_survive_packing():
         unpacked = unpack_ids(packed, k, bits)
         assert unpacked.dtype == np.int32 and np.array_equal(unpacked, ids)
     assert unpack_ids(np.empty((0, 4), np.uint8), 5, 6).shape == (0, 5)
+
+
+def test_everybody_may_read_what_they_may_read_elsewhere(tmp_path):
+    plain, tensors = tmp_path / "plain", tmp_path / "tensors"
+    plain.touch()
+    write_tensors(tensors, {"x": np.ones(3)})
+    assert tensors.stat().st_mode == plain.stat().st_mode
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
