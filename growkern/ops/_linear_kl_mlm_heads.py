@@ -81,10 +81,13 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
         return check_shard(group, start, vocab_size)
     if group is not None or start is not None:
         raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
-    if not all(is_dtensor(x) for x in weights):
-        raise GrowthError("some heads are DTensors and some are not: cut all of them or none")
+    if not is_dtensor(weights[0]):
+        raise GrowthError(
+            "a teacher's head is a DTensor and the student's is not: cut the student's as well, or "
+            "give the teacher's full_tensor()"
+        )
     group, start, V = shard_of(weights[0])
-    if any(shard_of(x)[1] != start for x in weights):
+    if any(shard_of(x)[1] != start for x in weights if is_dtensor(x)):
         raise GrowthError(
             f"heads of {[len(x) for x in weights]} rows are cut at different ones: pad all to one "
             "size"
@@ -148,6 +151,10 @@ def checked_heads(
     shard = _check_shards([weight for _, _, weight, _ in named], sharding)
     heads: list[Head] = []
     for name, *given in named:
+        if is_dtensor(student[1]) and not is_dtensor(given[1]):
+            # a teacher that every rank has whole
+            columns = slice(shard.start, shard.start + len(local(student[1])))
+            given = [given[0], *(x if x is None else x[columns] for x in given[1:])]
         hidden, weight, bias = (local(x) for x in given)
         bias = weight.new_empty(0) if bias is None else bias
         head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)

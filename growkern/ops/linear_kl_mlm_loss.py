@@ -139,9 +139,9 @@ def linear_kl_mlm_loss(
         group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
             states. The gradient of the student's hidden states is added up over the ranks here,
             that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
-            a one-dimensional mesh need neither. FSDP's are such DTensors too, but every rank has
-            rows of its own: call this from the forward of a module that `fully_shard` wraps, where
-            the head is whole.
+            a one-dimensional mesh need neither, and beside them teachers may be whole. FSDP's are
+            such DTensors too, but every rank has rows of its own: call this from the forward of a
+            module that `fully_shard` wraps, where the head is whole.
         backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
             only: not measured yet). Default: what fits the device.
 

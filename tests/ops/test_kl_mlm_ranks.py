@@ -154,13 +154,14 @@ def check_dtensors():
 
     for cut_up, known in (
         (linear(cut(student), cut(teacher), labels), whole),
+        (linear(cut(student), teacher, labels), whole),  # every rank has the teacher's
         (topk(cut(student), kept, labels), whole_topk),
     ):
         torch.testing.assert_close(cut_up[0], known[0])
         for actual, expected in zip(cut_up[1], known[1], strict=True):
             torch.testing.assert_close(actual.full_tensor(), expected)
-    with pytest.raises(growkern.errors.GrowthError, match="some heads are DTensors"):
-        linear(cut(student), teacher, labels)
+    with pytest.raises(growkern.errors.GrowthError, match="the student's is not: cut"):
+        linear(student, cut(teacher), labels)
     with pytest.raises(growkern.errors.GrowthError, match="neither group nor"):
         linear(cut(student), cut(teacher), labels, group=mesh.get_group(), vocab_start=0)
     wrong = [cut(student)[0], distribute_tensor(student[1], mesh, [Shard(1)]), cut(student)[2]]
