@@ -47,16 +47,22 @@ def test_the_demo_is_what_its_result_says():
             assert cell == ("—" if name == "scratch" else f"{row[key]:.0%}"), (name, key)
 
 
-PROVIDERS = {"plain PyTorch": "plain", "growkern": "growkern"}
+PROVIDERS = {
+    "plain PyTorch": "plain",
+    "torch.compile of plain": "torch.compile",
+    "Liger-Kernel 0.8.5": "liger jsd",
+    "growkern": "growkern",
+    "growkern with float32 logits": "growkern, float32 logits",
+}
 
 
 def test_the_linear_loss_is_what_its_result_says():
     document = check_source("linear_kl_mlm_loss")
     table = table_with("`linear_kl_mlm_loss`, 2048 rows")
-    assert len(table) == 7
+    assert len(table) == 10
     for name, seconds, extra, error in table[1:]:
         dtype, provider = name.split(", ")[:2]
-        provider = PROVIDERS.get(provider, "liger jsd")
+        provider = PROVIDERS[provider]
         (row,) = [
             row
             for row in document["rows"]
