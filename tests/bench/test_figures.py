@@ -116,14 +116,23 @@ def test_what_is_said_of_exactness_is_what_its_result_says():
 
 
 def test_the_sentences_between_the_tables_are_what_their_results_say():
-    rows = check_source("linear_kl_mlm_loss")["rows"]
-    error = {
-        (row["dtype"], row["provider"]): row.get("gradient error")
-        for row in rows
+    rows = {
+        (row["dtype"], row["provider"]): row
+        for row in check_source("linear_kl_mlm_loss")["rows"]
         if row["shape"].startswith("2048x")
     }
-    times = [error[dtype, "plain"] / error[dtype, "growkern"] for dtype in ("float32", "bfloat16")]
+
+    def ratio(key, dtype, name, other):
+        return rows[dtype, name][key] / rows[dtype, other][key]
+
+    times = [ratio("gradient error", d, "plain", "growkern") for d in ("float32", "bfloat16")]
     assert says("the errors are {:.0f} and {:.0f} times smaller than plain".format(*times)), times
+    keys = ("wall s", "extra MiB", "gradient error")
+    seconds, memory, error = (ratio(key, "float32", "torch.compile", "growkern") for key in keys)
+    assert says(
+        f"takes {seconds:.2f} of growkern's time, {memory:.1f} times its memory, and leaves "
+        f"{error:.0f} times its error"
+    )
     demo = check_source("demo")
     source = demo["source"]
     seconds = source["seconds"][-1] + sum(row["seconds"] for row in demo["rows"])
