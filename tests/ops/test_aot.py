@@ -70,7 +70,9 @@ def test_the_table_says_what_it_was_made_from():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_what_is_narrow_or_spills_is_a_fault():
+def test_what_is_narrow_or_spills_is_a_fault(monkeypatch):
+    # importing it turns the interpreter off, here for as long as this test
+    monkeypatch.setenv("TRITON_INTERPRET", "")
     from bench.aot import faults
 
     row = next(x for x in read(KEPT)["rows"] if not x["narrow"] and not x["narrow_stores"])
