@@ -97,7 +97,8 @@ def measured(shape, dtype, with_compile, repeats):
     moved = {"copy": 2 * teacher.nbytes}
     for name, fn, alone, peer in losses(with_compile):
         error = partial(error_of, fn, 0.0 if alone else 1.0, shape[1], dtype)
-        providers.append(Provider(name, partial(step, fn), error, peer))
+        ours = name.startswith("growkern")
+        providers.append(Provider(name, partial(step, fn), error, peer, ours))
         moved[name] = bytes_moved(*shape, student.element_size(), alone)
     rows = in_turns(providers, repeats)
     for row in rows:

@@ -118,6 +118,7 @@ def providers(shape, dtype, with_compile):
             Provider(
                 name, partial(step, fn, alpha),
                 partial(error_of, fn, error_alpha, *shape[1:], dtype), peer,
+                ours=name.startswith("growkern"),
             )
             for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype)
         ),

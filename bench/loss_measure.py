@@ -54,19 +54,22 @@ class Provider(NamedTuple):
             one's would replace them.
         error: the gradient's relative error; None for what has no gradient.
         peer: the library it comes from, if not from here.
+        ours: whether its failure ends the run: others' are theirs to mend, and no reason to lose
+            the rest of the figures.
     """
 
     name: str
     step: Callable[[], None]
     error: Callable[[], float] | None = None
     peer: Peer | None = None
+    ours: bool = False
 
 
 def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]]:
     """A row each: medians of wall and CPU seconds and of peak extra MiB, and the gradient error.
 
     Every turn asks each provider once, so that what else the machine does falls on all alike; the
-    first turn warms up. A peer that cannot be asked, or fails, has the reason in its row.
+    first turn warms up. What cannot be asked, or fails, has the reason in its row.
     """
     samples: dict[str, list[dict[str, float]]] = {p.name: [] for p in providers}
     why_not = {p.name: p.peer.why_not() if p.peer else "" for p in providers}
@@ -75,9 +78,8 @@ def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]
         try:
             return call()
         except Exception as error:
-            if provider.peer is None:
+            if provider.ours:
                 raise
-            # theirs to mend, and no reason to lose the others' figures
             why_not[provider.name] = why_failed(error)
 
     for turn in range(repeats + 1):
@@ -101,7 +103,7 @@ def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:
     """`in_turns` of one provider: its figures."""
-    (row,) = in_turns([Provider("", step)], repeats)
+    (row,) = in_turns([Provider("", step, ours=True)], repeats)
     del row["provider"]
     return row
 

@@ -133,6 +133,12 @@ def same_run(document: dict[str, Any], facts: dict[str, Any]) -> bool:
     return document.get("status") == "ok" and all(known.get(k) == facts.get(k) for k in keys)
 
 
+def lacks_peers(document: dict[str, Any]) -> bool:
+    """Whether another library was asked for and not installed."""
+    rows = document.get("rows", ())
+    return any("is not installed" in str(row.get("why not", "")) for row in rows)
+
+
 def is_done(path: Path, facts: dict[str, Any]) -> bool:
     """Whether a piece need not run again: its result, or the one beside it, is of these sources.
 
@@ -161,7 +167,8 @@ def rank(document: dict[str, Any]) -> tuple[int, ...]:
         bool(facts.get("gpu")),
         sum(facts.get(key) not in (None, "unknown") for key in VERSIONS),
         STATUSES.index(status) if status in STATUSES else -1,
-        len(document.get("rows", ())),
+        # a row that says why it was not measured is none
+        sum("why not" not in row for row in document.get("rows", ())),
     )
 
 

@@ -13,14 +13,16 @@ from bench.recorder import Recorder, Skip
 from bench.results import ROOT
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-CHECKS = ("check_expand", "check_loss")
+CHECKS = ("check_expand", "check_loss", "check_cuda")
 FOUND = 86
 
 
 def run(recorder: Recorder) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
     if sanitizer is None:
-        raise Skip("compute-sanitizer is not on the PATH")
+        raise Skip("compute-sanitizer is neither under CUDA_HOME nor on the PATH")
     # PyTorch's own allocator hands out parts of large blocks: nothing would be out of bounds
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in TOOLS:

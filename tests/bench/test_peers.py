@@ -24,13 +24,13 @@ def test_a_peer_that_is_missing_is_named(monkeypatch):
     assert missing._replace(needs_gpu=True).why_not() == "needs a GPU"
 
 
-def test_a_peer_that_fails_spoils_no_other_figure(monkeypatch):
+def test_what_fails_spoils_no_other_figure(monkeypatch):
     monkeypatch.setitem(sys.modules, "there", ModuleType("there"))
     peer = Peer("there", "there", None, needs_gpu=False)
     calls = []
     good = Provider("good", lambda: calls.append("good"), lambda: 0.5, peer)
     also = Provider("also", lambda: calls.append("also"))
-    late = Provider("late", lambda: None, fails, peer)
+    late = Provider("late", lambda: None, fails)
     rows = in_turns([good, Provider("bad", fails, peer=peer), also, late], 2)
     assert calls == ["good", "also"] * 3  # in turns, the first of them to warm up
     by_name = {row.pop("provider"): row for row in rows}
@@ -38,7 +38,7 @@ def test_a_peer_that_fails_spoils_no_other_figure(monkeypatch):
     assert by_name["also"].keys() == {"wall s", "CPU s", "extra MiB"}
     assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
-        in_turns([Provider("ours", fails)], 1)
+        in_turns([Provider("ours", fails, ours=True)], 1)
 
 
 def test_cut_cross_entropy_is_asked_for_the_labels_alone(monkeypatch):
