@@ -53,7 +53,9 @@ def test_dry_run_takes_every_piece_to_its_end(tmp_path):
     for name in TOY_PIECES:
         document = results.read(tmp_path / f"{name}.json")
         if name == "sanitize" and document["status"] == "skipped":
-            assert document["reason"] == "compute-sanitizer is not on the PATH"
+            assert (
+                document["reason"] == "compute-sanitizer is neither under CUDA_HOME nor on the PATH"
+            )
             continue
         assert document["status"] == "ok" and document["rows"], name
         assert document["toy"] and document["machine"]["sources"] == results.source_digest()
@@ -390,30 +392,37 @@ def test_the_calls_of_a_growth_make_every_tensor_of_the_target():
 # ------------------------------------------------------------------ its results
 
 
+ROW = {"provider": "ours"}
+
+
 def document(**changes):
     facts = {"commit": "abc", "dirty": False, "sources": "1", "date": "d", "torch": "2"}
     facts |= {"triton": "3", "gpu": "NVIDIA H200"} | changes.pop("machine", {})
-    return {"status": "ok", "machine": facts, "rows": [1]} | changes
+    return {"status": "ok", "machine": facts, "rows": [ROW]} | changes
 
 
 # each is worse than the one before it, and nothing that comes later in a rank makes up for it
 RANKS = {
-    "best": document(rows=[1, 2]),
+    "best": document(rows=[ROW, ROW]),
     "fewer rows": document(),
-    "failed": document(status="failed", rows=[1] * 9),
-    "timeout": document(status="timeout", rows=[1] * 9),
-    "no version": document(machine={"triton": None}, rows=[1] * 9),
-    "no gpu": document(machine={"gpu": None, "python": "3"}, rows=[1] * 9),
-    "said": document(machine={"dirty": None, "python": "3"}, rows=[1] * 9),
-    "dirty": document(machine={"dirty": True, "python": "3"}, rows=[1] * 9),
-    "no commit": document(machine={"commit": "unknown", "dirty": None}, rows=[1] * 9),
-    "toy": document(toy=True, rows=[1] * 9),
+    "failed": document(status="failed", rows=[ROW] * 9),
+    "timeout": document(status="timeout", rows=[ROW] * 9),
+    "no version": document(machine={"triton": None}, rows=[ROW] * 9),
+    "no gpu": document(machine={"gpu": None, "python": "3"}, rows=[ROW] * 9),
+    "said": document(machine={"dirty": None, "python": "3"}, rows=[ROW] * 9),
+    "dirty": document(machine={"dirty": True, "python": "3"}, rows=[ROW] * 9),
+    "no commit": document(machine={"commit": "unknown", "dirty": None}, rows=[ROW] * 9),
+    "toy": document(toy=True, rows=[ROW] * 9),
 }
 
 
 def test_every_rule_of_worth():
     ranked = [results.rank(x) for x in RANKS.values()]
     assert ranked == sorted(ranked, reverse=True) and len(set(ranked)) == len(ranked)
+    # what could not be asked counts for nothing, and is asked again once it can be
+    unasked = document(rows=[ROW, {"provider": "theirs", "why not": "x is not installed: no x"}])
+    assert results.rank(unasked) == results.rank(RANKS["fewer rows"])
+    assert results.lacks_peers(unasked) and not results.lacks_peers(RANKS["best"])
 
 
 @pytest.mark.parametrize("name", list(RANKS)[1:])
@@ -423,7 +432,7 @@ def test_worse_results_lie_beside_better_ones(name, tmp_path):
     assert results.keep(path, best) == path
     aside = results.keep(path, worse)
     assert aside != path and results.read(path) == best and results.read(aside) == worse
-    newer = document(machine={"date": "e"}, rows=[1, 2])
+    newer = document(machine={"date": "e"}, rows=[ROW, ROW])
     assert results.keep(path, newer) == path and results.read(path) == newer
     assert not aside.exists(), "the fault it told of is mended"
     assert results.keep(path, best) == aside and results.read(path) == newer, "an older one"
@@ -478,7 +487,7 @@ def test_a_piece_is_done_for_these_sources_on_this_gpu():
 
 def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
     facts = results.machine()
-    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": [1]})
+    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": [ROW]})
     monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: facts)
     monkeypatch.setattr(gpu, "run_apart", None)
     args = ["--dry-run", "--only", "ceilings", "--results", str(tmp_path)]
