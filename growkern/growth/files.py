@@ -65,6 +65,8 @@ class Header:
         return torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=start - base)
 
 
+HANDLED = "growth handles F64, F32, F16 and BF16"
+# the others are those of buffers that a model makes itself
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -180,12 +182,15 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> Header:
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    try:
+        code, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name} needs dtype, shape and data_offsets, got {entry}") from error
     # bool is an int to Python, and 1.0 is one to nobody
     if any(type(n) is not int or n < 0 for n in [*shape, *offsets]) or len(offsets) != 2:
         raise ValueError(f"{name} has shape {shape} and data_offsets {offsets}")
     if code not in STORED_DTYPES:
-        raise GrowthError(f"{file}: {name} has dtype {code}; growth handles F64, F32, F16 and BF16")
+        raise GrowthError(f"{file}: {name} has dtype {code}; {HANDLED}")
     header = Header(str(file), name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
     if header.nbytes != offsets[1] - offsets[0]:
         raise ValueError(f"{name} is {code} {shape} and has bytes {offsets[0]} to {offsets[1]}")

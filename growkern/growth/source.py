@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.growth.files import METADATA_FILE, read_headers
+from growkern.growth.files import HANDLED, METADATA_FILE, read_headers
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,7 @@ def _open_directory(directory: Path) -> Source:
 
     for name, header in own.items():
         if not header.dtype.is_floating_point:
-            raise GrowthError(
-                f"{header.file}: {name} has dtype {header.dtype}; growth handles F64, F32, F16 and "
-                "BF16"
-            )
+            raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
 
     def read(name: str) -> Tensor:

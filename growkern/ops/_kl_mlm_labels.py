@@ -7,7 +7,7 @@ slices of the vocabulary.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.errors import GrowthError
 from growkern.ops._kl_mlm_options import KL_ROW, MLM_ROW, Options
@@ -116,7 +116,7 @@ def row_inputs(
 
 
 # an op, so that the values are looked at in a compiled graph too
-@torch.library.custom_op("growkern::checked_labels", mutates_args=())
+@library.custom_op("growkern::checked_labels", mutates_args=())
 def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> Tensor:
     """The labels again, (N,) int64; `vocab` counts the columns of all ranks of `group`.
 

@@ -7,7 +7,7 @@ of a row.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.ops._kl_mlm_options import Maths, Rows, refuse_second_derivative
 from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_rows, state_dtype
@@ -17,7 +17,7 @@ from growkern.ops._launch import acc_torch_dtype
 # ----------------------------------------------------------------------- op
 
 
-@torch.library.custom_op("growkern::kl_mlm_rows", mutates_args=())
+@library.custom_op("growkern::kl_mlm_rows", mutates_args=())
 def kl_mlm_rows_op(
     student_NV: Tensor,
     teachers_NV: list[Tensor],
@@ -50,7 +50,7 @@ def _(student_NV, teachers_NV, *others) -> tuple:
     return _empty_rows(student_NV, teachers_NV, others[-1])
 
 
-@torch.library.custom_op("growkern::kl_mlm_rows_backward", mutates_args=())
+@library.custom_op("growkern::kl_mlm_rows_backward", mutates_args=())
 def kl_mlm_rows_backward_op(
     dterms_RN: Tensor,
     student_NV: Tensor,

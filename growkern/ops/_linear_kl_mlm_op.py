@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.ops._kl_mlm_options import refuse_second_derivative
 from growkern.ops._linear_kl_mlm_heads import Settings
@@ -18,7 +18,7 @@ from growkern.ops._native import advise_huge_pages
 # ----------------------------------------------------------------------- op
 
 
-@torch.library.custom_op("growkern::linear_kl_mlm", mutates_args=())
+@library.custom_op("growkern::linear_kl_mlm", mutates_args=())
 def linear_kl_mlm_op(
     student: list[Tensor],
     teachers: list[Tensor],
@@ -99,7 +99,7 @@ def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tupl
     return empty_outputs(student, weight_WN, per_row, want)
 
 
-@torch.library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
+@library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
 def linear_kl_mlm_backward_op(
     dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:

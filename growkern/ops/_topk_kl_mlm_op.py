@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.ops._kl_mlm_options import KL_ROW, Rows
 from growkern.ops._kl_mlm_rows import ROW_FUNCTIONS, read_slices
@@ -29,7 +29,7 @@ TAIL_GRADIENTS = {"cpu": tail_gradient_on_cpu, "triton": tail_gradient_on_triton
 # ----------------------------------------------------------------------- op
 
 
-@torch.library.custom_op("growkern::topk_kl_mlm", mutates_args=())
+@library.custom_op("growkern::topk_kl_mlm", mutates_args=())
 def topk_kl_mlm_op(
     student: list[Tensor],
     topk: list[Tensor],

@@ -22,7 +22,7 @@ Shape letters used in this file: R, C rows and columns of the weight; M, N those
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.ops._backend import choose_backend
 from growkern.ops._cuda_expand import expand_cuda
@@ -140,7 +140,7 @@ def _run(
     run(out_MN, weight_RC, upper_RC, *maps, *factors)
 
 
-@torch.library.custom_op("growkern::expand", mutates_args=())
+@library.custom_op("growkern::expand", mutates_args=())
 def expand_op(
     weight_RC: Tensor,
     upper_RC: Tensor | None,
@@ -169,7 +169,7 @@ def _(weight_RC, upper_RC, rows_M, cols_N, *factors_dtype_backend):
     return weight_RC.new_empty(shape, dtype=out_dtype)
 
 
-@torch.library.custom_op("growkern::expand_out", mutates_args=("out_MN",))
+@library.custom_op("growkern::expand_out", mutates_args=("out_MN",))
 def expand_out_op(
     out_MN: Tensor,
     weight_RC: Tensor,

@@ -173,8 +173,7 @@ class TwoStageTrainer(Trainer):
             "return_parts": True,
         }
         if items is not None:
-            # a batch without a single label is no reason to divide by zero
-            options["num_items"] = torch.as_tensor(items).clamp(min=1)
+            options["num_items"] = torch.as_tensor(items)
         if alpha > 0 and self.inheritance is not None:
             options["temperature"] = self.inheritance.temperature
             if self.inheritance.kl_rows == "all":
@@ -194,7 +193,7 @@ class TwoStageTrainer(Trainer):
         """Labels, and beside them KL rows, of a whole accumulated batch."""
         if self.inheritance is not None and self.inheritance.kl_rows == "all":
             rows = [self._real_rows(batch, batch["labels"]).sum() for batch in batch_samples]
-            self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device))).clamp(min=1)
+            self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # ---------------------------------------------------------------- records
