@@ -80,6 +80,9 @@ def test_what_is_narrow_or_spills_is_a_fault(monkeypatch):
     for key, value in (("wide_share", 0.4), ("wide_store_share", 0.4), ("spilled_bytes", 8)):
         assert len(faults(row | {key: value})) == 1
     assert not faults(row | {"wide_store_share": 0.4, "narrow_stores": "a reason"})
+    # one of two streams read narrowly
+    forward = next(x for x in read(KEPT)["rows"] if x["kernel"] == "kl_mlm rows forward")
+    assert not faults(forward) and faults(forward | {"wide_share": 0.67})
 
 
 ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
