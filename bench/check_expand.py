@@ -66,15 +66,17 @@ def worst_error(actual: Tensor, truth: Tensor) -> float:
     return float("nan") if error.isnan().any() else error.max().item()
 
 
-def allowed(weight: Tensor, out: torch.dtype) -> float:
-    """Half a step of the output dtype, and a step of the arithmetic per factor of (1) to (3)."""
+def allowed(weight: Tensor, out: torch.dtype, noise: bool) -> float:
+    """Half a step of the output dtype, and a step of the arithmetic per factor of (1) to (4)."""
     eps = torch.finfo(acc_torch_dtype(weight)).eps
     if out == torch.bfloat16:
         # a kernel goes there by way of float32
         eps = max(eps, torch.finfo(torch.float32).eps)
     # Triton's interpreter truncates to bfloat16, a device rounds
     whole = out == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.finfo(out).eps / (1 if whole else 2) + 4 * eps
+    # below a noise of 1/2 the larger of two replicas is at most 3 times the smaller, whose own
+    # rounding comes on top of the larger's
+    return (4 if noise else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
 
 
 # ---------------------------------------------------------------------- cases
@@ -164,7 +166,8 @@ def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tenso
     if (found := count_nan(base)) != gaps:
         recorder.fail(f"{name}: {found} NaN after the call, {gaps} lie outside of the output")
     shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
-    recorder.check(name, error, allowed(case["weight"], out.dtype), shape=shape)
+    noise = any(case.get(f"{axis}_noise") is not None for axis in ("row", "col"))
+    recorder.check(name, error, allowed(case["weight"], out.dtype, noise), shape=shape)
 
 
 def _matrices(recorder: Recorder) -> None:
@@ -269,5 +272,5 @@ def _whole_model(recorder: Recorder) -> None:
             if not error <= worst:
                 worst, where = error, call.name
         facts = {"shape": f"{count} tensors, {elements:.3g} elements", "worst": where}
-        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16)
+        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, noise=True)
         recorder.check(f"Llama 1B to 3B, {method}", worst, bound, **facts)

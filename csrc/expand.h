@@ -1,6 +1,6 @@
 // What the caller passes to expand, and the plan the kernels work from.
 //
-// The formulas are (1) to (3) of growkern/ops/expand.py. Letters: R, C rows and columns of the
+// The formulas are (1) to (4) of growkern/ops/expand.py. Letters: R, C rows and columns of the
 // weight; M, N those of the output. A "virtual" row or column runs past the end of the weight into
 // `upper`: 0 .. 2R-1 and 0 .. 2C-1.
 #pragma once

@@ -56,26 +56,34 @@ inline float xi(uint32_t key, uint32_t mult, uint32_t src) {
     return static_cast<float>(static_cast<int32_t>(bits >> 8) - (1 << 23)) * 0x1p-23f;
 }
 
-// 1 + noise of (3) for row i, columns j0 .. j0 + n - 1; src: the virtual row that row i reads
+// (3) for row i, columns j0 .. j0 + n - 1; src: the virtual row that row i reads
 template <class Acc>
-void noise_factors(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* f) {
+void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* drawn) {
     const ExpandArgs& a = *p.args;
     if (a.col_noise) {
         const Acc* noise = static_cast<const Acc*>(a.col_noise) + j0;
         const int32_t* cols = p.cols + j0;
         const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        for (int64_t j = 0; j < n; ++j) f[j] = 1 + noise[j] * xi(key, mult, cols[j]);
+        for (int64_t j = 0; j < n; ++j) drawn[j] = noise[j] * xi(key, mult, cols[j]);
     } else {
         const Acc noise = static_cast<const Acc*>(a.row_noise)[i];
         const int32_t* key = a.line_key + j0;
         const int32_t* mult = a.line_mult + j0;
-        for (int64_t j = 0; j < n; ++j) f[j] = 1 + noise * xi(key[j], mult[j], src);
+        for (int64_t j = 0; j < n; ++j) drawn[j] = noise * xi(key[j], mult[j], src);
     }
 }
 
 // ----------------------------------------------------------------- scaling
 
-// (1) in its order: element, row scale, column scale, noise. Null: a factor of 1.
+// (4)
+template <class Out, class Acc>
+Out with_noise(Acc x, Acc noise) {
+    const Out larger = encode<Out>(x * (1 + (noise < 0 ? -noise : noise)));
+    const Acc smaller = x + x - static_cast<Acc>(decode(larger));
+    return noise < 0 ? encode<Out>(smaller) : larger;
+}
+
+// (1) in its order: element, row scale, column scale, noise. Null: 1, and no noise.
 template <class In, class Out, class Acc>
 void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
     if constexpr (same<In, f16>) {
@@ -83,20 +91,22 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
         decode_halves(x, n, floats);
         return convert<float, Out, Acc>(floats, n, row, col, noise, y);
     } else if constexpr (same<Out, f16>) {
-        float floats[MAX_COLUMNS];
-        convert<In, float, Acc>(x, n, row, col, noise, floats);
-        return encode_halves(floats, n, y);
+        if (!noise) {
+            float floats[MAX_COLUMNS];
+            convert<In, float, Acc>(x, n, row, col, noise, floats);
+            return encode_halves(floats, n, y);
+        }
     }
-    if (!col) {
-        col = noise;
-        noise = nullptr;
-    }
-    if (!col) {
-        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
-    } else if (!noise) {
+    if (noise && col) {
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]);
+        }
+    } else if (noise) {
+        for (int64_t j = 0; j < n; ++j) y[j] = with_noise<Out, Acc>(decode(x[j]) * row, noise[j]);
+    } else if (col) {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
     } else {
-        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j] * noise[j]);
+        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
     }
 }
 
@@ -164,7 +174,7 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         int16_t step = 0;
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
-        if (noisy) noise_factors<Acc>(p, i, p.source[s], j0, n, noise);
+        if (noisy) draw_noise<Acc>(p, i, p.source[s], j0, n, noise);
         // replicas with the same factors are the same numbers: converted once, written often
         const bool repeated = k > p.first[s] && !noisy &&
                               (!row_scale || row == row_scale[p.target[k - 1]]);

@@ -2,7 +2,7 @@
 //
 // The row is copied into shared memory in one go, also from pinned memory of the host, over which
 // every byte counts. Columns are gathered from there once for all output rows that repeat the row,
-// and 16 bytes of the output are written at a time. The formulas are (1) to (3) of
+// and 16 bytes of the output are written at a time. The formulas are (1) to (4) of
 // growkern/ops/expand.py. Letters: R, C rows and columns of the weight; M, N those of the output.
 // Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
 #include "cuda_device.h"
@@ -129,6 +129,12 @@ __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const I
     }
 }
 
+// (4) but for its last rounding
+__device__ inline ACC with_noise(ACC x, ACC noise) {
+    const ACC larger = to_acc(from_acc<OUT>(x * (1 + (noise < 0 ? -noise : noise))));
+    return noise < 0 ? x + x - larger : larger;
+}
+
 // (1) in its order, of output row i
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                              ACC (&x)[WIDTH]) {
@@ -139,8 +145,9 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
     for (int k = 0; k < WIDTH; ++k) {
         if (a.row_scale) x[k] = x[k] * row_scale;
         if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        if (NOISE == 1) x[k] = x[k] * (1 + size * xi(columns.key[k], columns.mult[k], r));
-        if (NOISE == 2) x[k] = x[k] * (1 + columns.noise[k] * xi(key, mult, columns.source[k]));
+        if (NOISE == 1) x[k] = with_noise(x[k], size * xi(columns.key[k], columns.mult[k], r));
+        if (NOISE == 2)
+            x[k] = with_noise(x[k], columns.noise[k] * xi(key, mult, columns.source[k]));
     }
 }
 

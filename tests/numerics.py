@@ -23,12 +23,14 @@ def assert_no_worse_than_eager(
     assert error <= allowed, f"{name}: {error:.3e} > {factor} x {budget:.3e} + {floor:.3e}"
 
 
-def assert_within_one_rounding(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Same dtype and shape, and every element at most one unit in the last place away."""
+def assert_within_one_rounding(
+    name: str, actual: Tensor, expected: Tensor, *, steps: int = 1
+) -> None:
+    """Same dtype and shape, and every element at most `steps` units in the last place away."""
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
     a, b = actual.double(), expected.double()
     info = torch.finfo(actual.dtype)
-    step = info.eps * b.abs().clamp(min=info.tiny)
+    step = steps * info.eps * b.abs().clamp(min=info.tiny)
     close = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= step)
     assert close.all(), f"{name}: {(~close).sum().item()} of {close.numel()} elements differ"

@@ -157,39 +157,44 @@ def _rounding(plan: GrowthPlan) -> list[Finding]:
         layout.family.size(layout.source, key) != layout.family.size(plan.target_config, key)
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
-    if is_widened and plan.options.symmetry == "split":
-        why = "shares sum to the source's weights bit for bit, but products with them round"
-        return [Finding("approximate", dtype, why)]
-    if is_widened and plan.options.symmetry == "noise":
-        return [Finding("approximate", dtype, "weights are rounded to this dtype after the noise")]
     per_layer = plan.options.scheme == "paper"
     kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
         why = f"weights are rounded to this dtype after scaling, such as {rounded[0]}"
         return [Finding("approximate", dtype, why)]
-    why = "all shares are powers of two: no rounding" if is_widened else "weights are copied"
+    why = "copies sum to the source's weights bit for bit" if is_widened else "weights are copied"
     return [Finding("exact", dtype, why)]
 
 
 def _is_rounded(plan: GrowthPlan, task: Task) -> bool:
-    """True where a tensor is scaled by more than powers of two, or is made of sums."""
+    """True where a tensor's copies do not sum to powers of two of it, or is made of sums."""
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
         maps = [axis_map(plan, task, axis, size) for axis, size in axes]
-        return any(m.extra or not _are_powers_of_two(m.scale) for m in maps)
+        return any(m.extra or _is_any_rounded(m.index, m.scale, m.sums is not None) for m in maps)
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
     if bool(entering.is_extra.any()):
         return True
-    if task.tensor.is_bias:
-        return not _are_powers_of_two(leaving.write)
-    read = entering.write != 0
-    gain = entering.kappa * leaving.write[read] / entering.write[read]
-    if plan.layout.family.norm.plus_one:
+    gain, read = leaving.write, torch.ones_like(leaving.write, dtype=torch.bool)
+    if not task.tensor.is_bias:
+        read = entering.write != 0
+        gain = entering.kappa * leaving.write / entering.write
+    if plan.layout.family.norm.plus_one and not task.tensor.is_bias:
         # what is stored is gain (1 + weight) - 1
-        return bool((gain != 1).any())
-    return not _are_powers_of_two(gain)
+        return bool((gain[read] != 1).any())
+    is_split = plan.options.symmetry == "split" and plan.layout.is_dual(task.tensor.norm[1])
+    return _is_any_rounded(entering.read_index[read], gain[read], is_split)
 
 
-def _are_powers_of_two(scale: torch.Tensor) -> bool:
-    return bool((torch.frexp(scale[scale != 0].abs()).mantissa == 0.5).all())
+def _is_any_rounded(index: torch.Tensor, scale: torch.Tensor, is_split: bool) -> bool:
+    """True where weights are scaled by more than powers of two.
+
+    Args:
+        is_split: copies are shares that sum to their scales' sum bit for bit (`shares.take_shares`).
+    """
+    if is_split:
+        scale = torch.zeros(int(index.max()) + 1, dtype=scale.dtype).index_add_(0, index, scale)
+    powers = torch.log2(scale[scale != 0].abs())
+    # sums are 1 up to their own rounding, which is far below that of the weights
+    return bool(((powers - powers.round()).abs() > 1e-12).any())

@@ -29,9 +29,10 @@ class GrowthOptions:
         scheme: `exact` computes the source's function to rounding where that is possible;
             `paper` is bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are told apart, else they stay equal for ever. `noise` cancelling
-            noise on the weights, `split` unequal signed shares that sum back to the source's
-            weight bit for bit, also in bfloat16, `none`. `auto` is `noise`, and `none` in the
-            paper's scheme, which knows of neither.
+            noise on the weights: copies sum back to the source's weight bit for bit, also in
+            bfloat16, where their number is a power of two. `split` unequal signed shares, which
+            do so for any number. `none`. `auto` is `noise`, and `none` in the paper's scheme,
+            which knows of neither.
         noise: size of the noise relative to each weight, at most.
         aki: `unit` whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` contiguous copies, `balanced` random copies with equal counts.

@@ -85,7 +85,8 @@ class Space:
         """Relative noise per read coordinate that cancels over the copies, or None.
 
         Copies r = 0 .. C-1 of one coordinate share a random number xi (see `expand`); with
-        weights that are distinct and sum to 0, sum_r (1/C) (1 + n_r xi) = 1 stays exact.
+        weights n_r that are distinct and each other's opposites, sum_r (1/C) (1 + n_r xi) = 1
+        stays exact, to the last bit where 2/C of a weight is a number of the target's dtype.
         """
         copy = self.read_index < self.source
         copy &= ~self.is_extra
@@ -94,7 +95,8 @@ class Space:
             return None
         count = maps.counts(index, self.source)
         rank = maps.rank_in_group(index).double()
-        weight = torch.where(count > 1, 1 - 2 * rank / (count - 1).clamp(min=1), 0.0)
+        # count - 1 - 2 rank is whole: r and C-1-r are opposites in every dtype
+        weight = (count - 1 - 2 * rank) / (count - 1).clamp(min=1)
         result = torch.zeros(self.target, dtype=torch.float64)
         result[copy] = amount * weight
         if self.free_extra:

@@ -2,7 +2,7 @@
 
 A launch for each of a model's few hundred tensors costs more than growing the small ones. Here all
 tensors of one kind (dtypes, with or without `upper`, kind of noise) are one launch: a table of
-addresses and sizes, and a list that says which tensor each block belongs to. Formulas (1) to (3) of
+addresses and sizes, and a list that says which tensor each block belongs to. Formulas (1) to (4) of
 `expand.py`; R, C rows and columns of a weight, M, N those of its result; J jobs of a launch.
 """
 

@@ -1,6 +1,6 @@
 """`expand` in Triton: a block of rows and columns per program, gathered straight from the weight.
 
-Formulas (1) to (3) of `expand.py`; R, C rows and columns of the weight, M, N those of the output.
+Formulas (1) to (4) of `expand.py`; R, C rows and columns of the weight, M, N those of the output.
 """
 
 from torch import Tensor
@@ -30,6 +30,22 @@ def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
             sources[1] + r * strides[2] + c * strides[3],
         )
     return tl.load(at, mask=inside, other=0.0).to(ACC)
+
+
+@jit
+def _with_noise(x, noise, like, ACC: tl.constexpr):
+    """(4) but for its last rounding."""
+    larger = _rounded(x * (1 + tl.abs(noise)), like).to(ACC)
+    return tl.where(noise < 0, x + x - larger, larger)
+
+
+@jit
+def _rounded(x, like):
+    """x in the dtype `like` points to."""
+    if like.dtype.element_ty == tl.bfloat16:
+        # by way of float32, as PyTorch does it: the interpreter cannot go there from float64
+        x = x.to(tl.float32)
+    return x.to(like.dtype.element_ty)
 
 
 @jit
@@ -71,16 +87,15 @@ def expand_block(
             x = x * col_scale
         if NOISE == 1:  # (3)
             size = tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC)
-            x = x * (1 + size * hash_noise_triton(key, mult, row.to(tl.int32)))
+            xi = hash_noise_triton(key, mult, row.to(tl.int32))
+            x = _with_noise(x, size * xi, out_ptr, ACC)
         if NOISE == 2:
             key = tl.load(noise[1] + m, mask=m_inside, other=0)
             mult = tl.load(noise[2] + m, mask=m_inside, other=0)
-            x = x * (1 + size * hash_noise_triton(key, mult, col.to(tl.int32)))
-        if out_ptr.dtype.element_ty == tl.bfloat16:
-            # by way of float32, as PyTorch does it: the interpreter cannot go there from float64
-            x = x.to(tl.float32)
+            xi = hash_noise_triton(key, mult, col.to(tl.int32))
+            x = _with_noise(x, size * xi, out_ptr, ACC)
         to = out_ptr + m * strides[4] + n * strides[5]
-        tl.store(to, x.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(to, _rounded(x, out_ptr), mask=inside)
 
 
 @jit

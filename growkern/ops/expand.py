@@ -5,6 +5,8 @@
               = upper[r mod R, c mod C]   otherwise (r < 2 R, c < 2 C)                       (2)
     noise     = col_noise[j] * xi(seed; row_offset + i, cols[j])                             (3)
              or row_noise[i] * xi(seed; col_offset + j, rows[i])
+    x (1 + noise) = rn(x (1 + noise))           where noise >= 0                             (4)
+                  = rn(2 x - rn(x (1 - noise))) where noise < 0
 
 (1) is function-preserving initialisation, FPI, Eq. 5-15 of bert2BERT (Chen et al., ACL 2022,
 arXiv:2110.07143); (2) with `upper` the same tensor one layer up is its advanced knowledge
@@ -14,7 +16,9 @@ scales) leaves the function as it is; and xi knows nothing of shards, so that th
 matrix are bit for bit the slices of the whole.
 
 Products are rounded to float32 (float64 for a float64 weight) in the order of (1), and the result
-once more to the output dtype.
+once more, rn, to the output dtype. With (4), x being the product without noise, two replicas whose
+noise is opposite add up to 2 x exactly, by Sterbenz's lemma, where 2 x is a number of that dtype:
+noise costs no digits in bfloat16.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the output.
 """
@@ -48,8 +52,8 @@ def _scaled(
     seed: int,
     row_offset: int,
     col_offset: int,
-) -> Tensor:
-    """The factors of (1), in its order and in the dtype of x_MN."""
+) -> tuple[Tensor, Tensor | None]:
+    """x_MN with the scales of (1), in its order and in its own dtype, and (3)."""
     M, N = x_MN.shape
     if row_scale_M is not None:
         x_MN = x_MN * row_scale_M.to(x_MN.dtype)[:, None]
@@ -58,12 +62,18 @@ def _scaled(
     if col_noise_N is not None:
         key_M, mult_M = line_keys(M, row_offset, seed, x_MN.device)
         xi_MN = hash_noise(key_M[:, None], mult_M[:, None], cols_N.to(torch.int32))
-        x_MN = x_MN * (1 + col_noise_N.to(x_MN.dtype) * xi_MN)
+        return x_MN, col_noise_N.to(x_MN.dtype) * xi_MN
     if row_noise_M is not None:
         key_N, mult_N = line_keys(N, col_offset, seed, x_MN.device)
         xi_MN = hash_noise(key_N, mult_N, rows_M.to(torch.int32)[:, None])
-        x_MN = x_MN * (1 + row_noise_M.to(x_MN.dtype)[:, None] * xi_MN)
-    return x_MN
+        return x_MN, row_noise_M.to(x_MN.dtype)[:, None] * xi_MN
+    return x_MN, None
+
+
+def _with_noise(x_MN: Tensor, noise_MN: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(4) but for its last rounding, in the dtype of x_MN."""
+    larger_MN = (x_MN * (1 + noise_MN.abs())).to(out_dtype).to(x_MN.dtype)
+    return torch.where(noise_MN < 0, x_MN + x_MN - larger_MN, larger_MN)
 
 
 def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Tensor:
@@ -101,9 +111,12 @@ def expand_reference(
         in_upper_MN = (rows_all_M >= R)[:, None] | (cols_all_N >= C)
         x_MN = torch.where(in_upper_MN, _gathered(upper_RC, rows_M, cols_N), x_MN)
     factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
-    x_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), rows_all_M, cols_all_N, *factors)
+    x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), rows_all_M, cols_all_N, *factors)
+    out_dtype = out_dtype or weight_RC.dtype
+    if noise_MN is not None:
+        x_MN = _with_noise(x_MN, noise_MN, out_dtype)
     # contiguous: with both axes identity nothing above has copied
-    return x_MN.to(out_dtype or weight_RC.dtype, memory_format=torch.contiguous_format, copy=True)
+    return x_MN.to(out_dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 # ----------------------------------------------------------------------- op
@@ -210,7 +223,9 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MN = dout_MN.to(ctx.acc)
     rows_all_M = _explicit(rows_M, R, x_MN.device)
     cols_all_N = _explicit(cols_N, C, x_MN.device)
-    x = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
+    x, noise_MN = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
+    if noise_MN is not None:
+        x = x * (1 + noise_MN)
     times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
     if ctx.has_upper or cols_N is not None:
         x = folded(x, 1, cols_all_N, times * C)

@@ -168,7 +168,7 @@ def error_of_bfloat16(directory, model_type, how, **config):
     """Of weights of bfloat16 in float64, and whether the plan calls them exact."""
     class_name, sizes = FAMILIES[model_type]
     source = random_model(class_name, sizes, dtype=torch.bfloat16, **config)
-    grown = grown_on_disk(directory, source, {**how, "symmetry": "none"})
+    grown = grown_on_disk(directory, source, how)
     assert grown.dtype == torch.bfloat16
     small, large = (
         type(source).from_pretrained(directory / name, dtype=torch.float64).eval()
@@ -177,19 +177,21 @@ def error_of_bfloat16(directory, model_type, how, **config):
     return relative_error(small, large), grown.growth_plan.exact
 
 
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_powers_of_two_round_no_bfloat16(model_type, tmp_path):
-    """Not one weight was rounded, where the hidden size is four times the source's.
+def test_powers_of_two_round_no_bfloat16(model_type, symmetry, tmp_path):
+    """No sum of copies is off by a bit, where the hidden size is four times the source's.
 
     Its root, by which some families multiply, is then twice the source's.
     """
     # norms of 1 + weight cannot be halved without rounding, which a tied head asks for
     tied = {"tie_word_embeddings": False} if "gemma" in model_type else {}
-    how = {load_family(model_type).config_field("stream"): 48}
+    how = {load_family(model_type).config_field("stream"): 48, "symmetry": symmetry}
     error, exact = error_of_bfloat16(tmp_path, model_type, how, **tied)
     assert exact and error <= EXACT
 
 
+@pytest.mark.parametrize("symmetry", ["noise", "none"])
 @pytest.mark.parametrize(
     "model_type, how",
     [
@@ -203,8 +205,8 @@ def test_powers_of_two_round_no_bfloat16(model_type, tmp_path):
         ("llama", {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}),
     ],
 )
-def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, tmp_path):
-    error, exact = error_of_bfloat16(tmp_path, model_type, how)
+def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, symmetry, tmp_path):
+    error, exact = error_of_bfloat16(tmp_path, model_type, {**how, "symmetry": symmetry})
     assert not exact and (error > EXACT or model_type == "gemma2")
 
 

@@ -96,6 +96,14 @@ def op_args(case, dtype, backend=""):
     return (*(case.get(name) for name in order), 7, 0, 0, dtype, backend)
 
 
+def roundings(name, dtype, noise, device):
+    """Steps of an element by which a backend may differ from the reference."""
+    # where the interpreter truncates to bfloat16, the larger of two replicas with opposite noise is
+    # a step off, which is up to four steps of the smaller one
+    truncates = name == "triton" and device == "cpu" and dtype == torch.bfloat16
+    return 5 if truncates and noise != "none" else 1
+
+
 CASES = [("none", "none"), ("rows", "none"), ("cols", "none"), ("both", "none")]
 CASES += [("none", "row"), ("none", "col"), ("both", "row"), ("both", "col")]
 
@@ -133,7 +141,9 @@ def test_backend_is_the_reference(name, dtype, size, device):
     for upper, noise in CASES:
         case = make_case(*size, dtype, device, upper=upper, noise=noise)
         expected = expand(**case, backend="reference")
-        assert_within_one_rounding(f"{upper} {noise}", expand(**case, backend=name), expected)
+        steps = roundings(name, dtype, noise, device)
+        actual = expand(**case, backend=name)
+        assert_within_one_rounding(f"{upper} {noise}", actual, expected, steps=steps)
 
 
 def in_runs(case):
@@ -231,11 +241,13 @@ def test_any_strides_in_and_out(name, layout, dtype, device):
         case = make_case(19, 33, 41, 70, dtype, device, upper=upper, noise=noise)
         expected = expand(**case, backend="reference")
         moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
-        assert_within_one_rounding("in", expand(**case | moved, backend=name), expected)
+        steps = roundings(name, dtype, noise, device)
+        actual = expand(**case | moved, backend=name)
+        assert_within_one_rounding("in", actual, expected, steps=steps)
         out = layouts(torch.zeros_like(expected))[layout]
         around = out._base.clone() if out._base is not None else None
         assert expand(**case, out=out, backend=name) is out
-        assert_within_one_rounding("out", out, expected)
+        assert_within_one_rounding("out", out, expected, steps=steps)
         if layout != "transposed":
             out.zero_()
             assert torch.equal(out._base, around), "wrote outside of out"
@@ -313,6 +325,29 @@ def test_noise_that_sums_to_zero_over_replicas_keeps_the_function(name, device):
     torch.testing.assert_close(grown @ x[cols], case["weight"][case["rows"]] @ x)
     # and it does break the symmetry: replicas differ by far more than rounding
     assert (grown[:, :5] - grown[:, 5:10]).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIVE)
+def test_opposite_noise_adds_up_bit_for_bit(name, dtype, replicas, axis, device):
+    """In every dtype, the widest too: sums of what was rounded give the weight back."""
+    name = backend_or_skip(name, device)
+    case = make_case(40, 50, 40, 50, dtype, device, scales=False)
+    n = 40 if axis == "row" else 50
+    weights = torch.tensor({2: [0.5, -0.5], 4: [0.9, 0.3, -0.3, -0.9]}[replicas])
+    share = torch.full((replicas * n,), 1 / replicas)
+    case = {"weight": case["weight"], f"{axis}_scale": share.to(device), "seed": 3}
+    case[f"{axis}s"] = torch.arange(replicas * n, device=device) % n
+    case[f"{axis}_noise"] = weights.repeat_interleave(n).to(device)
+    grown = expand(**case, backend=name).double()
+    parts = (grown if axis == "row" else grown.T).unflatten(0, (replicas, n))
+    weight = (case["weight"] if axis == "row" else case["weight"].T).double()
+    # opposites first: float64 itself would round another order
+    assert torch.equal((parts + parts.flip(0))[: replicas // 2].sum(0), weight)
+    # and they differ
+    assert ((parts[0] * replicas - weight).abs() > 0.01 * weight.abs()).double().mean() > 0.9
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
