@@ -43,17 +43,14 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------- noise
 
-inline uint32_t mix(uint32_t x) {
+// (3) of growkern/ops/_hash_noise.py
+inline float xi(uint32_t key, uint32_t mult, uint32_t src) {
+    uint32_t x = key + src * mult;
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
     x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-inline float xi(uint32_t key, uint32_t mult, uint32_t src) {
-    const uint32_t bits = mix(key + src * mult);
-    return static_cast<float>(static_cast<int32_t>(bits >> 8) - (1 << 23)) * 0x1p-23f;
+    return static_cast<float>(static_cast<int32_t>(x)) * 0x1p-31f;
 }
 
 // (3) for row i, columns j0 .. j0 + n - 1; src: the virtual row that row i reads

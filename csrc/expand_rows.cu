@@ -50,18 +50,17 @@ __device__ inline float to_acc(T x) {
     return to_float(x);
 }
 
-__device__ inline u32 mix(u32 x) {
+// the noise of growkern/ops/_hash_noise.py, (3) but for its last factor
+__device__ inline float xi(u32 key, u32 mult, u32 src) {
+    u32 x = key + src * mult;
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
     x *= 0x846ca68bu;
-    return x ^ (x >> 16);
+    return static_cast<float>(static_cast<i32>(x));
 }
 
-__device__ inline float xi(u32 key, u32 mult, u32 src) {
-    const u32 bits = mix(key + src * mult);
-    return static_cast<float>(static_cast<i32>(bits >> 8) - (1 << 23)) * 1.1920928955078125e-07f;
-}
+constexpr float XI_UNIT = 4.656612873077393e-10f;  // 2**-31, that factor
 
 // n of the columns from j on, `other` where there is no vector or no column
 template <class T, class U>
@@ -92,7 +91,11 @@ struct Columns {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
         }
-        if (NOISE == 2) load_columns(a.noise, j, a.N, ACC(0), noise);
+        if (NOISE == 2) {
+            load_columns(a.noise, j, a.N, ACC(0), noise);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * XI_UNIT;
+        }
     }
 };
 
@@ -140,7 +143,7 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
                              ACC (&x)[WIDTH]) {
     const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
     const u32 key = NOISE == 2 ? a.line_key[i] : 0, mult = NOISE == 2 ? a.line_mult[i] : 0;
-    const ACC size = NOISE == 1 ? a.noise[i] : ACC(0);
+    const ACC size = NOISE == 1 ? a.noise[i] * XI_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         if (a.row_scale) x[k] = x[k] * row_scale;

@@ -191,7 +191,7 @@ def _is_any_rounded(index: torch.Tensor, scale: torch.Tensor, is_split: bool) ->
     """True where weights are scaled by more than powers of two.
 
     Args:
-        is_split: copies are shares that sum to their scales' sum bit for bit (`shares.take_shares`).
+        is_split: copies are shares that add up bit for bit (`shares.take_shares`).
     """
     if is_split:
         scale = torch.zeros(int(index.max()) + 1, dtype=scale.dtype).index_add_(0, index, scale)

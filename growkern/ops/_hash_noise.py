@@ -3,12 +3,14 @@
 All arithmetic is on uint32 and wraps around. ``line`` is the position on the axis that is not
 read, ``src`` the source index on the axis that is:
 
-    mix(x):  x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16      (1)
+    stir(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b                    (1)
+    mix(x) = y ^ (y >> 16), y = stir(x)
     key  = mix(mix(line ^ seed_hi) + seed_lo)        mult = mix(key + 0x9e3779b9) | 1        (2)
-    xi   = (int32(mix(key + src * mult) >> 8) - 2**23) * 2**-23,  in [-1, 1)                 (3)
+    xi   = float32(int32(stir(key + src * mult))) * 2**-31,  in [-1, 1]                      (3)
 
-(3) is exact in float32. (2) depends on the line only and is computed here once per line, which
-leaves the kernels two multiplications of (1) and one of (3) per element. Philox-4x32-10 would need
+(2) depends on the line only and is computed here once per line, which leaves the kernels two
+multiplications of (1) and one of (3) per element; (3) rounds away what the last step of mix would
+change. Kernels multiply the size of the noise by 2**-31 instead. Philox-4x32-10 would need
 about 50 integer operations per element, where a memory-bound gather in bfloat16 leaves about 8 on
 a device with 100 times more integer operations than bytes per second.
 The constants of (1) are those of the two-round hash `lowbias32`, found by search for low bias.
@@ -29,14 +31,19 @@ def _int32(x: int) -> int:
 MIX_A = _int32(0x7FEB352D)
 MIX_B = _int32(0x846CA68B)
 GOLDEN = _int32(0x9E3779B9)
+XI_UNIT = 2.0**-31
 
 
-def _mix(x: Tensor) -> Tensor:
+def _stir(x: Tensor) -> Tensor:
     """(1) on int32 bit patterns. A shift of int32 is arithmetic: the mask makes it logical."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * MIX_A
     x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * MIX_B
+    return x * MIX_B
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = _stir(x)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -60,18 +67,16 @@ def keys_of_lines(
 
 
 def hash_noise(key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
-    """(3): float32 in [-1, 1), of the shape the three int32 tensors broadcast to."""
-    bits = _mix(key + src * mult)
-    return (((bits >> 8) & 0xFFFFFF) - (1 << 23)).float() * 2.0**-23
+    """(3): float32 in [-1, 1], of the shape the three int32 tensors broadcast to."""
+    return _stir(key + src * mult).float() * XI_UNIT
 
 
 @jit
 def hash_noise_triton(key, mult, src):
-    """(3) in a kernel: int32 bit patterns that broadcast -> float32."""
+    """(3) in a kernel but for its last factor: int32 bit patterns that broadcast -> float32."""
     x = (key + src * mult).to(tl.uint32, bitcast=True)
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
-    x = x ^ (x >> 16)
-    return ((x >> 8).to(tl.int32) - 8388608).to(tl.float32) * 1.1920928955078125e-07
+    return x.to(tl.int32, bitcast=True).to(tl.float32)

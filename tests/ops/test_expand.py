@@ -52,20 +52,25 @@ def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=T
     return case
 
 
-def mix64(x):
+def stir64(x):
     """The integer mix of the noise in Python's own integers, reduced by hand."""
     x ^= x >> 16
     x = x * 0x7FEB352D & 0xFFFFFFFF
     x ^= x >> 15
-    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x * 0x846CA68B & 0xFFFFFFFF
+
+
+def mix64(x):
+    x = stir64(x)
     return x ^ (x >> 16)
 
 
 def xi(seed, line, src):
     key = mix64((mix64((line & 0xFFFFFFFF) ^ (seed >> 32)) + seed) & 0xFFFFFFFF)
     mult = mix64((key + 0x9E3779B9) & 0xFFFFFFFF) | 1
-    bits = mix64((key + src * mult) & 0xFFFFFFFF)
-    return ((bits >> 8) - 2**23) / 2**23
+    bits = stir64((key + src * mult) & 0xFFFFFFFF)
+    signed = bits - 2**32 if bits >= 2**31 else bits
+    return torch.tensor(signed, dtype=torch.float64).float().item() / 2**31
 
 
 def by_elements(case):
