@@ -5,8 +5,7 @@ Formulas (1) to (4) of `expand.py`; R, C rows and columns of the weight, M, N th
 
 from torch import Tensor
 
-from growkern.ops import _hash_noise
-from growkern.ops._hash_noise import hash_noise_triton, line_keys
+from growkern.ops._hash_noise import hash_noise_triton, line_keys, noise_unit_triton
 from growkern.ops._launch import AotCase, acc_dtype, jit, launch_choice, next_power_of_2, tl
 
 # columns first: their indices and scales are loaded once and serve all rows of a block
@@ -14,7 +13,6 @@ BLOCK_M = 8
 GATHER = "columns are gathered by index, an element at a time"
 # kinds of noise
 NO_NOISE, ROW_NOISE, COL_NOISE = 0, 1, 2
-XI_UNIT = tl.constexpr(_hash_noise.XI_UNIT)
 
 
 @jit
@@ -72,7 +70,7 @@ def expand_block(
         key = tl.load(noise[1] + n, mask=n_inside, other=0)
         mult = tl.load(noise[2] + n, mask=n_inside, other=0)
     if NOISE == 2:
-        size = tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC) * XI_UNIT
+        size = noise_unit_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
 
     for k in tl.static_range(BLOCK_M):
         m = m_first + k
@@ -88,7 +86,7 @@ def expand_block(
         if scales[1] is not None:
             x = x * col_scale
         if NOISE == 1:  # (3)
-            size = tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC) * XI_UNIT
+            size = noise_unit_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
             xi = hash_noise_triton(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         if NOISE == 2:

@@ -31,7 +31,6 @@ def _int32(x: int) -> int:
 MIX_A = _int32(0x7FEB352D)
 MIX_B = _int32(0x846CA68B)
 GOLDEN = _int32(0x9E3779B9)
-XI_UNIT = 2.0**-31
 
 
 def _stir(x: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ def keys_of_lines(
 
 def hash_noise(key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
     """(3): float32 in [-1, 1], of the shape the three int32 tensors broadcast to."""
-    return _stir(key + src * mult).float() * XI_UNIT
+    return _stir(key + src * mult).float() * 2.0**-31
 
 
 @jit
@@ -80,3 +79,9 @@ def hash_noise_triton(key, mult, src):
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
     return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@jit
+def noise_unit_triton(size):
+    """A size of noise with the last factor of (3), which it takes exactly."""
+    return size * 4.656612873077393e-10
