@@ -29,7 +29,7 @@ class Family:
     ignored: tuple[str, ...]
     per_layer: tuple[str, ...]
     norm: Norm
-    attention: Attention | None
+    attention: Attention
     config: Mapping[str, Size]
     stacks: Mapping[str, str]
     refuse: tuple[Refusal, ...]
@@ -93,10 +93,18 @@ class Family:
 
     def width(self, config: Any, spec: SpaceSpec) -> int:
         """Entries of one head of a space of heads."""
-        factor, _, of = spec.width.rpartition(" * ")
-        if of.isdigit():
-            return int(of)
-        return int(factor or 1) * self.head_dim(config, spec.heads or self.query_heads[0])
+        if spec.width is not None:
+            return spec.width
+        return len(spec.parts) * self.head_dim(config, spec.heads or self.query_heads[0])
+
+    def turning(self, config: Any) -> int:
+        """R of `Attention`; 0 where positions are not rotary."""
+        if self.attention.positions != "rotary":
+            return 0
+        head_dim = self.head_dim(config, self.query_heads[0])
+        if not self.attention.partial:
+            return head_dim
+        return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
     def space_size(self, config: Any, name: str) -> int:
         spec = self.spaces[name]

@@ -25,9 +25,9 @@ _KEYS = {
     "spaces classes depth tensors",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when",
+    "attention": "positions scale when partial",
     "space": "kind of untied heads width part weighted size activated scale scale_when",
-    "class": "prefix body heads output",
+    "class": "prefix body heads output stacks",
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
     "refuse": "value why",
@@ -55,8 +55,11 @@ def _check(kind: str, where: str, table: Mapping[str, Any]) -> None:
         if key not in allowed:
             raise GrowthError(f"{where}: unknown key {key!r}{nearest(key, allowed)}")
         values = _VALUES.get(f"{kind}.{key}")
-        if values is not None and value not in values:
-            raise GrowthError(f"{where}.{key}: {value!r}{nearest(str(value), values)}")
+        if values is None:
+            continue
+        for one in value.split("|") if key == "part" else [value]:
+            if one not in values:
+                raise GrowthError(f"{where}.{key}: {one!r}{nearest(str(one), values)}")
 
 
 def _checked(kind: str, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +100,6 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     """
     _check("table", where, table)
     norm = Norm(**_checked("norm", f"{where}.norm", table["norm"]))
-    attention = table.get("attention")
     depth = _checked("depth", f"{where}.depth", table.get("depth", {}))
     family = Family(
         model_type=table["model_type"],
@@ -105,7 +107,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         ignored=tuple(table.get("ignored", ())),
         per_layer=tuple(table.get("per_layer", ())),
         norm=norm,
-        attention=attention and Attention(**_checked("attention", f"{where}.attention", attention)),
+        attention=Attention(**_checked("attention", f"{where}.attention", table["attention"])),
         config={k: _size(f"{where}.config.{k}", v) for k, v in table["config"].items()},
         stacks=table.get("stacks", {"": "layers"}),
         refuse=_refusals(f"{where}.refuse", table.get("refuse", {})),
@@ -140,16 +142,15 @@ def _check_references(where: str, family: Family) -> None:
     for name, model_class in family.classes.items():
         for part in (*model_class.body, *model_class.heads):
             known(name, part, family.parts)
+        for stack in model_class.stacks:
+            known(name, stack, family.stacks)
     for row in (row for rows in family.parts.values() for row in rows):
         if row.stack is not None:
             known(row.name, row.stack, family.stacks)
         for stack in family.stacks:
-            for space in row.norm.split(">") if row.norm else ():
-                known(row.name, space.replace("{s}", stack), family.spaces)
-            for axis in row.axes:
-                _, colon, names = axis.replace("{s}", stack).partition(":")
-                for used in names.split("|") if colon else [axis]:
-                    known(row.name, used, family.spaces if colon else family.config)
+            for used, names in zip(row.uses(stack), (family.spaces, family.config), strict=True):
+                for name in sorted(used):
+                    known(row.name, name, names)
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:

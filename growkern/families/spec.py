@@ -11,10 +11,11 @@ A table holds no code. Its parts:
     [norm]      kind, placement (pre, post, sandwich: on both sides, output: of the block), the
                 config field of eps or eps itself, `plus_one` where the norm multiplies by
                 1 + weight, `bias` the config flag of its bias
-    [attention] how scores and positions depend on head_dim; without it head_dim cannot grow
+    [attention] how scores and positions depend on head_dim
     [spaces]    the activation spaces. kind = stream   the residual stream
                                               normed   output of a norm that reads `of`
-                                              heads    `heads` x head_dim (or x `width`)
+                                              heads    `heads` x head_dim (or x `width`), or
+                                                       that for each `part` of "a|b|c"
                                               head     one head, where all heads share a norm
                                               units    `size` independent units; `activated` when
                                                        an activation sits before the next norm
@@ -24,7 +25,8 @@ A table holds no code. Its parts:
                 `part`: the part of attention the entries of a head play. `weighted`: heads that
                 enter one norm together. `scale`: see tensors
     [classes]   model class -> prefix of the body's names, table parts of the body and the heads,
-                the space its hidden states are `output` in
+                the space its hidden states are `output` in, the `stacks` that `{s}` stands for
+                where these are not all
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block
     [tensors.*] name -> axes in the tensor's own layout: "write:S" is an output axis of space S,
                 "read:S" an input axis, "write:q|k|v" blocks one after another, anything else a
@@ -78,13 +80,18 @@ class SpaceSpec:
     of: str | None = None
     untied: str | None = None
     heads: str | None = None
-    width: str = "head_dim"
+    width: int | None = None
     part: str = "value"
     weighted: bool = False
     size: str | None = None
     activated: bool = False
     scale: str | None = None
     scale_when: str | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of attention whose entries follow one another in every head."""
+        return tuple(self.part.split("|"))
 
 
 @dataclass(frozen=True)
@@ -120,15 +127,17 @@ class Attention:
     """[attention]: what a larger head_dim changes.
 
     Attributes:
-        positions: `rotary` (theta ** (-2 i / head_dim) for pair i and i + head_dim / 2),
+        positions: `rotary` (of R entries, pair i, i + R / 2 turns by theta ** (-2 i / R)),
             `learned` or `relative`.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
         when: config flag without which they are not divided.
+        partial: R is the `partial_rotary_factor` of head_dim; elsewhere R is head_dim.
     """
 
     positions: str
     scale: str
     when: str | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,17 @@ class Row:
     scale_when: str | None = None
     fallback: str | None = None
     stored: str | None = None
+
+    def uses(self, stack: str) -> tuple[set[str], set[str]]:
+        """The spaces and the sizes of [config] that its axes and its norm name."""
+        spaces, sizes = set(self.norm.split(">") if self.norm else ()), set()
+        for axis in self.axes:
+            _, colon, names = axis.partition(":")
+            if colon:
+                spaces |= set(names.split("|"))
+            else:
+                sizes.add(axis)
+        return {name.replace("{s}", stack) for name in spaces}, sizes
 
     def is_in(self, layer: int, layers: int) -> bool:
         """True where `only` admits this layer."""
@@ -196,6 +216,7 @@ class ModelClass:
     body: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     output: str | None = None
+    stacks: tuple[str, ...] = ()
 
 
 def holds(condition: str | None, config: Any) -> bool:

@@ -145,10 +145,10 @@ def _symmetry(plan: GrowthPlan, _tokens: float | None) -> Iterator[str]:
 
 def _heads(plan: GrowthPlan, _tokens: float | None) -> Iterator[str]:
     family = plan.source.family
-    pre = [s for s in family.spaces.values() if s.kind == "head" and s.part == "before_norm"]
+    pre = [space for space in family.spaces.values() if space.part == "before_norm"]
     if pre and family.head_dim(plan.source.config) != family.head_dim(plan.target_config):
         yield (
-            "new entries of queries and keys are both zero, as the norm inside the heads would see "
+            "new entries of queries and keys are both zero, as the norm over them would see "
             "anything else: they get no gradient until something else moves them"
         )
 

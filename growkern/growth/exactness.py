@@ -8,6 +8,7 @@ import torch
 
 from growkern.growth.axes import axis_map
 from growkern.growth.plan import Finding
+from growkern.growth.spaces import pair_step
 
 if TYPE_CHECKING:
     from growkern.growth.plan import GrowthPlan
@@ -69,10 +70,10 @@ def _head_dim(plan: GrowthPlan) -> list[Finding]:
         if old == new:
             continue
         what = f"head_dim {old} -> {new}"
-        if family.attention is None or family.attention.positions != "rotary":
+        if family.attention.positions != "rotary":
             found.append(Finding("exact", what, "new query-key products are zero"))
-        elif new % old == 0:
-            why = f"rotary pair i becomes pair {new // old} i, which turns as fast"
+        elif pair_step(*layout.turning) is not None:
+            why = "every rotary pair becomes the one that turns as fast"
             found.append(Finding("exact", what, why))
         else:
             why = "rope_theta changes so that every pair turns as fast, to float32 rounding"

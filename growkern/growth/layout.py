@@ -16,6 +16,7 @@ from growkern.growth.spaces import (
     LINEAR_PAIR_ACTIVATIONS,
     Space,
     copies,
+    direct_sum,
     extended,
     normed,
     outer_product,
@@ -62,6 +63,11 @@ class Layout:
         if key not in self._spaces:
             self._spaces[key] = self._build(self.family.spaces[name], key[1])
         return self._spaces[key]
+
+    @property
+    def turning(self) -> tuple[int, int]:
+        """R of `growkern.families.spec.Attention`, of source and target."""
+        return self.family.turning(self.source), self.family.turning(self.target)
 
     # ---- what kind of stream
 
@@ -206,13 +212,15 @@ class Layout:
         return outer_product(whole, self._head(spec, layer))
 
     def _head(self, spec: SpaceSpec, _layer: Layer) -> Space:
-        old, new = (self.family.width(c, spec) for c in (self.source, self.target))
-        attention = self.family.attention
-        if attention is None or old == new:
-            return copies(torch.arange(new) % old, old)
+        configs, attention = (self.source, self.target), self.family.attention
+        old, new = (self.family.width(c, spec) // len(spec.parts) for c in configs)
         divided = attention.scale == "head_dim" and holds(attention.when, self.source)
-        rotary = attention.positions == "rotary"
-        return within_head(old, new, spec.part, rotary=rotary, divided=divided)
+        return direct_sum(
+            [
+                within_head(old, new, part, rotary=self.turning, divided=divided)
+                for part in spec.parts
+            ]
+        )
 
     def _fixed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         size = self.family.space_size(self.source, spec.name)

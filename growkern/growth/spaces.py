@@ -26,7 +26,9 @@ and is exact without touching eps when kappa = 1, which every space below arrang
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -184,8 +186,40 @@ def outer_product(heads: Space, entries: Space) -> Space:
     )
 
 
+def direct_sum(pieces: Sequence[Space]) -> Space:
+    """The entries of several spaces, one space after another."""
+    first = [0, *accumulate(piece.source for piece in pieces)]
+    moved = list(zip(pieces, first, strict=False))
+    return Space(
+        source=first[-1],
+        write_index=torch.cat([piece.write_index + start for piece, start in moved]),
+        write=torch.cat([piece.write for piece in pieces]),
+        read_index=torch.cat([piece.read_index + start for piece, start in moved]),
+        read=torch.cat([piece.read for piece in pieces]),
+    )
+
+
+def rotary_entries(turning: int) -> int:
+    """How many entries turn: pairs, so one more than an odd number."""
+    return turning + turning % 2
+
+
+def pair_step(source: int, target: int) -> int | None:
+    """Pair i of `source` turning entries turns like pair step * i of `target`.
+
+    None where no step does that: pair i then becomes pair i, with another theta.
+    """
+    # a single pair turns by 1 radian, wherever it stands first
+    return None if source > 2 and target % source else target // max(source, 1)
+
+
 def within_head(
-    source: int, target: int, part: str, *, rotary: bool = False, divided: bool = True
+    source: int,
+    target: int,
+    part: str,
+    *,
+    rotary: tuple[int, int] = (0, 0),
+    divided: bool = True,
 ) -> Space:
     """The entries of one head in a larger head: scores and values stay what they were.
 
@@ -195,25 +229,23 @@ def within_head(
 
     Args:
         part: "value" (copies), "query", "key", or "before_norm" for both of them.
-        rotary: entries i and i + source / 2 turn with frequency theta ** (-2 i / source); the pair
-            goes to where the target's is the same, i times target / source, or to i where that is
-            no whole number (theta must change then).
+        rotary: R of source and target. The first R entries turn, i and i + R / 2 by
+            theta ** (-2 i / R); pairs go where the target's turn alike (`pair_step`), the other
+            entries after the target's pairs.
         divided: scores are divided by the root of head_dim.
     """
     index = maps.cyclic(source, target)
     if part == "value" or source == target:
         return copies(index, source)
-    place = torch.arange(source)
-    if rotary:
-        step = target // source if target % source == 0 else 1
-        pair = torch.arange(source // 2)
-        place = torch.cat([step * pair, step * pair + target // 2])
+    old, new = map(rotary_entries, rotary)
+    pair = torch.arange(old // 2) * (pair_step(*rotary) or 1)
+    place = torch.cat([pair, pair + new // 2, torch.arange(source - old) + new])
     index[place] = torch.arange(source)
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
     gain = math.sqrt(target / source) if part == "before_norm" or divided else 1.0
     gain = 1.0 if part == "key" else gain
-    old = is_old.double() * gain
-    write = torch.full_like(old, gain) if part == "query" else old
+    kept = is_old.double() * gain
+    write = torch.full_like(kept, gain) if part == "query" else kept
     return Space(source, index, write, index, is_old.double() / gain)
 
 

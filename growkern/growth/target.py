@@ -7,8 +7,9 @@ from typing import Any
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
+from growkern.growth.spaces import pair_step, rotary_entries
 
-# rotary frequencies that depend on head_dim through theta ** (-2 i / head_dim) alone
+# rotary frequencies that depend on head_dim through theta ** (-2 i / R) alone
 PLAIN_ROTARY = ("default", "linear", "llama3")
 
 
@@ -73,25 +74,29 @@ def finish_target(
 
 
 def _rescale_rotary(family: Family, source: Any, target: Any) -> None:
-    """Keep the frequency of every rotary pair: theta_t ** (1 / n_t) = theta ** (1 / n)."""
-    old, new = (family.head_dim(c, family.query_heads[0]) for c in (source, target))
-    if old == new or family.attention is None or family.attention.positions != "rotary":
+    """Keep the frequency of every rotary pair: theta_t ** (1 / R_t) = theta ** (1 / R)."""
+    if family.attention.positions != "rotary":
         return
-    if new % 2:
-        raise GrowthError(f"head_dim={new}: rotary positions turn pairs; give an even number")
-    parameters = copy.deepcopy(source.rope_parameters)
+    parameters = target.rope_parameters = copy.deepcopy(source.rope_parameters)
+    old, new = (family.head_dim(c, family.query_heads[0]) for c in (source, target))
+    if old == new:
+        return
+    turning = family.turning(source), family.turning(target)
+    pairs, new_pairs = map(rotary_entries, turning)
+    if new - new_pairs < old - pairs:
+        raise GrowthError(
+            f"head_dim={new} has no room for {new_pairs} entries that turn in pairs and "
+            f"{old - pairs} that do not; give a head_dim of {new + 1}"
+        )
     # one set, or one per kind of layer
     for rope in [parameters] if "rope_type" in parameters else parameters.values():
-        kind, share = rope["rope_type"], rope.get("partial_rotary_factor") or 1.0
-        allowed = PLAIN_ROTARY if new % old == 0 else PLAIN_ROTARY[:1]
-        if kind not in allowed or share != 1.0:
+        if rope["rope_type"] not in PLAIN_ROTARY:
             raise GrowthError(
-                f"rope_parameters {kind!r} with partial_rotary_factor={share:g}: head_dim cannot "
-                f"go from {old} to {new}; add heads instead"
+                f"rope_parameters {rope['rope_type']!r}: head_dim cannot go from {old} to {new}; "
+                "add heads instead"
             )
-        if new % old:
-            rope["rope_theta"] **= new / old
-    target.rope_parameters = parameters
+        if pair_step(*turning) is None:
+            rope["rope_theta"] **= turning[1] / turning[0]
 
 
 def _validate(family: Family, target: Any) -> None:
@@ -111,7 +116,7 @@ def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
     for name, value in dims.items():
         if name not in allowed:
             raise GrowthError(
-                f"{family.model_type} has no size {name!r} to grow{nearest(name, allowed)}"
+                f"this {family.model_type} has no size {name!r} to grow{nearest(name, allowed)}"
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GrowthError(f"{name}={value!r}: expected a positive whole number")
@@ -183,7 +188,7 @@ def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     if all(family.size(source, key) == family.size(target, key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
-    for heads in family.query_heads:
+    for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(family, source, target, heads, asked)
     if "kv_heads" in family.config:
         count, kv_heads = family.size(target, "q_heads"), family.size(target, "kv_heads")
@@ -197,27 +202,19 @@ def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]
 def _check_head_dim(
     family: Family, source: Any, target: Any, heads: str, asked: dict[str, int]
 ) -> None:
-    """head_dim may grow where the table knows how and where the user said so."""
+    """Where head_dim is stream / heads, it may grow if the user gave the heads."""
     old, new = family.head_dim(source, heads), family.head_dim(target, heads)
     stream, count = family.size(target, "stream"), family.size(target, heads)
-    divides = not family.forces_head_dim or stream == count * new
-    if old == new and divides:
+    divides = stream == count * new
+    if divides and (old == new or (new > old and heads in asked)):
         return
-    can_grow = family.attention is not None
-    if can_grow and new > old and divides and (heads in asked or not family.forces_head_dim):
-        return
-    if not family.forces_head_dim:
-        raise GrowthError(
-            f"{family.config_field('head_dim')}={new}: the source's {old} must stay; add heads "
-            "instead"
-        )
     stream_field, heads_field = family.config_field("stream"), family.config_field(heads)
     allowed = stream // old * old
     fix = (
         f"the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
         f"({allowed // old + 1} heads)"
     )
-    if can_grow and stream % count == 0 and new > old:
+    if divides and new > old:
         fix += f"; or give {heads_field}={count} for a head_dim of {new}"
     raise GrowthError(
         f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "

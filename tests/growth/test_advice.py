@@ -127,6 +127,7 @@ WIDER = {"hidden_size": 2048}
         ),
         ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, None, "equal gradients"),
         ("Qwen3ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, None, "no gradient"),
+        ("Olmo2ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, None, "no gradient"),
         ("LlamaForCausalLM", BIG, {"intermediate_size": 8200}, None, "8256 should run"),
         ("GPT2LMHeadModel", BIG_GPT2, {"n_embd": 2048}, None, "vocab_size=50304"),
     ],

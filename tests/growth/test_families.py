@@ -15,6 +15,16 @@ ENCODER = {**BERT, "layer_norm_eps": 1e-3}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")}
 SQUARE = {k: v for k, v in ROTARY.items() if k != "head_dim"}
 NEOX = {**SQUARE, "num_attention_heads": 3, "layer_norm_eps": 1e-3, "rotary_pct": 0.5}
+
+
+def turning(share):
+    """Rotary positions for this share of every head."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    return {"rope_parameters": rope}
+
+
+PYTHIA = {**NEOX, "hidden_size": 24}
+PHI3 = {**ROTARY, "pad_token_id": 0}
 MODERN = {
     **SQUARE,
     "num_attention_heads": 3,
@@ -128,6 +138,9 @@ def test_grown_saved_and_loaded_model_is_exact(tmp_path, class_name, sizes, conf
 
 # ------------------------------------------------------------- larger heads
 
+# 3 heads of 8 become 3 of 11
+WIDER_HEADS = {"hidden_size": 33, "num_attention_heads": 3}
+
 HEAD_DIM = [
     ("LlamaForCausalLM", LLAMA, {}, {"head_dim": 8}),
     ("LlamaForCausalLM", LLAMA, TIED, {"head_dim": 12, **U1}),
@@ -142,6 +155,26 @@ HEAD_DIM = [
     ("GPT2LMHeadModel", GPT2, {"scale_attn_weights": False}, {"n_embd": 21, "n_head": 3}),
     ("BartForConditionalGeneration", BART, {}, {"d_model": 24, "decoder_attention_heads": 6}),
     ("ModernBertForMaskedLM", MODERN, {}, {"hidden_size": 24, "num_attention_heads": 3}),
+    *(
+        ("GPTNeoXForCausalLM", PYTHIA, {**turning(share), **config}, growth)
+        for share in (0.25, 0.5, 1.0)
+        for config, growth in (
+            ({}, {"hidden_size": 48, "num_attention_heads": 3}),
+            ({**TIED, "attention_bias": False}, {"hidden_size": 144, "num_attention_heads": 6}),
+        )
+    ),
+    # as many entries turn as before, and one more that does not; an odd number of them
+    ("GPTNeoXForCausalLM", PYTHIA, turning(0.75), {"hidden_size": 27, "num_attention_heads": 3}),
+    ("GPTNeoXForCausalLM", PYTHIA, turning(0.4), {"hidden_size": 45, "num_attention_heads": 3}),
+    ("GPTNeoXForCausalLM", PYTHIA, turning(0.0), {"hidden_size": 39, "num_attention_heads": 3}),
+    *(("Phi3ForCausalLM", PHI3, turning(share), {"head_dim": 8}) for share in (0.25, 0.5, 1.0)),
+    ("Phi3ForCausalLM", PHI3, TIED, {"head_dim": 12, **U1}),
+    ("Phi3ForSequenceClassification", SQUARE, {"pad_token_id": 0}, {"head_dim": 4}),
+    # it does not obey the factor
+    ("LlamaForCausalLM", LLAMA, turning(0.5), {"head_dim": 8}),
+    ("Olmo2ForCausalLM", ROTARY, {"attention_bias": True}, {"head_dim": 8}),
+    ("Olmo2ForCausalLM", ROTARY, TIED, {"head_dim": 12, **U1}),
+    ("Olmo2ForCausalLM", SQUARE, {}, {"head_dim": 4, "num_attention_heads": 8}),
 ]
 
 
@@ -152,16 +185,27 @@ def test_larger_heads_attend_alike(tmp_path, class_name, sizes, config, growth):
     plan = grown.growth_plan
     assert plan.exact, plan.findings
     assert any(finding.what.startswith("head_dim") for finding in plan.findings)
+    assert relative_error(source, grown) <= EXACT
     grown.save_pretrained(tmp_path)
     loaded = getattr(transformers, class_name).from_pretrained(tmp_path, dtype=torch.float64)
     loaded.growth_plan = plan
     assert relative_error(source, loaded.eval()) <= EXACT
 
 
-def test_a_head_dim_that_is_no_multiple_changes_theta():
-    source = random_model("LlamaForCausalLM", LLAMA)
-    grown = growkern.grow(source, head_dim=6)
-    assert grown.config.rope_parameters["rope_theta"] == pytest.approx(10000.0**1.5)
+@pytest.mark.parametrize(
+    "class_name, sizes, config, growth, power",
+    [
+        ("LlamaForCausalLM", LLAMA, {}, {"head_dim": 6}, 6 / 4),
+        ("Olmo2ForCausalLM", ROTARY, {}, {"head_dim": 6, **U1}, 6 / 4),
+        ("Phi3ForCausalLM", {**PHI3, "head_dim": 8}, turning(0.5), {"head_dim": 12}, 6 / 4),
+        ("GPTNeoXForCausalLM", PYTHIA, turning(0.5), WIDER_HEADS, 5 / 4),
+        ("GPTNeoXForCausalLM", PYTHIA, turning(0.75), WIDER_HEADS, 8 / 6),
+    ],
+)
+def test_a_head_dim_that_is_no_multiple_changes_theta(class_name, sizes, config, growth, power):
+    source = random_model(class_name, sizes, **config)
+    grown = growkern.grow(source, **growth)
+    assert grown.config.rope_parameters["rope_theta"] == pytest.approx(10000.0**power)
     assert source.config.rope_parameters["rope_theta"] == 10000.0
     assert not grown.growth_plan.exact
     # transformers computes frequencies in float32
@@ -169,36 +213,88 @@ def test_a_head_dim_that_is_no_multiple_changes_theta():
 
 
 @pytest.mark.parametrize(
-    "rope, growth, why",
+    "class_name, sizes, rope, growth, why",
     [
-        ({"rope_type": "yarn", "factor": 2.0}, {"head_dim": 8}, "'yarn'"),
-        ({"rope_type": "linear", "factor": 2.0}, {"head_dim": 6}, "'linear'"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"head_dim": 8}, "factor=0.5"),
-        ({"rope_type": "default"}, {"head_dim": 7}, "even"),
+        ("LlamaForCausalLM", LLAMA, {"rope_type": "yarn", "factor": 2.0}, {"head_dim": 8}, "yarn"),
+        ("LlamaForCausalLM", LLAMA, {"rope_type": "default"}, {"head_dim": 7}, "head_dim of 8"),
+        (
+            "Phi3ForCausalLM",
+            {**PHI3, "head_dim": 6},
+            turning(0.75)["rope_parameters"],
+            {"head_dim": 7},
+            "6 entries that turn in pairs and 2 that do not; give a head_dim of 8",
+        ),
     ],
 )
-def test_rotary_positions_that_depend_on_more_than_theta_are_refused(rope, growth, why):
-    source = random_model("LlamaForCausalLM", LLAMA)
+def test_rotary_positions_that_head_dim_cannot_grow_with(class_name, sizes, rope, growth, why):
+    source = random_model(class_name, sizes)
     source.config.rope_parameters = {"rope_theta": 10000.0, **rope}
     with pytest.raises(growkern.GrowthError, match=why):
         growkern.plan(source, **growth)
 
 
-def test_linear_rotary_scaling_keeps_its_frequencies():
+def test_rotary_positions_of_a_target_config_are_the_sources():
+    source = random_model("GPTNeoXForCausalLM", PYTHIA)
+    target = transformers.GPTNeoXConfig(**{**PYTHIA, "hidden_size": 48, "rotary_pct": 0.25})
+    grown = growkern.grow(source, target_config=target)
+    assert grown.config.rope_parameters == source.config.rope_parameters
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (10, 5), (12, 3), (6, 6)])
+@pytest.mark.parametrize("head_dim", [4, 6, 12])
+def test_norms_over_all_heads_see_the_mean_square_they_saw(heads, head_dim):
+    q_heads, kv_heads = heads
+    plan = growkern.plan(
+        random_model("Olmo2ForCausalLM", ROTARY),
+        num_hidden_layers=3,
+        head_dim=head_dim,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+    )
+    for space in ("q_pre", "k_pre"):
+        assert plan.layout.space(space).kappa == pytest.approx(1, abs=1e-15)
+
+
+def test_aki_moves_whole_larger_heads_of_a_fused_matrix():
+    """Head 1 of 2, from the layer above, against that layer's own rows."""
+    source = random_model(
+        "GPTNeoXForCausalLM", {**PYTHIA, "num_attention_heads": 1}, **turning(0.5)
+    )
+    how = {"hidden_size": 96, "num_attention_heads": 2, "symmetry": "none"}
+    grown = growkern.grow(source, method="aki", **how)
+    fpi = growkern.grow(source, **how)
+    at = "gpt_neox.layers.{}.attention.query_key_value.weight"
+    new, below, above = (
+        model.get_parameter(at.format(layer)).reshape(2, 144, 96)
+        for model, layer in ((grown, 0), (fpi, 0), (fpi, 1))
+    )
+    assert torch.equal(new[0], below[0]) and torch.equal(new[1], above[1])
+    assert not torch.equal(below[1], above[1])
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes", [("LlamaForCausalLM", LLAMA), ("GPTNeoXForCausalLM", PYTHIA)]
+)
+def test_linear_rotary_scaling_keeps_its_frequencies(class_name, sizes):
     rope = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
-    source = random_model("LlamaForCausalLM", LLAMA, rope_parameters=rope)
-    assert relative_error(source, growkern.grow(source, head_dim=8)) <= EXACT
+    source = random_model(class_name, sizes, rope_parameters=rope)
+    for times, error in ((2, EXACT), (1.5, 1e-7)):
+        growth = {"hidden_size": int(24 * times), "num_attention_heads": 3}
+        if class_name == "LlamaForCausalLM":
+            growth = {"head_dim": int(4 * times)}
+        assert relative_error(source, growkern.grow(source, **growth)) <= error
 
 
-def test_heads_grow_only_where_asked_and_where_the_table_says_how():
+def test_heads_grow_only_where_asked():
     bert = random_model("BertForMaskedLM", BERT)
     with pytest.raises(growkern.GrowthError, match="num_attention_heads=3 for a head_dim of 5"):
         growkern.plan(bert, hidden_size=15)
+    with pytest.raises(growkern.GrowthError, match=r"nearest sizes are 24 .*; or give"):
+        growkern.plan(random_model("GPTNeoXForCausalLM", NEOX), hidden_size=27)
+    # the width of a head is a size of its own here: it stays unless it is given
     olmo = random_model("Olmo2ForCausalLM", SQUARE)
-    with pytest.raises(growkern.GrowthError, match="nearest sizes are 24"):
-        growkern.plan(olmo, hidden_size=24, num_attention_heads=6)
-    with pytest.raises(growkern.GrowthError, match="add heads instead"):
-        growkern.plan(random_model("Phi3ForCausalLM", SQUARE, pad_token_id=0), head_dim=4)
+    assert growkern.plan(olmo, hidden_size=24, num_attention_heads=6).target_config.head_dim == 2
 
 
 def test_new_query_entries_learn_because_only_the_keys_are_zero():

@@ -40,7 +40,6 @@ FAMILIES = {
     "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
 }
 GROUPED_QUERIES = [m for m in FAMILIES if "kv_heads" in load_family(m).config]
-LARGER_HEADS = [m for m in FAMILIES if load_family(m).attention is not None]
 # sizes that are no multiple are exact under RMSNorm, and under LayerNorm before blocks
 ANY_WIDTH = [
     m
@@ -121,7 +120,7 @@ def test_every_head_on_a_known_body_is_exact(model_type, class_name, tmp_path):
 
 
 @pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.parametrize("model_type", LARGER_HEADS)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_larger_heads_are_exact(model_type, times, tmp_path):
     class_name, sizes = FAMILIES[model_type]
     source = random_model(class_name, sizes)
