@@ -141,28 +141,51 @@ class Family:
         """Every tensor of the class's state dict, tied ones included, row by row."""
         model_class = self.classes[class_name]
         seen: set[str] = set()
-        for part in (*model_class.body, *model_class.heads):
+        for part, row, stack in self._rows(class_name):
+            if not holds(row.when, config):
+                continue
             in_body = part in model_class.body
             prefix = model_class.prefix if in_body else ""
-            for row in self.parts[part]:
-                if not holds(row.when, config):
-                    continue
-                for tensor in self._bound(row, prefix, config, in_body):
+            for layer in self._layers(row, stack, config):
+                for tensor in self._bind(row, prefix, config, stack, layer, in_body):
                     # of alternative rows the first that holds wins
                     if tensor.name not in seen:
                         seen.add(tensor.name)
                         yield tensor
 
-    def _bound(self, row: Row, prefix: str, config: Any, in_body: bool) -> Iterator[TensorSpec]:
-        stacks = self.stacks if "{s}" in row.name else [row.stack or next(iter(self.stacks))]
-        for stack in stacks:
-            if "{l}" not in row.name:
-                yield from self._bind(row, prefix, config, stack, None, in_body)
-                continue
-            count = self.size(config, self.stacks[stack])
-            for layer in range(count):
-                if row.is_in(layer, count):
-                    yield from self._bind(row, prefix, config, stack, layer, in_body)
+    def _rows(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
+        """Part, row and stack, of all rows of a class."""
+        model_class = self.classes[class_name]
+        for part in (*model_class.body, *model_class.heads):
+            for row in self.parts[part]:
+                every = model_class.stacks or tuple(self.stacks)
+                for stack in every if "{s}" in row.name else [row.stack or next(iter(self.stacks))]:
+                    yield part, row, stack
+
+    def _layers(self, row: Row, stack: str, config: Any) -> list[int | None]:
+        if "{l}" not in row.name:
+            return [None]
+        count = self.size(config, self.stacks[stack])
+        return [layer for layer in range(count) if row.is_in(layer, count)]
+
+    def of_class(self, class_name: str) -> Family:
+        """This family without the stacks, spaces and sizes of which the class has no tensor."""
+        rows = [(row, stack) for _, row, stack in self._rows(class_name)]
+        stacks = {stack for row, stack in rows if "{l}" in row.name}
+        spaces, sizes = (
+            set().union(*names) for names in zip(*(row.uses(s) for row, s in rows), strict=True)
+        )
+        for spec in [self.spaces[name] for name in spaces]:
+            spaces |= {spec.of, spec.untied}
+        specs = {name: spec for name, spec in self.spaces.items() if name in {*spaces, "stream"}}
+        sizes |= {size for spec in specs.values() for size in (spec.heads, spec.size)}
+        sizes |= {"stream", "head_dim", *(self.stacks[stack] for stack in stacks)}
+        return replace(
+            self,
+            config={key: size for key, size in self.config.items() if key in sizes},
+            stacks={stack: size for stack, size in self.stacks.items() if stack in stacks},
+            spaces=specs,
+        )
 
     def _bind(
         self, row: Row, prefix: str, config: Any, stack: str, layer: int | None, in_body: bool

@@ -26,7 +26,7 @@ A table holds no code. Its parts:
                 enter one norm together. `scale`: see tensors
     [classes]   model class -> prefix of the body's names, table parts of the body and the heads,
                 the space its hidden states are `output` in, the `stacks` that `{s}` stands for
-                where these are not all
+                where these are not all, config fields that have to repeat a size
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block
     [tensors.*] name -> axes in the tensor's own layout: "write:S" is an output axis of space S,
                 "read:S" an input axis, "write:q|k|v" blocks one after another, anything else a
@@ -46,7 +46,8 @@ A table holds no code. Its parts:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -217,6 +218,7 @@ class ModelClass:
     heads: tuple[str, ...] = ()
     output: str | None = None
     stacks: tuple[str, ...] = ()
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
 
 def holds(condition: str | None, config: Any) -> bool:

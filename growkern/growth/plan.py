@@ -239,7 +239,8 @@ def plan_growth(
         if getattr(opened.config, refusal.field, None) == refusal.value:
             raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
     dtype = dtype or opened.dtype
-    finish_target(family, opened.config, target, next(iter(layer_maps.values())), dtype)
+    layers = next(iter(layer_maps.values()))
+    finish_target(family, opened.class_name, opened.config, target, layers, dtype)
     grown = GrowthPlan(opened, target, options, layer_maps, frozenset(inserted), dtype)
     # maps that cannot be built (lost query heads) must fail here, before any work
     for name in family.spaces:

@@ -117,7 +117,9 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     def read(name: str) -> Tensor:
         return own[name].detach()
 
-    return Source(family, model.config, class_name, dtypes, read, device=device)
+    return Source(
+        family.of_class(class_name), model.config, class_name, dtypes, read, device=device
+    )
 
 
 def _family_of(config: Any) -> Family:
@@ -166,7 +168,7 @@ def _open_directory(directory: Path) -> Source:
         )
     class_name = config.architectures[0]
     family.check_config(config, class_name)
-    _check_values(directory / "config.json", family, config)
+    _check_values(directory / "config.json", family.of_class(class_name), config)
     expected = family.shapes(config, class_name)
     headers = _read_headers(directory, expected)
     stored = family.stored_names(config, class_name)
@@ -185,7 +187,7 @@ def _open_directory(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         return own[name].read()
 
-    return Source(family, config, class_name, dtypes, read, directory, own)
+    return Source(family.of_class(class_name), config, class_name, dtypes, read, directory, own)
 
 
 def _read_headers(directory: Path, expected: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
+from growkern.families.load import load_family
 from growkern.growth.spaces import pair_step, rotary_entries
 
 # rotary frequencies that depend on head_dim through theta ** (-2 i / R) alone
@@ -54,7 +55,12 @@ def resolve_target(
 
 
 def finish_target(
-    family: Family, source: Any, target: Any, layer_map: tuple[int, ...], dtype: Any
+    family: Family,
+    class_name: str,
+    source: Any,
+    target: Any,
+    layer_map: tuple[int, ...],
+    dtype: Any,
 ) -> None:
     """Write what follows from the sizes into the target's config, and have its class check it.
 
@@ -68,6 +74,8 @@ def finish_target(
         values = getattr(source, name, None)
         if values is not None:
             setattr(target, name, [values[layer] for layer in layer_map])
+    for name, key in family.classes[class_name].repeats.items():
+        setattr(target, name, family.size(target, key))
     _rescale_rotary(family, source, target)
     target.dtype = dtype
     _validate(family, target)
@@ -157,8 +165,9 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
             "target_config.tie_word_embeddings=False unties the head of a tied source; "
             "set it to True"
         )
-    may_differ = {*growable_fields(family), *family.per_layer, "architectures", "_name_or_path"}
-    may_differ |= {"rope_parameters", "dtype"}
+    # also in the sizes of stacks that this class lacks
+    may_differ = {*growable_fields(load_family(family.model_type)), *family.per_layer}
+    may_differ |= {"architectures", "_name_or_path", "rope_parameters", "dtype"}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name

@@ -1,5 +1,8 @@
 """Each table predicts every key and shape of the real model, with all sizes different."""
 
+import importlib
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -85,8 +88,9 @@ CASES = [
     ("gemma2", LLAMA, {}),
     ("gemma3_text", LLAMA, {}),
     ("olmo2", GROUPED, {}),
-    ("olmo2", GROUPED, {"attention_bias": True, **TIED}),
+    ("olmo2", LLAMA, {"attention_bias": True, **TIED}),
     ("phi3", {**GROUPED, "pad_token_id": 0}, {}),
+    ("phi3", {**LLAMA, "pad_token_id": 0}, TIED),
 ]
 
 
@@ -118,6 +122,44 @@ def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
 
 def test_every_table_is_covered():
     assert {case[0] for case in CASES} == set(supported_families())
+
+
+# names of the base class that older versions used
+DEPRECATED = {"BartPretrainedModel", "PretrainedBartModel"}
+
+
+@pytest.mark.parametrize("model_type", supported_families())
+def test_every_class_of_a_family_has_its_row(model_type):
+    config_class = type(transformers.AutoConfig.for_model(model_type))
+    module = config_class.__module__.replace("configuration", "modeling")
+    classes = inspect.getmembers(importlib.import_module(module), inspect.isclass)
+    public = {
+        name
+        for name, model_class in classes
+        if issubclass(model_class, transformers.PreTrainedModel)
+        and model_class.config_class is config_class
+        and hasattr(transformers, name)
+        and not name.endswith("PreTrainedModel")
+    }
+    assert public - DEPRECATED == load_family(model_type).classes.keys()
+
+
+@pytest.mark.parametrize("model_type", supported_families())
+def test_a_class_knows_the_sizes_its_tensors_have(model_type):
+    """Each size alone, one more: shapes change if and only if the class has that size."""
+    family = load_family(model_type)
+    _, sizes, options = next(case for case in CASES if case[0] == model_type)
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    for class_name in family.classes:
+        own, before = family.of_class(class_name), family.shapes(config, class_name)
+        assert own.shapes(config, class_name) == before
+        for key in (key for key, size in family.config.items() if size.field):
+            other = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+            setattr(other, family.config_field(key), 3 + family.size(config, key))
+            moves = family.shapes(other, class_name) != before
+            # a head count that divides the stream changes no shape
+            assert moves <= (key in own.config), (class_name, key)
+            assert moves or key in own.query_heads or key not in own.growable, (class_name, key)
 
 
 def bert_table():
@@ -152,6 +194,8 @@ def test_unknown_keys_are_refused(path, message):
         (("norm", "kind"), "batchnorm"),
         (("norm", "placement"), "middle"),
         (("spaces", "ffn", "kind"), "unit"),
+        (("spaces", "q", "part"), "keys"),
+        (("attention", "positions"), "rotory"),
         (("tensors", "trunk", "embeddings.LayerNorm", "extra"), "cary"),
     ],
 )
@@ -162,6 +206,23 @@ def test_unknown_values_are_refused(path, value):
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(GrowthError, match=f"'{value}'; (did you mean|allowed)"):
+        parse_family("bert.toml", table)
+
+
+def test_a_head_has_parts_one_after_another():
+    table = bert_table()
+    table["spaces"]["q"]["part"] = "query|keys"
+    with pytest.raises(GrowthError, match="'keys'; did you mean 'key'"):
+        parse_family("bert.toml", table)
+    table["spaces"]["q"]["part"] = "query|key"
+    family = parse_family("bert.toml", table)
+    assert family.space_size(transformers.BertConfig(**BERT), "q") == 24
+
+
+def test_undefined_stack_is_refused():
+    table = bert_table()
+    table["classes"]["BertModel"]["stacks"] = ["decoder"]
+    with pytest.raises(GrowthError, match="BertModel uses 'decoder'"):
         parse_family("bert.toml", table)
 
 

@@ -94,6 +94,8 @@ CASES = [
     ("BartForConditionalGeneration", BART, {}, {"d_model": 24, "encoder_ffn_dim": 33}),
     ("BartForConditionalGeneration", BART, {"scale_embedding": True}, {"d_model": 24}),
     ("BartForConditionalGeneration", BART, UNTIED, {"d_model": 24}),
+    ("BartForCausalLM", BART, {"scale_embedding": True}, {"d_model": 24, "decoder_ffn_dim": 33}),
+    ("BartForCausalLM", BART, UNTIED, {"d_model": 36, "decoder_attention_heads": 6}),
     ("BartForSequenceClassification", BART, {"eos_token_id": 1}, {"d_model": 36}),
     ("ModernBertForMaskedLM", MODERN, {}, {"hidden_size": 24, "num_hidden_layers": 6}),
     ("ModernBertForMaskedLM", MODERN, ALL_BIASES, {"hidden_size": 36, "intermediate_size": 33}),
@@ -175,6 +177,7 @@ HEAD_DIM = [
     ("Olmo2ForCausalLM", ROTARY, {"attention_bias": True}, {"head_dim": 8}),
     ("Olmo2ForCausalLM", ROTARY, TIED, {"head_dim": 12, **U1}),
     ("Olmo2ForCausalLM", SQUARE, {}, {"head_dim": 4, "num_attention_heads": 8}),
+    ("BartForCausalLM", BART, {}, {"d_model": 24, "decoder_attention_heads": 6}),
 ]
 
 
@@ -414,6 +417,38 @@ def test_knowledge_of_the_next_layer_moves_whole_units(class_name, sizes, config
     fpi, aki = (growkern.grow(source, method=m, symmetry="none", **growth) for m in ("fpi", "aki"))
     for name, value in fpi.state_dict().items():
         assert torch.equal(value, aki.state_dict()[name]), name
+
+
+def test_a_decoder_alone_grows_without_an_encoder(tmp_path):
+    source = random_model("BartForCausalLM", BART)
+    how = {"decoder_layers": 4, "depth": "identity", "identity_gain": 1e-8}
+    grown = growkern.grow(source, d_model=24, decoder_attention_heads=6, **how)
+    plan = grown.growth_plan
+    assert plan.exact, plan.findings
+    assert relative_error(source, grown) <= EXACT
+    assert not [name for name in (*plan.size_changes(), *plan.layer_maps) if "encoder" in name]
+    # transformers counts the layers of the cache there
+    assert grown.config.encoder_layers == 4
+    grown.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert relative_error(source, loaded.eval()) <= EXACT
+
+
+def test_sizes_of_an_encoder_that_is_not_there_do_not_matter():
+    source = random_model("BartForCausalLM", BART)
+    with pytest.raises(growkern.GrowthError, match=r"no size 'encoder_layers' .*'decoder_layers'"):
+        growkern.plan(source, encoder_layers=4)
+    other = {"encoder_layers": 7, "encoder_attention_heads": 1, "encoder_ffn_dim": 5}
+    target = transformers.BartForCausalLM.config_class(**{**BART, **other}, is_decoder=True)
+    target.is_encoder_decoder = False
+    with pytest.raises(growkern.GrowthError, match="nothing grows: give a larger d_model"):
+        growkern.plan(source, target_config=target)
+    target.d_model = 24
+    target.decoder_attention_heads = 12
+    assert relative_error(source, growkern.grow(source, target_config=target)) <= EXACT
 
 
 def test_layer_lists_follow_their_layers():
