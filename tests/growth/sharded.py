@@ -31,6 +31,7 @@ from growkern.growth import baselines
 from growkern.growth.distributed_checkpoint import StoredTensor
 from tests.growth import sharded_optimizer
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.test_families import PYTHIA
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
@@ -66,6 +67,14 @@ CASES = {
         # 17 rows for each half of the tensor-parallel pair, 9 and 8 of them for a rank
         {"hidden_size": 24, "intermediate_size": 34, "method": "aki"},
         "fsdp x tp",
+    ),
+    # 4 x 72 rows of 6 heads of 48, in three parts
+    "neox larger heads aki, fsdp": (
+        "GPTNeoXForCausalLM",
+        PYTHIA,
+        UNTIED,
+        {"hidden_size": 96, "num_attention_heads": 6, "method": "aki"},
+        "fsdp",
     ),
 }
 TWO_RANKS = ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp")

@@ -95,7 +95,7 @@ CASES = [
     ("BartForConditionalGeneration", BART, {"scale_embedding": True}, {"d_model": 24}),
     ("BartForConditionalGeneration", BART, UNTIED, {"d_model": 24}),
     ("BartForCausalLM", BART, {"scale_embedding": True}, {"d_model": 24, "decoder_ffn_dim": 33}),
-    ("BartForCausalLM", BART, UNTIED, {"d_model": 36, "decoder_attention_heads": 6}),
+    ("BartForCausalLM", BART, UNTIED, {"d_model": 36}),
     ("BartForSequenceClassification", BART, {"eos_token_id": 1}, {"d_model": 36}),
     ("ModernBertForMaskedLM", MODERN, {}, {"hidden_size": 24, "num_hidden_layers": 6}),
     ("ModernBertForMaskedLM", MODERN, ALL_BIASES, {"hidden_size": 36, "intermediate_size": 33}),

@@ -15,10 +15,13 @@ import growkern
 from growkern.growth.optimizer import decay_names
 from tests.growth.models import BERT, GPT2, LLAMA, Float64Everywhere, random_model
 from tests.growth.test_families import CASES as FAMILIES
+from tests.growth.test_families import HEAD_DIM, PYTHIA, ROTARY
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
 GROUPS = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
+# 3 heads of 8 become 3 of 16
+LARGER = {"hidden_size": 48, "num_attention_heads": 3}
 
 EXACT = [
     ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24}),
@@ -125,6 +128,29 @@ def test_findings_say_for_every_family_which_moments_are_exact(case):
     assert_same_moments(grown, own, [n for n in exact if n in grown])
 
 
+@pytest.mark.parametrize("case", HEAD_DIM, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_moments_of_larger_heads_are_exact_but_for_the_new_entries_of_keys(case):
+    class_name, sizes, config, how = case
+    source = random_model(class_name, sizes, std=0.2, **config)
+    target, grown, own, _ = grown_states(source, how)
+    plan = target.growth_plan
+    first, *others = growkern.moment_findings(plan)
+    assert "keys" in {f.what for f in others}
+    if first.level != "exact" or "keys and values" in {f.what for f in others}:
+        return
+    for task in (task for task in plan.tasks if task.name in own):
+        for dim, axis in enumerate(task.tensor.axes):
+            role, _, names = axis.partition(":")
+            if role != "write":
+                continue
+            # what is written as zero and is not before a norm, are new entries of keys
+            spaces = [plan.layout.space(name, task.source_layer) for name in names.split("|")]
+            old = torch.cat([space.write != 0 for space in spaces]).nonzero().flatten()
+            for entry in (grown[task.name], own[task.name]):
+                entry |= {k: entry[k].index_select(dim, old) for k in ("exp_avg", "exp_avg_sq")}
+    assert_same_moments(grown, own, own)
+
+
 @pytest.mark.parametrize(
     "class_name, sizes, how",
     [
@@ -133,6 +159,8 @@ def test_findings_say_for_every_family_which_moments_are_exact(case):
         ("LlamaForCausalLM", LLAMA, {**UNEVEN, "symmetry": "split"}),
         ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "symmetry": "noise"}),
         ("LlamaForCausalLM", LLAMA, {"head_dim": 8}),
+        ("GPTNeoXForCausalLM", PYTHIA, LARGER),
+        ("Olmo2ForCausalLM", ROTARY, {"head_dim": 8, **UNEVEN}),
     ],
 )
 def test_start_values_fold_back_to_the_sources_moments(class_name, sizes, how):
@@ -140,7 +168,8 @@ def test_start_values_fold_back_to_the_sources_moments(class_name, sizes, how):
     source = random_model(class_name, sizes, std=0.2)
     target, grown, _, own = grown_states(source, how)
     plan = target.growth_plan
-    assert "exact" not in {f.level for f in growkern.moment_findings(plan)[:1]} or "head_dim" in how
+    first, *others = growkern.moment_findings(plan)
+    assert first.level != "exact" or "keys" in {f.what for f in others}
     for task in plan.tasks:
         if task.tensor.norm:
             continue
@@ -216,6 +245,20 @@ def test_old_slices_of_a_larger_head_are_where_its_old_entries_are():
     heads = grown[name]["exp_avg"].reshape(6, 8, 12)
     assert torch.equal(heads[:, ::2].reshape(24, 12), own[name]["exp_avg"])
     assert not heads[:, 1::2].any()
+
+
+def test_old_slices_of_a_fused_matrix_are_where_the_old_entries_of_its_parts_are():
+    """4 of 8 entries turn, 8 of 16: pairs 0 and 1 become 0 and 2, entries 4 to 7 become 8 to 11."""
+    source = random_model("GPTNeoXForCausalLM", PYTHIA)
+    _, grown, _, own = grown_states(source, LARGER, moments="old_slices")
+    name = "gpt_neox.layers.0.attention.query_key_value.weight"
+    old, new = own[name]["exp_avg"], grown[name]["exp_avg"]
+    turned = [0, 2, 4, 6, 8, 9, 10, 11]
+    entries = torch.tensor([*turned, *(16 + i for i in turned), *range(32, 40)])
+    rows = (48 * torch.arange(3)[:, None] + entries).flatten()
+    expected = torch.zeros_like(new)
+    expected[rows, :24] = old
+    assert torch.equal(new, expected)
 
 
 def test_reset_is_zero_at_step_zero_with_the_groups_settings():

@@ -14,6 +14,7 @@ from growkern.growth.lineage import plan_from_lineage
 from growkern.growth.source import open_source
 from growkern.growth.verify import fold_tensor
 from tests.growth.models import random_model, relative_error
+from tests.growth.test_families import turning
 from tests.growth.test_matrix import FAMILIES, GROUPED_QUERIES
 
 MANY = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -49,8 +50,10 @@ def sources(draw, model_type):
     for key, value in heads.items():
         assume(hidden % (2 * value) == 0)
         sizes[family.config_field(key)] = value
-    if not family.forces_head_dim and model_type != "phi3":
+    if not family.forces_head_dim:
         sizes[family.config_field("head_dim")] = hidden // count
+    if family.attention.partial:
+        sizes |= turning(draw(st.sampled_from([0.25, 0.5, 0.75, 1.0])))
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = draw(st.integers(3, 24))
     for key in family.stacks.values():
@@ -66,13 +69,13 @@ def sources(draw, model_type):
 
 
 @st.composite
-def growths(draw, model_type, sizes):
+def growths(draw, model_type, class_name, sizes):
     """Larger sizes for some fields, and a way to grow; not all of them fit together."""
-    family = load_family(model_type)
+    family = load_family(model_type).of_class(class_name)
     how = {}
     for key in family.growable:
         field = family.config_field(key)
-        if not draw(st.booleans()) or (key == "head_dim" and field not in sizes):
+        if not draw(st.booleans()):
             continue
         old = sizes[field]
         if model_type in GROUPED_QUERIES and key in ("q_heads", "kv_heads"):
@@ -90,6 +93,12 @@ def growths(draw, model_type, sizes):
             how[field] = old + draw(st.integers(1, 3))
         else:
             how[field] = old + draw(st.integers(1, 2 * old))
+    if family.forces_head_dim and draw(st.booleans()):
+        # as many heads, larger ones
+        heads = {family.config_field(key) for key in family.query_heads}
+        how |= {field: sizes[field] for field in heads}
+        stream, most = family.config_field("stream"), max(how[field] for field in heads)
+        how[stream] = sizes[stream] + most * draw(st.integers(1, 6))
     how["method"] = draw(st.sampled_from(["fpi", "fpi", "aki"]))
     how["symmetry"] = draw(st.sampled_from(["noise", "split", "none"]))
     how["maps"] = draw(st.sampled_from(["cyclic", "balanced"]))
@@ -122,7 +131,7 @@ def assert_folds_back(plan, grown):
 @given(data=st.data())
 def test_what_grew_folds_back_to_its_source(model_type, data):
     class_name, dtype, sizes = data.draw(sources(model_type))
-    how = data.draw(growths(model_type, sizes))
+    how = data.draw(growths(model_type, class_name, sizes))
     try:
         source = random_model(class_name, {**FAMILIES[model_type][1], **sizes}, dtype=dtype)
     except Exception:
