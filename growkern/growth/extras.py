@@ -118,7 +118,7 @@ def _sum_rows(
 ) -> Tensor:
     total = torch.zeros(len(functionals), *like.shape[1:], dtype=torch.float64)
     for first, stop in blocks:
-        total += torch.tensordot(functionals[:, first:stop], rows_of(first, stop).double(), dims=1)
+        total += torch.tensordot(functionals[:, first:stop], _wide(rows_of(first, stop)), dims=1)
     return total.to(like.dtype)
 
 
@@ -133,10 +133,15 @@ class _ColumnSums:
         for block in blocks:
             # two threads may sum the same block: they write the same
             if block not in self._done:
-                self.result[slice(*block)] = (rows_of(*block).double() @ self._columns).to(
+                self.result[slice(*block)] = (_wide(rows_of(*block)) @ self._columns).to(
                     self.result.dtype
                 )
                 self._done.add(block)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    # a copy of float64 too: the order of a sum hangs on the alignment of its summands
+    return rows.to(torch.float64, copy=True)
 
 
 def _carried_weight(plan: GrowthPlan, task: Task, read: Callable[[str], Tensor]) -> Tensor:

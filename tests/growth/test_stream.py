@@ -272,3 +272,16 @@ def test_pieces_share_maps_and_sums(tmp_path, monkeypatch, class_name, width):
     assert len(made) > 20 and set(made.values()) == {1}
     # once to look for NaN, and once for sums where extra coordinates need them
     assert set(map(round, read.values())) == {1, 2}
+
+
+@pytest.mark.parametrize("size", [4, 12, 37, 100])
+def test_sums_do_not_hang_on_where_the_file_keeps_what_they_add(size):
+    """Matrix products add in an order that depends on the alignment of their operands."""
+    rng = torch.Generator().manual_seed(size)
+    value, functional = torch.randn(2, size, generator=rng, dtype=torch.float64)
+    sums = set()
+    for offset in range(8):
+        kept = torch.zeros(size + 8, dtype=torch.float64)[offset : offset + size].copy_(value)
+        rows = extras._sum_rows(functional[None], lambda a, b, x=kept: x[a:b], [(0, size)], value)
+        sums.add(rows.item())
+    assert len(sums) == 1
