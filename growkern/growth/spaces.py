@@ -209,7 +209,7 @@ def pair_step(source: int, target: int) -> int | None:
 
     None where no step does that: pair i then becomes pair i, with another theta.
     """
-    # a single pair turns by 1 radian, wherever it stands first
+    # the first pair turns by theta ** 0 in any head
     return None if source > 2 and target % source else target // max(source, 1)
 
 
