@@ -8,7 +8,7 @@ import torch
 
 from growkern.growth.axes import axis_map
 from growkern.growth.plan import Finding
-from growkern.growth.spaces import pair_step
+from growkern.growth.rotary import pair_step
 
 if TYPE_CHECKING:
     from growkern.growth.plan import GrowthPlan

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth import maps
+from growkern.growth.rotary import pair_step, rotary_entries
 
 # x F(x) with F(x) + F(-x) = 1: for these act(u) - act(-u) = u, so two units pass u through
 LINEAR_PAIR_ACTIVATIONS = frozenset(
@@ -197,20 +198,6 @@ def direct_sum(pieces: Sequence[Space]) -> Space:
         read_index=torch.cat([piece.read_index + start for piece, start in moved]),
         read=torch.cat([piece.read for piece in pieces]),
     )
-
-
-def rotary_entries(turning: int) -> int:
-    """How many entries turn: pairs, so one more than an odd number."""
-    return turning + turning % 2
-
-
-def pair_step(source: int, target: int) -> int | None:
-    """Pair i of `source` turning entries turns like pair step * i of `target`.
-
-    None where no step does that: pair i then becomes pair i, with another theta.
-    """
-    # the first pair turns by theta ** 0 in any head
-    return None if source > 2 and target % source else target // max(source, 1)
 
 
 def within_head(

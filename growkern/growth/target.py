@@ -8,7 +8,7 @@ from typing import Any
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.growth.spaces import pair_step, rotary_entries
+from growkern.growth.rotary import pair_step, rotary_entries
 
 # rotary frequencies that depend on head_dim through theta ** (-2 i / R) alone
 PLAIN_ROTARY = ("default", "linear", "llama3")
