@@ -70,6 +70,24 @@ def hash_noise(key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
     return _stir(key + src * mult).float() * 2.0**-31
 
 
+def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, seed: int) -> Tensor:
+    """Noise of these sizes on the columns of x_MN, in its dtype; its lines start at `offset`."""
+    key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
+    xi_MN = hash_noise(key_M[:, None], mult_M[:, None], src_N.to(torch.int32))
+    return size_N.to(x_MN.dtype) * xi_MN
+
+
+def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x (1 + noise), the larger of two opposites rounded to `out_dtype`: (4) of `expand`.
+
+    In the dtype of x; but for the last rounding of the smaller one.
+    """
+    if noise is None:
+        return x
+    larger = (x * (1 + noise.abs())).to(out_dtype).to(x.dtype)
+    return torch.where(noise < 0, x + x - larger, larger)
+
+
 @jit
 def hash_noise_triton(key, mult, src):
     """(3) in a kernel but for its last factor: int32 bit patterns that broadcast -> float32."""

@@ -34,7 +34,7 @@ from growkern.ops._expand_checks import check_expand, check_no_overlap, check_ra
 from growkern.ops._expand_cpu import expand_cpu
 from growkern.ops._expand_triton import expand_triton
 from growkern.ops._fold import folded
-from growkern.ops._hash_noise import hash_noise, line_keys
+from growkern.ops._hash_noise import noise_of_columns, with_noise
 from growkern.ops._launch import acc_torch_dtype
 from growkern.ops._native import advise_huge_pages
 
@@ -54,26 +54,16 @@ def _scaled(
     col_offset: int,
 ) -> tuple[Tensor, Tensor | None]:
     """x_MN with the scales of (1), in its order and in its own dtype, and (3)."""
-    M, N = x_MN.shape
+    noise_MN = None
     if row_scale_M is not None:
         x_MN = x_MN * row_scale_M.to(x_MN.dtype)[:, None]
     if col_scale_N is not None:
         x_MN = x_MN * col_scale_N.to(x_MN.dtype)
     if col_noise_N is not None:
-        key_M, mult_M = line_keys(M, row_offset, seed, x_MN.device)
-        xi_MN = hash_noise(key_M[:, None], mult_M[:, None], cols_N.to(torch.int32))
-        return x_MN, col_noise_N.to(x_MN.dtype) * xi_MN
+        noise_MN = noise_of_columns(x_MN, col_noise_N, cols_N, row_offset, seed)
     if row_noise_M is not None:
-        key_N, mult_N = line_keys(N, col_offset, seed, x_MN.device)
-        xi_MN = hash_noise(key_N, mult_N, rows_M.to(torch.int32)[:, None])
-        return x_MN, row_noise_M.to(x_MN.dtype)[:, None] * xi_MN
-    return x_MN, None
-
-
-def _with_noise(x_MN: Tensor, noise_MN: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(4) but for its last rounding, in the dtype of x_MN."""
-    larger_MN = (x_MN * (1 + noise_MN.abs())).to(out_dtype).to(x_MN.dtype)
-    return torch.where(noise_MN < 0, x_MN + x_MN - larger_MN, larger_MN)
+        noise_MN = noise_of_columns(x_MN.T, row_noise_M, rows_M, col_offset, seed).T
+    return x_MN, noise_MN
 
 
 def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Tensor:
@@ -113,8 +103,7 @@ def expand_reference(
     factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
     x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), rows_all_M, cols_all_N, *factors)
     out_dtype = out_dtype or weight_RC.dtype
-    if noise_MN is not None:
-        x_MN = _with_noise(x_MN, noise_MN, out_dtype)
+    x_MN = with_noise(x_MN, noise_MN, out_dtype)
     # contiguous: with both axes identity nothing above has copied
     return x_MN.to(out_dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -128,8 +117,7 @@ def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) 
 
 
 def _reference_into(out_MN: Tensor, *args: Any) -> None:
-    arguments = (*args, out_MN.dtype)
-    out_MN.copy_(expand_reference(*arguments))
+    out_MN.copy_(expand_reference(*args, out_dtype=out_MN.dtype))
 
 
 KERNELS = dict(reference=_reference_into, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
@@ -149,8 +137,7 @@ def _run(
     check_no_overlap(out_MN, weight_RC, upper_RC)
     if not out_MN.numel():
         return
-    run = KERNELS[choose_backend(backend, out_MN.device)]
-    run(out_MN, weight_RC, upper_RC, *maps, *factors)
+    KERNELS[choose_backend(backend, out_MN.device)](out_MN, weight_RC, upper_RC, *maps, *factors)
 
 
 @library.custom_op("growkern::expand", mutates_args=())
@@ -224,18 +211,15 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     rows_all_M = _explicit(rows_M, R, x_MN.device)
     cols_all_N = _explicit(cols_N, C, x_MN.device)
     x, noise_MN = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
-    if noise_MN is not None:
-        x = x * (1 + noise_MN)
+    x = x if noise_MN is None else x * (1 + noise_MN)
     times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
     if ctx.has_upper or cols_N is not None:
         x = folded(x, 1, cols_all_N, times * C)
     if ctx.has_upper or rows_M is not None:
         x = folded(x, 0, rows_all_M, times * R)
     dweight_RC = x[:R, :C].to(ctx.dtype)
-    dupper_RC = None
-    if ctx.has_upper:
-        dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype)
-    return dweight_RC, dupper_RC, *[None] * 11
+    rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:] if ctx.has_upper else None
+    return dweight_RC, None if rest_RC is None else rest_RC.to(ctx.dtype), *[None] * 11
 
 
 expand_op.register_autograd(_backward, setup_context=_setup_context)
