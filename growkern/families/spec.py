@@ -40,6 +40,7 @@ A table holds no code. Its parts:
                 transformers renames it. A list: the first row that holds
     [refuse]    config fields whose value makes the table wrong, and why
     per_layer   config lists with one entry per layer
+    ignored     tensors of older files that models no longer read
 
 `growkern.families.load` reads the tables and checks every key and name in them.
 """

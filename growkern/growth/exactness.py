@@ -149,11 +149,14 @@ def _depth(plan: GrowthPlan) -> list[Finding]:
 
 
 def _rounding(plan: GrowthPlan) -> list[Finding]:
-    if plan.dtype.itemsize >= plan.source.dtype.itemsize and plan.dtype.itemsize > 2:
-        return []
     layout, dtype = plan.layout, str(plan.dtype).removeprefix("torch.")
-    if plan.dtype.itemsize < plan.source.dtype.itemsize:
-        return [Finding("approximate", dtype, f"the source is {plan.source.dtype}")]
+    if names := plan.narrowed:
+        wide = str(plan.source.dtypes[names[0]]).removeprefix("torch.")
+        all_of_it = len(names) == len(plan.source.dtypes)
+        what = "the source" if all_of_it else f"{names[0]} ({len(names)} tensors so)"
+        return [Finding("approximate", dtype, f"{what} is {wide}")]
+    if plan.dtype.itemsize > 2:
+        return []
     is_widened = any(
         layout.family.size(layout.source, key) != layout.family.size(plan.target_config, key)
         for key in layout.family.config.keys() - set(layout.family.stacks.values())

@@ -25,6 +25,7 @@ from growkern.growth.lineage import identity, source_files, write_lineage
 from growkern.growth.pieces import workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
+from growkern.growth.source_checks import refuse_overflow
 from growkern.growth.staging import Staging, check_space, check_target, sweep
 from growkern.growth.stream import Stream
 from growkern.growth.work import work_on
@@ -96,7 +97,10 @@ def grow(
     grown = plan(
         source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
     )
-    return _model_of(grown, _build_all(grown, backend=backend, progress=progress))
+    state = _build_all(grown, backend=backend, progress=progress)
+    for name, tensor in state.items() if grown.narrowed and not allow_nonfinite else ():
+        refuse_overflow(name, tensor)
+    return _model_of(grown, state)
 
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:

@@ -27,7 +27,9 @@ from growkern.growth.materialise import materialise, persistent_buffers, restore
 from growkern.growth.options import GrowthOptions
 from growkern.growth.placement import device_of, local_part, local_tensor
 from growkern.growth.plan import GrowthPlan, plan_growth
-from growkern.growth.source import Source, open_source, refuse_nonfinite
+from growkern.growth.source import Source, open_source
+from growkern.growth.source_checks import refuse_nonfinite
+from growkern.growth.target import followed_fields
 from growkern.growth.tasks import Task
 from growkern.growth.work import Work, work_on
 
@@ -204,7 +206,7 @@ def _plan_for(
         raise GrowthError(f"the model's parameters have several dtypes: {named}; use one")
     (dtype,) = dtypes
     grown = plan_growth(opened, options, {}, model.config, dtype)
-    for field in (*grown.source.family.per_layer, "rope_parameters"):
+    for field in followed_fields(grown.source.family):
         found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
         if found != expected:
             raise GrowthError(

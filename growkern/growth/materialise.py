@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.initialization import guard_torch_init_functions
 
 
@@ -35,7 +36,23 @@ def restore_buffers(model: Any) -> None:
     with _marked_initialised(model), guard_torch_init_functions():
         for module in model.modules():
             if module._non_persistent_buffers_set:
-                model._init_weights(module)
+                with _local_buffers(module):
+                    model._init_weights(module)
+
+
+@contextmanager
+def _local_buffers(module: nn.Module) -> Iterator[None]:
+    """This process's part of buffers that are DTensors: what computes them knows plain ones."""
+    distributed = {k: b for k, b in module._buffers.items() if isinstance(b, DTensor)}
+    module._buffers.update({k: b.to_local() for k, b in distributed.items()})
+    try:
+        yield
+    finally:
+        for name, buffer in distributed.items():
+            local = buffer.to_local()
+            if module._buffers[name] is not local:
+                local.copy_(module._buffers[name])
+            module._buffers[name] = buffer
 
 
 @contextmanager

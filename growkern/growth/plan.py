@@ -23,7 +23,12 @@ from growkern.growth.kept import Kept
 from growkern.growth.layout import Layout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Source, open_source
-from growkern.growth.target import finish_target, growable_fields, resolve_target
+from growkern.growth.target import (
+    check_given,
+    finish_target,
+    growable_fields,
+    resolve_target,
+)
 from growkern.growth.tasks import Task, make_tasks
 
 
@@ -93,6 +98,12 @@ class GrowthPlan:
     def kept(self) -> Kept:
         """What the pieces of a tensor share while it is built."""
         return Kept()
+
+    @property
+    def narrowed(self) -> tuple[str, ...]:
+        """Source tensors that hold numbers which the target's dtype has not."""
+        dtypes = self.source.dtypes.items()
+        return tuple(n for n, d in dtypes if torch.promote_types(d, self.dtype) != self.dtype)
 
     # ---- what it keeps
 
@@ -211,7 +222,10 @@ def plan(
     """
     options, dims = GrowthOptions.split_off(how)
     opened = open_source(source, allow_nonfinite=allow_nonfinite)
-    return plan_growth(opened, options, dims, target_config, dtype)
+    made = plan_growth(opened, options, dims, target_config, dtype)
+    if target_config is not None:
+        check_given(opened.family, opened.config, target_config, made.target_config)
+    return made
 
 
 def plan_growth(

@@ -19,12 +19,17 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.activations import ACT2FN
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.growth.files import HANDLED, METADATA_FILE, read_headers
+from growkern.growth.source_checks import (
+    check_names_and_shapes,
+    check_ties,
+    check_values,
+    refuse_nonfinite,
+)
 
 
 @dataclass(frozen=True)
@@ -86,18 +91,6 @@ def _refusing_nonfinite(source: Source) -> Source:
     return dataclasses.replace(source, read=read)
 
 
-def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """GrowthError if there is a NaN or an Inf in this tensor, or in this part of it."""
-    # aminmax hands NaN on, and reads 16-bit types 30 times as fast as isfinite
-    if not tensor.numel() or bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
-        return
-    bad = int((~torch.isfinite(tensor)).sum())
-    raise GrowthError(
-        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; mend the checkpoint, or "
-        "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
-    )
-
-
 # ------------------------------------------------------------------- models
 
 
@@ -109,7 +102,8 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     expected = family.shapes(model.config, class_name)
     tied = _tied_names(family, model.config, class_name)
     found = {name: tuple(t.shape) for name, t in state.items()}
-    _check_names_and_shapes(expected, tied, found, class_name)
+    check_names_and_shapes(expected, tied, found, class_name)
+    check_ties(family, model.config, class_name, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in tied}
     dtypes = {name: t.dtype for name, t in own.items()}
     device = next(iter(own.values())).device
@@ -136,25 +130,6 @@ def _tied_names(family: Family, config: Any, class_name: str) -> set[str]:
     return {t.name for t in family.tensors(config, class_name) if t.tied}
 
 
-def _check_names_and_shapes(
-    expected: Mapping[str, tuple[int, ...]],
-    tied: set[str],
-    found: Mapping[str, tuple[int, ...]],
-    where: str,
-) -> None:
-    missing = [name for name in expected if name not in found and name not in tied]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise GrowthError(f"{where}: tensor {missing[0]} is missing{more}")
-    for name, shape in found.items():
-        if name not in expected:
-            raise GrowthError(f"{where}: no rule for tensor {name} {list(shape)}")
-        if shape != expected[name]:
-            raise GrowthError(
-                f"{where}: {name} is {list(shape)}, config.json says {list(expected[name])}"
-            )
-
-
 # -------------------------------------------------------------- directories
 
 
@@ -168,7 +143,7 @@ def _open_directory(directory: Path) -> Source:
         )
     class_name = config.architectures[0]
     family.check_config(config, class_name)
-    _check_values(directory / "config.json", family.of_class(class_name), config)
+    check_values(directory / "config.json", family.of_class(class_name), config)
     expected = family.shapes(config, class_name)
     headers = _read_headers(directory, expected)
     stored = family.stored_names(config, class_name)
@@ -176,7 +151,8 @@ def _open_directory(directory: Path) -> Source:
     _leave_out_other_heads(family, config, class_name, names)
     tied = _tied_names(family, config, class_name)
     found = {name: headers[raw].shape for name, raw in names.items()}
-    _check_names_and_shapes(expected, tied, found, str(directory))
+    check_names_and_shapes(expected, tied, found, str(directory))
+    check_ties(family, config, class_name, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in tied}
 
     for name, header in own.items():
@@ -196,19 +172,6 @@ def _read_headers(directory: Path, expected: Mapping[str, Any]) -> Mapping[str, 
     from growkern.growth.distributed_checkpoint import read_distributed
 
     return read_distributed(directory, expected)
-
-
-def _check_values(file: Path, family: Family, config: Any) -> None:
-    for key in family.config:
-        size, most = family.size(config, key), family.largest(key)
-        if not 1 <= size <= most:
-            raise GrowthError(f"{file}: {family.config_field(key)}={size} must lie in 1 .. {most}")
-    if family.activation is not None:
-        activation = getattr(config, family.activation)
-        if activation not in ACT2FN:
-            raise GrowthError(
-                f"{file}: {family.activation}={activation!r}{nearest(str(activation), ACT2FN)}"
-            )
 
 
 def _read_config(directory: Path) -> Any:

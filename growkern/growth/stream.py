@@ -29,7 +29,8 @@ from growkern.growth.journal import Journal, Mark
 from growkern.growth.pieces import Piece, pieces_of
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.shards import ShardLayout
-from growkern.growth.source import Source, refuse_nonfinite
+from growkern.growth.source import Source
+from growkern.growth.source_checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.target_file import Buffer, TargetFile
 
 
@@ -93,6 +94,7 @@ class Stream:
     ) -> None:
         self.plan, self.layout, self.directory, self.journal = plan, layout, directory, journal
         self.backend = backend
+        self._may_overflow = bool(plan.narrowed) and not allow_nonfinite
         self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
         self.sums: dict[Mark, str] = {}
         self.bytes_kept = 0
@@ -185,7 +187,7 @@ class Stream:
         at = header.start + start * (size // (stop - start))
         data = self._buffer().room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
-        build_tensor(
+        built = build_tensor(
             self.plan,
             piece.task,
             read=self.reader,
@@ -193,6 +195,8 @@ class Stream:
             part=piece.part,
             out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
         )
+        if self._may_overflow:
+            refuse_overflow(piece.task.name, built)
         total = sum_rows(data)
         self._files[header.file].write(data, at)
         return piece, total, True

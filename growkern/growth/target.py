@@ -81,6 +81,25 @@ def finish_target(
     _validate(family, target)
 
 
+def followed_fields(family: Family) -> tuple[str, ...]:
+    """Config fields that no user sets: they follow from the source's and from the sizes."""
+    return (*family.per_layer, "rope_parameters")
+
+
+def check_given(family: Family, source: Any, given: Any, target: Any) -> None:
+    """Refuse a config from the user that the target's, finished, contradicts.
+
+    One with the source's own values of what follows from the sizes is completed in silence.
+    """
+    for name in followed_fields(family):
+        found, needed = getattr(given, name, None), getattr(target, name, None)
+        if found not in (needed, getattr(source, name, None)):
+            raise GrowthError(
+                f"target_config.{name}={found}: the source's function needs {needed}; set it so, "
+                "or give sizes instead of a config"
+            )
+
+
 def _rescale_rotary(family: Family, source: Any, target: Any) -> None:
     """Keep the frequency of every rotary pair: theta_t ** (1 / R_t) = theta ** (1 / R)."""
     if family.attention.positions != "rotary":
@@ -166,8 +185,8 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
             "set it to True"
         )
     # also in the sizes of stacks that this class lacks
-    may_differ = {*growable_fields(load_family(family.model_type)), *family.per_layer}
-    may_differ |= {"architectures", "_name_or_path", "rope_parameters", "dtype"}
+    may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
+    may_differ |= {"architectures", "_name_or_path", "dtype"}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name
@@ -175,8 +194,8 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
         if old[name] != new[name]
         and name not in may_differ
         and name != "transformers_version"
-        # null and a per-model default mean the same for these
-        and not (old[name] is None or new[name] is None)
+        # which tokens mean what changes no logits
+        and not (name.endswith("_token_id") and None in (old[name], new[name]))
     ]
     if changed:
         name = changed[0]

@@ -117,7 +117,7 @@ def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) 
 
 
 def _reference_into(out_MN: Tensor, *args: Any) -> None:
-    out_MN.copy_(expand_reference(*args, out_MN.dtype))
+    out_MN.copy_(expand_reference(*(*args, out_MN.dtype)))
 
 
 KERNELS = dict(reference=_reference_into, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)

@@ -16,8 +16,9 @@ import transformers
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -59,6 +60,8 @@ CASES = {
     ),
     "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
     "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
+    # all of the model on every rank, buffers too, as DTensors
+    "llama, copies": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "copies"),
     "llama tied, fsdp x tp": ("LlamaForCausalLM", LLAMA, TIED, {"hidden_size": 24}, "fsdp x tp"),
     "llama aki uneven, fsdp x tp": (
         "LlamaForCausalLM",
@@ -77,7 +80,7 @@ CASES = {
         "fsdp",
     ),
 }
-TWO_RANKS = ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp")
+TWO_RANKS = ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp", "llama, copies")
 
 # of these, optimizers too
 OPTIMIZERS = {
@@ -129,6 +132,7 @@ class LargestTensor(TorchDispatchMode):
 def meshes():
     size = dist.get_world_size()
     found = {"fsdp": init_device_mesh("cpu", (size,))}
+    found["copies"] = found["fsdp"]
     if size == 2:
         found["tp"] = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     if size == 4:
@@ -139,6 +143,8 @@ def meshes():
 
 
 def shard(model, kind, mesh):
+    if kind == "copies":
+        return distribute_module(model, mesh)
     for module in list(model.modules()):
         if not isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
             continue
@@ -174,9 +180,13 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     expected.load_state_dict(whole.state_dict())
     expected = shard(expected, kind, mesh)
     named = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
     truths = dict(expected.named_parameters(remove_duplicate=False))
     result = {
         "wrong": [n for n, p in truths.items() if not torch.equal(local(p), local(named[n]))],
+        "buffers": [
+            n for n, b in expected.named_buffers() if not torch.equal(local(b), local(buffers[n]))
+        ],
         "sharded": sum(isinstance(p, DTensor) for p in model.parameters()),
         "empty": sum(not local(p).numel() for p in model.parameters()),
         "collectives": comm.get_total_counts(),
@@ -190,9 +200,13 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     }
     tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     name = "prediction_logits" if class_name == "BertForPreTraining" else "logits"
-    with torch.no_grad():
+    for m in (model, whole):
+        # DTensors have no other attention on a CPU
+        m.set_attn_implementation("eager")
+    # plain tokens meet parameters that are DTensors
+    with torch.no_grad(), implicit_replication():
         logits, truth = (getattr(m.eval()(input_ids=tokens), name) for m in (model, whole))
-    result["output error"] = ((logits - truth).abs().max() / truth.abs().max()).item()
+    result["output error"] = ((local(logits) - truth).abs().max() / truth.abs().max()).item()
     return result
 
 

@@ -236,12 +236,35 @@ def test_rotary_positions_that_head_dim_cannot_grow_with(class_name, sizes, rope
         growkern.plan(source, **growth)
 
 
-def test_rotary_positions_of_a_target_config_are_the_sources():
-    source = random_model("GPTNeoXForCausalLM", PYTHIA)
-    target = transformers.GPTNeoXConfig(**{**PYTHIA, "hidden_size": 48, "rotary_pct": 0.25})
+@pytest.mark.parametrize(
+    "class_name, sizes, source, target",
+    [
+        ("GPTNeoXForCausalLM", PYTHIA, {}, {"hidden_size": 48, "rotary_pct": 0.25}),
+        ("LlamaForCausalLM", LLAMA, {"rope_theta": 5e5}, {"hidden_size": 24, "rope_theta": 1e4}),
+        ("MistralForCausalLM", ROTARY, {"sliding_window": None}, {"sliding_window": 4}),
+        ("MistralForCausalLM", ROTARY, {"sliding_window": 4}, {"sliding_window": None}),
+        ("Gemma2ForCausalLM", ROTARY, WINDOW, {"attn_logit_softcapping": None}),
+        ("Gemma2ForCausalLM", ROTARY, WINDOW, {"layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_a_target_config_that_computes_something_else_is_refused(class_name, sizes, source, target):
+    source = random_model(class_name, {**sizes, **source})
+    given = type(source.config)(**{**source.config.to_dict(), **target})
+    if "rope_theta" in target:
+        given.rope_parameters = {"rope_type": "default", "rope_theta": target["rope_theta"]}
+    elif "rotary_pct" in target:
+        given.rope_parameters = {**given.rope_parameters, "partial_rotary_factor": 0.25}
+    given.intermediate_size *= 2
+    with pytest.raises(growkern.GrowthError, match=r"target_config\."):
+        growkern.plan(source, target_config=given)
+
+
+def test_what_follows_from_the_sizes_is_written_into_a_target_config():
+    source = random_model("LlamaForCausalLM", LLAMA)
+    target = type(source.config)(**{**source.config.to_dict(), "head_dim": 6})
     grown = growkern.grow(source, target_config=target)
-    assert grown.config.rope_parameters == source.config.rope_parameters
-    assert relative_error(source, grown) <= EXACT
+    assert grown.config.rope_parameters["rope_theta"] == pytest.approx(1e4**1.5)
+    assert relative_error(source, grown) <= 1e-8
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (10, 5), (12, 3), (6, 6)])
