@@ -10,7 +10,7 @@ import typer
 
 from growkern.families.load import load_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
-from growkern.growth.target import growable_fields
+from growkern.growth.target import PAD_VOCAB, growable_fields
 
 # the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -35,6 +35,8 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for name, families in families_with.items():
         option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
         options.append((name, int, option))
+    text = "Round the vocabulary up to a multiple."
+    options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     return options
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from growkern.errors import GrowthError
+from growkern.growth.target import PAD_VOCAB
 from growkern.ops.expand import expand
 
 if TYPE_CHECKING:
@@ -163,4 +164,7 @@ def _tiles(plan: GrowthPlan, _tokens: float | None) -> Iterator[str]:
     vocab = family.size(plan.target_config, "vocab")
     if vocab % TILE and vocab >= 16 * TILE and not _grows(plan, "vocab"):
         field, better = family.config_field("vocab"), -(-vocab // TILE) * TILE
-        yield f"{field}={vocab} is no multiple of {TILE}: {field}={better} pads it"
+        yield (
+            f"{field}={vocab} is no multiple of {TILE}: {field}={better} pads it, and so does "
+            f"{PAD_VOCAB}={TILE}"
+        )

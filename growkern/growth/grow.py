@@ -83,7 +83,8 @@ def grow(
         backend: of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
-            symmetry, seed, ...) and the target sizes (`hidden_size=1024`, ...).
+            symmetry, seed, ...) and the target sizes (`hidden_size=1024`, ...);
+            `pad_vocab_to_multiple_of=64` rounds the vocabulary up.
 
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU,

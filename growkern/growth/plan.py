@@ -215,7 +215,7 @@ def plan(
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: of the grown weights; default the source's.
         allow_nonfinite: grow NaN and Inf as they are.
-        **how: the fields of `GrowthOptions` and the target sizes.
+        **how: the fields of `GrowthOptions`, the target sizes, and `pad_vocab_to_multiple_of`.
 
     Raises:
         GrowthError: an unsupported source, a bad or missing file, sizes that do not fit.

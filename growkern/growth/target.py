@@ -12,6 +12,8 @@ from growkern.growth.rotary import pair_step, rotary_entries
 
 # rotary frequencies that depend on head_dim through theta ** (-2 i / R) alone
 PLAIN_ROTARY = ("default", "linear", "llama3")
+# not a size, but what one is rounded up to
+PAD_VOCAB = "pad_vocab_to_multiple_of"
 
 
 def growable_fields(family: Family) -> dict[str, str]:
@@ -29,7 +31,7 @@ def resolve_target(
 
     Args:
         source: the source's config.
-        dims: target sizes under the config's own names.
+        dims: target sizes under the config's own names, and what to pad the vocabulary to.
         target: a whole target config instead of `dims`.
 
     Raises:
@@ -38,7 +40,7 @@ def resolve_target(
     """
     if target is not None and dims:
         raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
-    asked = _asked(family, dims)
+    asked = _asked(family, source, dims)
     if target is None:
         sizes = _complete(family, source, asked)
         target = copy.deepcopy(source)
@@ -137,17 +139,22 @@ def _validate(family: Family, target: Any) -> None:
         raise GrowthError(f"{family.model_type} cannot have {sizes}: {why}") from error
 
 
-def _asked(family: Family, dims: dict[str, Any]) -> dict[str, int]:
+def _asked(family: Family, source: Any, dims: dict[str, Any]) -> dict[str, int]:
+    """The sizes asked for, by the table's names."""
     allowed = growable_fields(family)
     asked = {}
     for name, value in dims.items():
-        if name not in allowed:
+        if name not in allowed and name != PAD_VOCAB:
             raise GrowthError(
                 f"this {family.model_type} has no size {name!r} to grow{nearest(name, allowed)}"
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GrowthError(f"{name}={value!r}: expected a positive whole number")
-        asked[allowed[name]] = value
+        asked[allowed.get(name, name)] = value
+    multiple = asked.pop(PAD_VOCAB, 1)
+    rows = asked.get("vocab", family.size(source, "vocab"))
+    if rows % multiple:
+        asked["vocab"] = rows + -rows % multiple
     return asked
 
 

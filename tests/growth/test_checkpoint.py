@@ -16,7 +16,10 @@ import growkern
 from growkern.cli import app
 from growkern.growth import grow as grow_module
 from growkern.growth.files import Header
+from growkern.growth.source import open_source
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.test_families import BART, MODERN, NEOX, ROTARY, T5
+from tests.growth.test_matrix import GROUPED
 
 SIZES = {**BERT, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 
@@ -101,6 +104,85 @@ def test_old_names_and_foreign_heads_are_understood(source, tmp_path):
     with pytest.warns(UserWarning, match=r"pooler\.dense\.weight"):
         again = growkern.grow(source, hidden_size=48).state_dict()
     assert all(torch.equal(model[n], again[n]) for n in model)
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, old",
+    [
+        ("LlamaForCausalLM", LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("Qwen3ForCausalLM", ROTARY, "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("Olmo2ForCausalLM", GROUPED, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("Phi3ForCausalLM", GROUPED, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("GPTNeoXForCausalLM", NEOX, "gpt_neox.layers.0.attention.rotary_emb.inv_freq"),
+        ("ModernBertForMaskedLM", MODERN, "model.layers.0.attn.rotary_emb.inv_freq"),
+        ("GPT2LMHeadModel", GPT2, "transformer.h.0.attn.bias"),
+        ("BartForConditionalGeneration", BART, "model.encoder.version"),
+        (
+            "T5ForConditionalGeneration",
+            T5,
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        ),
+    ],
+)
+def test_what_older_files_hold_and_models_no_longer_read_is_left_out(
+    class_name, sizes, old, tmp_path
+):
+    model = random_model(class_name, sizes, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    known = open_source(tmp_path).dtypes
+    save_file({**load_file(file), old: torch.ones(2)}, file, metadata={"format": "pt"})
+    assert open_source(tmp_path).dtypes == known
+    save_file({**load_file(file), old + "x": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(growkern.GrowthError, match=rf"no rule for tensor .*{old}x"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, head",
+    [
+        ("GPT2LMHeadModel", GPT2, "lm_head.weight"),
+        ("BertForMaskedLM", BERT, "cls.predictions.decoder.weight"),
+        ("BartForConditionalGeneration", BART, "lm_head.weight"),
+    ],
+)
+def test_a_tied_head_that_differs_is_refused(class_name, sizes, head, tmp_path):
+    """Transformers loads such files untied, so growing the embedding alone would lose the head."""
+    model = random_model(class_name, sizes, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    twin = model.state_dict()[head].clone()
+    save_file({**tensors, head: twin}, file, metadata={"format": "pt"})
+    assert head not in open_source(tmp_path).dtypes
+    twin[3, 2] += 1
+    save_file({**tensors, head: twin}, file, metadata={"format": "pt"})
+    with pytest.raises(growkern.GrowthError, match=f"{head} and .* differ"):
+        growkern.plan(tmp_path, **{"vocab_size": 64})
+    # in memory too
+    model.get_output_embeddings().weight = torch.nn.Parameter(twin)
+    with pytest.raises(growkern.GrowthError, match=f"{head} and .* differ"):
+        growkern.plan(model, **{"vocab_size": 64})
+
+
+def test_dtypes_that_cannot_hold_the_source_are_said_and_overflow_is_refused(tmp_path):
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(tmp_path / "mixed")
+    plan = growkern.plan(tmp_path / "mixed", hidden_size=24)
+    (finding,) = [f for f in plan.findings if f.what == "bfloat16"]
+    assert finding.level == "approximate" and "model.norm.weight" in finding.why
+    # 1e6 is a number of bfloat16, and none of float16
+    model.bfloat16().model.norm.weight.data.fill_(1e6)
+    model.save_pretrained(tmp_path / "large")
+    how = {"hidden_size": 24, "dtype": torch.float16}
+    assert not growkern.plan(tmp_path / "large", **how).exact
+    with pytest.raises(growkern.GrowthError, match=r"model\.norm\.weight: .* 65504"):
+        growkern.grow(tmp_path / "large", **how)
+    with pytest.raises(growkern.GrowthError, match=r"model\.norm\.weight: .* 65504"):
+        grow(tmp_path / "large", tmp_path / "grown", **how)
+    assert not (tmp_path / "grown").exists()
+    grow(tmp_path / "large", tmp_path / "grown", **how | {"dtype": torch.float32})
 
 
 def test_gpt2_files_without_prefix_are_understood(tmp_path):

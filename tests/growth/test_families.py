@@ -343,7 +343,7 @@ def test_new_query_entries_learn_because_only_the_keys_are_zero():
 )
 def test_a_larger_vocabulary_keeps_the_old_logits(class_name, sizes):
     source = random_model(class_name, sizes)
-    grown = growkern.grow(source, vocab_size=64, hidden_size=24)
+    grown = growkern.grow(source, pad_vocab_to_multiple_of=64, hidden_size=24)
     old, new = (outputs(model)["logits"] for model in (source, grown))
     assert new.shape[-1] == 64 and not bool(new[..., 50:].any())
     assert ((new[..., :50] - old).abs().max() / old.abs().max()).item() <= EXACT
