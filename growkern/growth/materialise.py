@@ -49,9 +49,8 @@ def _local_buffers(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, buffer in distributed.items():
-            local = buffer.to_local()
-            if module._buffers[name] is not local:
-                local.copy_(module._buffers[name])
+            # computed in place, or put in the place
+            buffer.to_local().copy_(module.get_buffer(name))
             module._buffers[name] = buffer
 
 
