@@ -72,12 +72,20 @@ void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t
 
 // ----------------------------------------------------------------- scaling
 
-// (4)
+// (4): the larger of two opposites, to be rounded; then what it is here, but for its last rounding.
+// Both cases are computed, as a loop of vectors needs it.
+template <class Acc>
+inline Acc larger_of_two(Acc x, Acc noise) {
+    return x * (1 + std::fabs(noise));
+}
+template <class Acc>
+inline Acc one_of_two(Acc x, Acc noise, Acc larger) {
+    const Acc smaller = x + x - larger;
+    return noise < 0 ? smaller : larger;
+}
 template <class Out, class Acc>
-Out with_noise(Acc x, Acc noise) {
-    const Out larger = encode<Out>(x * (1 + (noise < 0 ? -noise : noise)));
-    const Acc smaller = x + x - static_cast<Acc>(decode(larger));
-    return noise < 0 ? encode<Out>(smaller) : larger;
+inline Acc with_noise(Acc x, Acc noise) {
+    return one_of_two<Acc>(x, noise, decode(encode<Out>(larger_of_two(x, noise))));
 }
 
 // (1) in its order: element, row scale, column scale, noise. Null: 1, and no noise.
@@ -88,18 +96,27 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
         decode_halves(x, n, floats);
         return convert<float, Out, Acc>(floats, n, row, col, noise, y);
     } else if constexpr (same<Out, f16>) {
-        if (!noise) {
-            float floats[MAX_COLUMNS];
-            convert<In, float, Acc>(x, n, row, col, noise, floats);
-            return encode_halves(floats, n, y);
+        float floats[MAX_COLUMNS];
+        convert<In, float, Acc>(x, n, row, col, nullptr, floats);
+        if (noise) {
+            float larger[MAX_COLUMNS];
+            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two<float>(floats[j], noise[j]);
+            encode_halves(larger, n, y);
+            decode_halves(y, n, larger);
+            for (int64_t j = 0; j < n; ++j) {
+                floats[j] = one_of_two<float>(floats[j], noise[j], larger[j]);
+            }
         }
+        return encode_halves(floats, n, y);
     }
     if (noise && col) {
         for (int64_t j = 0; j < n; ++j) {
-            y[j] = with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]);
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]));
         }
     } else if (noise) {
-        for (int64_t j = 0; j < n; ++j) y[j] = with_noise<Out, Acc>(decode(x[j]) * row, noise[j]);
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, noise[j]));
+        }
     } else if (col) {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
     } else {
