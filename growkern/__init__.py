@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
+    from growkern.growth.fold_checkpoint import FoldReport as FoldReport
+    from growkern.growth.fold_checkpoint import fold as fold
     from growkern.growth.grow import GrowthReport as GrowthReport
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from growkern.growth.optimizer_into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan import plan as plan
+    from growkern.growth.replay import replay as replay
     from growkern.growth.verify import VerifyReport as VerifyReport
     from growkern.growth.verify import verify as verify
     from growkern.ops.expand import expand as expand
@@ -37,10 +40,12 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULE_OF = {
+    "FoldReport": "growkern.growth.fold_checkpoint",
     "GrowthError": "growkern.errors",
     "GrowthPlan": "growkern.growth.plan",
     "GrowthReport": "growkern.growth.grow",
     "VerifyReport": "growkern.growth.verify",
+    "fold": "growkern.growth.fold_checkpoint",
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",
     "grow_into": "growkern.growth.grow_into",
@@ -49,6 +54,7 @@ _MODULE_OF = {
     "growth_lr_multipliers": "growkern.growth.moments",
     "moment_findings": "growkern.growth.moments",
     "plan": "growkern.growth.plan",
+    "replay": "growkern.growth.replay",
     "verify": "growkern.growth.verify",
     "expand": "growkern.ops.expand",
     "kl_mlm_loss": "growkern.ops.kl_mlm_loss",

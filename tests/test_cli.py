@@ -66,6 +66,8 @@ def test_help_is_quick_and_names_every_command():
         "plan",
         "grow",
         "verify",
+        "fold",
+        "replay",
         "train",
         "cache-teacher",
         "plot",
@@ -221,6 +223,48 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     file.write_bytes(raw)
     code, out, _ = run("verify", checkpoint, target, "--checksums")
     assert code == 1 and "1 changed" in out and str(file) in out
+
+
+def test_checksums_find_an_edited_file(run, checkpoint, tmp_path):
+    target = tmp_path / "large"
+    assert run("grow", checkpoint, target, *SIZES)[0] == 0
+    config = target / "config.json"
+    config.write_text(config.read_text().replace('"gelu"', '"relu"'))
+    code, out, _ = run("verify", checkpoint, target, "--checksums")
+    assert code == 1 and "1 changed" in out and f"{config}: the file was changed" in out
+
+
+def test_verify_fails_on_a_lineage_that_says_otherwise(run, checkpoint, tmp_path):
+    target = tmp_path / "large"
+    assert run("grow", checkpoint, target, *SIZES)[0] == 0
+    file = target / "lineage.json"
+    data = json.loads(file.read_text())
+    data["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(data))
+    code, out, _ = run("verify", checkpoint, target)
+    assert code == 0 and "note: " in out and "torch 1.0" in " ".join(out.split())
+    data["layer_maps"][""] = [0, 0, 0]
+    file.write_text(json.dumps(data))
+    code, out, _ = run("verify", checkpoint, target)
+    assert code == 1 and "lineage.json: layer_maps" in "".join(out.split("\n"))
+    file.write_bytes(b"\xff\xfe")
+    assert_bad_input(run("verify", checkpoint, target), str(file), "not a growth record")
+
+
+def test_grow_replay_and_fold(run, checkpoint, tmp_path):
+    large, again, back = (tmp_path / name for name in ("large", "again", "back"))
+    assert run("grow", checkpoint, large, *SIZES)[0] == 0
+    code, out, err = run("replay", large, checkpoint, again)
+    assert (code, err) == (0, "") and str(again) in out
+    for file in large.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+    code, out, err = run("fold", large, back)
+    assert (code, err) == (0, "") and str(back) in out
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (back / name).read_bytes() == (checkpoint / name).read_bytes(), name
+    assert_bad_input(run("fold", large, back), str(back), "--overwrite")
+    assert_bad_input(run("fold", checkpoint, tmp_path / "x"), "no lineage.json")
+    assert run("fold", again, back, "--overwrite", "--lineage", large / "lineage.json")[0] == 0
 
 
 def test_verify_fails_on_another_model(run, checkpoint, tmp_path):

@@ -6,11 +6,11 @@ Exit codes: 0 done, 1 the check failed, 2 bad usage or bad input (one line on st
 import os
 import sys
 
-from growkern.cli import growth, teacher, tools, train
+from growkern.cli import growth, lineage, teacher, tools, train
 from growkern.cli.app import app
 
 # importing a module registers its commands
-__all__ = ["app", "growth", "main", "teacher", "tools", "train"]
+__all__ = ["app", "growth", "lineage", "main", "teacher", "tools", "train"]
 
 
 def one_line(error: Exception) -> str:

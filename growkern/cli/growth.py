@@ -159,14 +159,15 @@ def verify(
 
 
 def compare_checksums(source: Path, target: Path) -> None:
-    """Show which tensors are not what they were; a source that is gone is passed over."""
+    """Show what is not as it was; a source that is gone is passed over."""
     from growkern.growth.checksums import verify_checksums
 
     report = verify_checksums(target, source if source.exists() else None)
     for wrong in report.wrong:
         print(f"changed: {wrong}")
-    counts = ", ".join(f"{count} {side} tensors" for side, count in report.checked.items())
-    print(f"{counts}: {len(report.wrong)} changed")
+    counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
+    checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())
+    print(f"{checked}: {len(report.wrong)} changed")
     if not report.ok:
         raise typer.Exit(1)
 

@@ -14,8 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from growkern.growth import maps
-from growkern.growth.axes import AxisMap, axis_map
+from growkern.growth.axes import AxisMap, axis_map, noise_seed
 from growkern.growth.baselines import build_baseline, old_entries_within
 from growkern.growth.extras import made_rows
 from growkern.growth.norms import build_norm
@@ -101,7 +100,7 @@ def _build_weight(
         axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
-    seed = maps.generator(plan.options.seed, "noise", task.tensor.name).initial_seed()
+    seed = noise_seed(plan, task)
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]

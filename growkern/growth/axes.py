@@ -93,7 +93,7 @@ def _make_axis_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMa
         space = layout.space(name, layer)
         index = space.write_index if role == "write" else space.read_index
         scale = space.write if role == "write" else space.read
-        fresh = _fresh(plan, task, role, name)
+        fresh = from_next_layer(plan, task, role, name)
         noise = None
         if role == "read" and plan.options.symmetry == "noise" and not bool(fresh.any()):
             noise = space.noise(plan.options.noise)
@@ -124,13 +124,20 @@ def gradient_map(plan: GrowthPlan, task: Task, axis: str, size: int) -> AxisMap:
         index = space.read_index if role == "write" else space.write_index
         scale = space.read if role == "write" else space.write
         made = space.is_extra | (index >= space.source)
-        index = torch.where(made, 0, index) + first + total * _fresh(plan, task, role, name)
+        index = (
+            torch.where(made, 0, index) + first + total * from_next_layer(plan, task, role, name)
+        )
         pieces.append((index, torch.where(made, 0.0, scale)))
         first += space.source
     joined, scales = (torch.cat(x) for x in zip(*pieces, strict=True))
     if role == "write":
         scales = scales / layout.scale(task.tensor.row)
     return AxisMap(joined, scales, torch.zeros_like(scales), total)
+
+
+def noise_seed(plan: GrowthPlan, task: Task) -> int:
+    """Of the noise on a weight, as `growkern.expand` takes it."""
+    return maps.generator(plan.options.seed, "noise", task.name).initial_seed()
 
 
 def old_entries(plan: GrowthPlan, task: Task, axis: str, size: int) -> Tensor:
@@ -149,7 +156,7 @@ def old_entries(plan: GrowthPlan, task: Task, axis: str, size: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def _fresh(plan: GrowthPlan, task: Task, role: str, name: str) -> Tensor:
+def from_next_layer(plan: GrowthPlan, task: Task, role: str, name: str) -> Tensor:
     """Target units of this axis that come from the next layer, (target,) int64 of 0 and 1."""
     space = plan.layout.space(name, task.source_layer)
     none = torch.zeros(space.target, dtype=torch.int64)

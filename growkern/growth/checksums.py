@@ -1,17 +1,19 @@
-"""Sums of a checkpoint's tensors: taken while it is grown, compared with the files at any time.
+"""Sums of all that a growth wrote: taken while it is grown, compared with the files at any time.
 
 A tensor is summed in pieces of whole rows, about `PIECE_BYTES` each, and its own sum is that of the
 pieces' sums. Pieces depend on the tensor alone, so that they can be taken in any order, by several
-threads, before and after an interruption. XXH3 reads as fast as memory delivers (60 GB/s where
-CRC-32 reads 4); it finds accidents, not forgeries.
+threads, before and after an interruption. Of a file of weights the header is summed too, of any
+other file the whole. XXH3 reads as fast as memory delivers (60 GB/s where CRC-32 reads 4); it finds
+accidents, not forgeries.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.files import Header
+from growkern.growth.companions import WEIGHTS
+from growkern.growth.files import Header, read_header_bytes
 from growkern.growth.source import open_source
 
 CHECKSUMS_FILE = "checksums.json"
@@ -27,6 +30,7 @@ ALGORITHM = "xxh3_128"
 # growing to 4.6 GB takes 7.1 s of processor time in pieces of 1 MB, 3.5 s in pieces of 4 MB, 2.4 s
 # in these and 2.2 s in pieces of 32 MB, besides what the system takes to write
 PIECE_BYTES = 16 << 20
+RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
 def row_blocks(
@@ -66,10 +70,15 @@ def sum_stored(header: Header, piece_bytes: int = PIECE_BYTES) -> str:
 
 
 def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[str, str]) -> None:
-    """Record the sums of what was read and of what was written, by the model's tensor names."""
+    """Record the sums of what was read and of all that lies in `directory`.
+
+    Args:
+        source, target: of tensors, by the model's names.
+    """
     record = {
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
+        "files": {name: sum_file(directory / name) for name in files_within(directory)},
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
@@ -77,13 +86,30 @@ def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[
     (directory / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
 
 
+def files_within(directory: Path) -> list[str]:
+    """Names of all files, those of directories in it too."""
+    files = (file for file in directory.rglob("*") if file.is_file())
+    return sorted(file.relative_to(directory).as_posix() for file in files)
+
+
+def sum_file(file: Path) -> str:
+    """Of the header of a file of weights, of the whole of any other file.
+
+    Raises:
+        ValueError, OSError: it cannot be read.
+    """
+    is_shard = file.suffix == ".safetensors"
+    return sum_bytes(read_header_bytes(file) if is_shard else file.read_bytes())
+
+
 @dataclass(frozen=True)
 class ChecksumReport:
     """Result of `verify_checksums`.
 
     Attributes:
-        checked: tensors compared, by "source" and "target".
-        wrong: "file: tensor" of each whose bytes are not the recorded ones.
+        checked: how much was compared: tensors of "target" and "source", "files" of the target.
+        wrong: "file: tensor" of each whose bytes are not the recorded ones, "file" and what is the
+            matter with it of the others.
     """
 
     checked: Mapping[str, int]
@@ -95,27 +121,60 @@ class ChecksumReport:
 
 
 def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumReport:
-    """Compare a grown checkpoint's tensors with the sums recorded when it was written.
+    """Compare a grown checkpoint with the sums recorded when it was written.
+
+    Every file that was written must be there as it was, with the recorded tensors and no others; a
+    file of weights beside them is wrong too, as a loader may read it. Other files may be added.
 
     Args:
         directory: of the grown checkpoint.
-        source: the directory it was grown from, to be compared too; None: it is not there.
+        source: the directory it was grown from, its tensors to be compared too; None: it is not
+            there.
 
     Raises:
-        GrowthError: no record, or one that cannot be read; files that are no checkpoint.
+        GrowthError: no record, or one that cannot be read; a source that is no checkpoint.
     """
     record = _read_record(directory / CHECKSUMS_FILE)
-    sides = {"target": directory} if source is None else {"target": directory, "source": source}
-    wrong, checked = [], {}
-    for side, where in sides.items():
-        headers = open_source(where, allow_nonfinite=True).headers
-        for name, expected in record[side].items():
-            if name not in headers:
-                wrong.append(f"{where}: {name} is missing")
-            elif sum_stored(headers[name], record["piece_bytes"]) != expected:
-                wrong.append(f"{headers[name].file}: {name}")
-        checked[side] = len(record[side])
+    wrong = [*_wrong_files(directory, record["files"])]
+    try:
+        wrong += _wrong_tensors(directory, record, "target")
+    except GrowthError as error:
+        wrong.append(str(error))
+    checked = {"target": len(record["target"]), "files": len(record["files"])}
+    if source is not None:
+        wrong += _wrong_tensors(source, record, "source")
+        checked["source"] = len(record["source"])
     return ChecksumReport(checked, tuple(wrong))
+
+
+def _wrong_tensors(directory: Path, record: Mapping[str, Any], side: str) -> Iterator[str]:
+    headers, sums = open_source(directory, allow_nonfinite=True).headers, record[side]
+    for name in headers.keys() | sums.keys():
+        if name not in headers:
+            yield f"{directory}: {name} is missing"
+        elif name not in sums:
+            yield f"{headers[name].file}: {name} is not in the record"
+        elif sum_stored(headers[name], record["piece_bytes"]) != sums[name]:
+            yield f"{headers[name].file}: {name}"
+
+
+def _wrong_files(directory: Path, sums: Mapping[str, str]) -> Iterator[str]:
+    for name, expected in sums.items():
+        file = directory / name
+        if not file.is_file():
+            yield f"{file} is missing"
+            continue
+        try:
+            found = sum_file(file)
+        except (OSError, ValueError) as error:
+            found = str(error)
+        if found != expected:
+            what = "header" if file.suffix == ".safetensors" else "file"
+            yield f"{file}: the {what} was changed"
+    for file in sorted(directory.iterdir()):
+        is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
+        if is_weights and file.name not in sums:
+            yield f"{file}: weights were added"
 
 
 def _read_record(file: Path) -> dict[str, Any]:
@@ -123,10 +182,10 @@ def _read_record(file: Path) -> dict[str, Any]:
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:
         record = json.loads(file.read_bytes())
-        kinds = {name: type(record[name]) for name in ("piece_bytes", "source", "target")}
+        kinds = {name: type(record[name]) for name in RECORDED}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error
-    if kinds != {"piece_bytes": int, "source": dict, "target": dict} or record["piece_bytes"] < 1:
+    if kinds != RECORDED or record["piece_bytes"] < 1:
         raise GrowthError(f"{file}: not a record of checksums")
     if record.get("algorithm") != ALGORITHM:
         raise GrowthError(f"{file}: made with {record.get('algorithm')!r}, expected {ALGORITHM!r}")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
+from growkern.growth.checkpoint import complete, in_model_order, untrained_model
 from growkern.growth.checksums import write_checksums
-from growkern.growth.files import INDEX_FILE
 from growkern.growth.journal import Journal
-from growkern.growth.lineage import identity, source_files, write_lineage
+from growkern.growth.lineage import Settings, identity, source_files, write_lineage
 from growkern.growth.pieces import workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
@@ -29,19 +26,6 @@ from growkern.growth.source_checks import refuse_overflow
 from growkern.growth.staging import Staging, check_space, check_target, sweep
 from growkern.growth.stream import Stream
 from growkern.growth.work import work_on
-
-# what belongs to a checkpoint besides weights and config; only what exists is copied
-COMPANION_PATTERNS = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "spiece.model",
-    "sentencepiece*",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -124,7 +108,7 @@ def _device(grown: GrowthPlan) -> torch.device:
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
-    model = _untrained(grown)
+    model = untrained_model(grown.source.class_name, grown.target_config, grown.dtype)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
@@ -132,18 +116,10 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     return model.to(_device(grown)).eval()
 
 
-def _untrained(grown: GrowthPlan) -> Any:
-    model_class = getattr(transformers, grown.source.class_name)
-    with no_init_weights():
-        return model_class._from_config(grown.target_config, dtype=grown.dtype)
-
-
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
     """Of every target tensor, in the order in which the model itself lists them."""
     shapes = {task.name: task.shape for task in grown.tasks}
-    with torch.device("meta"):
-        names = list(_untrained(grown).state_dict())
-    return {name: shapes.pop(name) for name in names if name in shapes} | shapes
+    return in_model_order(shapes, grown.source.class_name, grown.target_config, grown.dtype)
 
 
 def grow_checkpoint(
@@ -166,7 +142,8 @@ def grow_checkpoint(
     The weights go from file to file in pieces. The target appears whole, by a rename, or not at
     all; a replaced directory is removed only after that. A run that was killed, or found the disk
     full, goes on where it was when it is repeated. Tokenizer and generation files come along;
-    `lineage.json` records how it was made, and `checksums.json` of what bytes.
+    `lineage.json` records how it was made, for `growkern.replay` and `growkern.fold`, and
+    `checksums.json` of what bytes.
 
     Args:
         source_dir: config.json and safetensors, sharded or not.
@@ -181,52 +158,71 @@ def grow_checkpoint(
             space or memory, another run on the same target, or an interrupted one of something
             else. Later: NaN or Inf in a weight, a full disk. The target is not touched then.
     """
-    start = time.perf_counter()
-    source_dir, target = Path(source_dir), Path(target_dir).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
+    settings = Settings(backend, shard_size, allow_nonfinite)
+
+    def make_plan() -> GrowthPlan:
+        # the stream looks for NaN and Inf itself, a piece at a time
+        return plan(
+            source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how
+        )
+
+    return carry_out(
+        make_plan,
+        settings,
+        Path(source_dir),
+        Path(target_dir),
+        overwrite=overwrite,
+        memory_limit=memory_limit,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def carry_out(
+    make_plan: Callable[[], GrowthPlan],
+    settings: Settings,
+    source_dir: Path,
+    target_dir: Path,
+    *,
+    overwrite: bool,
+    memory_limit: int | str,
+    resume: bool,
+    progress: bool,
+) -> GrowthReport:
+    """`grow_checkpoint` with a plan of its caller's, made once the target is known to be free."""
+    start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
     sweep(target)
     check_target(source_dir, target, overwrite)
-    # the stream looks for NaN and Inf itself, a piece at a time
-    grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
+    grown = make_plan()
     workers = workers_within(grown, limit)
     stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
-    layout = lay_out(_shapes(grown), grown.dtype, shard_size, stored)
+    layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
     check_space(target, sum(layout.sizes.values()))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)
         staging.checkpoint.mkdir(exist_ok=True)
-        made_of = identity(grown, layout, backend)
+        made_of = identity(grown, layout, settings)
         with Journal(staging.journal, made_of) as journal:
             stream = Stream(
                 grown,
                 layout,
                 staging.checkpoint,
                 journal,
-                allow_nonfinite=allow_nonfinite,
-                backend=backend,
+                allow_nonfinite=settings.allow_nonfinite,
+                backend=settings.backend,
             )
             stream.run(workers, progress=progress)
         files = source_files(grown.source)
         if files != made_of["source"]:
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
-        _complete(stream, files, source_dir)
+        # nothing but what this growth wrote is published
+        staging.clear_but(layout.sizes)
+        config, class_name = grown.target_config, grown.source.class_name
+        complete(staging.checkpoint, config, class_name, layout, source_dir)
+        write_lineage(grown, settings, files, staging.checkpoint)
+        write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
         staging.publish()
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
-
-
-def _complete(stream: Stream, files: dict[str, Any], source_dir: Path) -> None:
-    """Write all that a checkpoint has besides weights."""
-    directory, grown = stream.directory, stream.plan
-    config = copy.deepcopy(grown.target_config)
-    config.architectures = [grown.source.class_name]
-    config.save_pretrained(directory)
-    if stream.layout.index:
-        (directory / INDEX_FILE).write_text(stream.layout.index, encoding="utf-8")
-    for pattern in COMPANION_PATTERNS:
-        for file in sorted(source_dir.glob(pattern)):
-            if file.is_file():
-                shutil.copy2(file, directory / file.name)
-    write_lineage(grown, files, directory)
-    write_checksums(directory, stream.journal.source_sums, stream.tensor_sums())

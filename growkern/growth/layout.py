@@ -59,10 +59,14 @@ class Layout:
         self._spaces: dict[tuple[str, Layer], Space] = {}
 
     def space(self, name: str, layer: Layer = None) -> Space:
-        key = (name, layer if self.options.scheme == "paper" else None)
+        key = self.key(name, layer)
         if key not in self._spaces:
             self._spaces[key] = self._build(self.family.spaces[name], key[1])
         return self._spaces[key]
+
+    def key(self, name: str, layer: Layer) -> tuple[str, Layer]:
+        """What tells this space from the others."""
+        return name, layer if self.options.scheme == "paper" else None
 
     @property
     def turning(self) -> tuple[int, int]:

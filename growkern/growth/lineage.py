@@ -1,10 +1,17 @@
-"""How a grown checkpoint was made: written beside it, read to check or to repeat it."""
+"""How a grown checkpoint was made: written beside it, read to check, to repeat or to undo it.
+
+`lineage.json` holds both configs, the options and seeds, every map and share (`maps`), and where
+each tensor comes from (`tensors`): `growkern.fold` and `growkern.replay` need nothing else of what
+the growth knew. Vectors are texts (`growkern.growth.vectors`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +19,39 @@ import safetensors
 import torch
 import transformers
 
+import growkern
 from growkern.errors import GrowthError
 from growkern.growth.checksums import CHECKSUMS_FILE
 from growkern.growth.files import METADATA_FILE, STORED_DTYPES, read_header_bytes
+from growkern.growth.layout import Layer
 from growkern.growth.options import GrowthOptions
+from growkern.growth.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
 from growkern.growth.plan import GrowthPlan, plan_growth
 from growkern.growth.shards import ShardLayout
 from growkern.growth.source import Source
+from growkern.growth.spaces import Space
 
 LINEAGE_FILE = "lineage.json"
 DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
+# a config says by what it was saved, and as what it was loaded; that makes no other model
+NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
+# the plan's opinions, which a later version may word differently
+OPINIONS = ("exact", "findings")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the bytes of a grown checkpoint besides its plan."""
+
+    backend: str | None = None
+    max_shard_size: int = 5 * 10**9
+    allow_nonfinite: bool = False
+
+
+def versions() -> dict[str, str]:
+    """Of what makes the bytes."""
+    modules = (growkern, torch, transformers, safetensors)
+    return {module.__name__: module.__version__ for module in modules}
 
 
 def source_files(source: Source) -> dict[str, dict[str, Any]]:
@@ -39,53 +69,203 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     return found
 
 
-def identity(plan: GrowthPlan, layout: ShardLayout, backend: str | None) -> dict[str, Any]:
+def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
     """All that decides a growth's bytes: two runs that agree in it make the same files."""
-    layout_hash = hashlib.sha256(b"".join(layout.heads.values()) + layout.index.encode())
+    heads = {name: hashlib.sha256(head).hexdigest() for name, head in layout.heads.items()}
     return {
         **plan.to_dict(),
-        "target config": json.loads(plan.target_config.to_json_string(use_diff=False)),
+        "target config": config_dict(plan.target_config),
         "source": source_files(plan.source),
-        "backend": backend or "",
-        "max_shard_size": layout_hash.hexdigest(),
+        "backend": settings.backend or "",
+        "max_shard_size": settings.max_shard_size,
+        "files": {n: {"size": layout.sizes[n], "header": head} for n, head in heads.items()},
     }
 
 
-def write_lineage(plan: GrowthPlan, files: Mapping[str, Any], directory: Path) -> None:
-    """Record how `directory` was made out of these source files."""
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, safetensors)}
-    lineage = {
+def config_dict(config: Any) -> dict[str, Any]:
+    """A whole config as JSON has it, but for the place it was read from."""
+    found = json.loads(config.to_json_string(use_diff=False))
+    found.pop("_name_or_path", None)
+    return dict(found)
+
+
+# ------------------------------------------------------------------ writing
+
+
+def record_of(plan: GrowthPlan) -> dict[str, Any]:
+    """What the lineage of a growth says of its plan, as JSON has it."""
+    record = {
         **plan.to_dict(),
-        "versions": versions,
-        "source": str(plan.source.directory.resolve() if plan.source.directory else ""),
-        "source_files": files,
+        "source_config": config_dict(plan.source.config),
+        "target_config": config_dict(plan.target_config),
+        "source_dtype": str(plan.source.dtype).removeprefix("torch."),
+        "maps": spaces_of(plan),
+        "tensors": {task.name: origin_of(plan, task).to_dict() for task in plan.tasks},
+    }
+    return dict(json.loads(json.dumps(record)))
+
+
+def write_lineage(
+    plan: GrowthPlan, settings: Settings, files: Mapping[str, Any], directory: Path
+) -> None:
+    """Record how `directory` was made out of these source files; the same wherever both lie."""
+    source = plan.source.directory
+    lineage = {
+        **record_of(plan),
+        "settings": vars(settings),
+        "versions": versions(),
+        "source": source.resolve().name if source else "",
+        "source_files": _without_times(files),
         "checksums": CHECKSUMS_FILE,
     }
-    text = json.dumps(lineage, indent=2) + "\n"
+    text = json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
     (directory / LINEAGE_FILE).write_text(text, encoding="utf-8")
 
 
-def plan_from_lineage(source: Any, directory: Path) -> GrowthPlan:
-    """The plan that made `directory` out of `source`, read back from its lineage file.
+def _without_times(files: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {k: v for k, v in f.items() if k != "modified"} for name, f in files.items()}
+
+
+# ------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A lineage file.
+
+    Attributes:
+        file: where it was read from.
+        data: all of it.
+        origins: per target tensor.
+        options, settings: of the growth.
+        dtype, source_dtype: of the target's and of the source's weights.
+        source_config, target_config: configs of transformers.
+    """
+
+    file: Path
+    data: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+    options: GrowthOptions
+    settings: Settings
+    dtype: torch.dtype
+    source_dtype: torch.dtype
+    source_config: Any
+    target_config: Any
+
+    @cached_property
+    def _spaces(self) -> Any:
+        return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
+
+    def space(self, name: str, layer: Layer) -> Space:
+        """A space as it was for the tensors of this source layer."""
+        own = space_key(name, layer)
+        key = own if own in self.data["maps"] else name
+        try:
+            return self._spaces(key)
+        except MALFORMED as error:
+            raise GrowthError(f"{self.file}: no map of {key}: {error!r}") from error
+
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+
+
+def read_lineage(path: Path) -> Lineage:
+    """Read a lineage file, or that of a grown checkpoint's directory.
 
     Raises:
-        GrowthError: no lineage file, or one that does not fit the source.
+        GrowthError: there is none, or one that is damaged.
     """
-    file = directory / LINEAGE_FILE
+    file = path / LINEAGE_FILE if path.is_dir() else path
     if not file.is_file():
-        raise GrowthError(f"{directory}: no {LINEAGE_FILE}; only grown checkpoints have one")
+        raise GrowthError(f"{path}: no {LINEAGE_FILE}; only grown checkpoints have one")
     try:
-        lineage = json.loads(file.read_text(encoding="utf-8"))
-        options = GrowthOptions(**lineage["options"])
-        sizes = {name: pair[1] for name, pair in lineage["sizes"].items()}
-        before = {name: pair[0] for name, pair in lineage["sizes"].items()}
-        dtype = DTYPES[lineage["dtype"]]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return Lineage(
+            file,
+            data,
+            {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
+            GrowthOptions(**data["options"]),
+            Settings(**data["settings"]),
+            DTYPES[data["dtype"]],
+            DTYPES[data["source_dtype"]],
+            _read_config(data["source_config"]),
+            _read_config(data["target_config"]),
+        )
+    except GrowthError as error:
+        raise GrowthError(f"{file}: {error}") from error
+    except MALFORMED as error:
         raise GrowthError(f"{file}: not a growth record: {error!r}") from error
-    for name, value in before.items():
-        if getattr(source.config, name, None) not in (value, None):
+
+
+def _read_config(data: Mapping[str, Any]) -> Any:
+    return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
+
+
+def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
+    """The plan that a lineage speaks of, made anew for this source.
+
+    Raises:
+        GrowthError: the lineage does not fit the source.
+    """
+    for name, (size, _) in _sizes(lineage).items():
+        found = getattr(source.config, name, None)
+        if found not in (size, None):
             raise GrowthError(
-                f"{file}: made from a model with {name}={value}, this source has "
-                f"{getattr(source.config, name)}"
+                f"{lineage.file}: made from a model with {name}={size}, this source has {found}"
             )
-    return plan_growth(source, options, sizes, dtype=dtype)
+    return plan_growth(source, lineage.options, {}, lineage.target_config, lineage.dtype)
+
+
+def _sizes(lineage: Lineage) -> dict[str, tuple[int, int]]:
+    try:
+        return {name: (old, new) for name, (old, new) in lineage.data["sizes"].items()}
+    except MALFORMED as error:
+        raise GrowthError(f"{lineage.file}: not a growth record: {error!r}") from error
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def version_notes(lineage: Lineage) -> list[str]:
+    """One line per package that was another version when the checkpoint was grown."""
+    then = lineage.data.get("versions", {})
+    return [
+        f"{lineage.file}: grown with {name} {then.get(name, '(not said)')}, this is {version}"
+        for name, version in versions().items()
+        if then.get(name) != version
+    ]
+
+
+def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
+    """What the lineage says otherwise than the plan made anew and the source's files; no values."""
+    data, now = lineage.data, record_of(plan)
+    if plan.source.directory is not None:
+        now["source_files"] = _without_times(source_files(plan.source))
+    else:
+        # a model in memory may have been loaded in another dtype
+        del now["source_dtype"]
+    left_out = {"growkern"}
+    if data.get("versions", {}).get("growkern") != growkern.__version__:
+        left_out.update(OPINIONS)
+    found = []
+    for key in now.keys() - left_out:
+        is_config = key.endswith("_config")
+        where = next(_differences(data.get(key), now[key], is_config), None)
+        if where is not None:
+            found.append(f"{lineage.file}: {key}{where}")
+    return sorted(found)
+
+
+def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:
+    """Where two JSON values differ, as `.name.name`."""
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        if then != now:
+            yield ""
+        return
+    for name in {**now, **then}:
+        if is_config and (name in NOT_THE_MODEL or name not in then or name not in now):
+            continue
+        if name not in then or name not in now:
+            yield f".{name}"
+        for rest in _differences(then.get(name), now.get(name), is_config):
+            yield f".{name}{rest}"

@@ -19,7 +19,7 @@ def build_norm(
     plan: GrowthPlan, task: Task, read: Callable[[str], Tensor], backend: str | None
 ) -> Tensor:
     """Weight or bias of one norm of the target, (n,), in the plan's dtype."""
-    offset = _offset(plan, task)
+    offset = stored_offset(plan, task)
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
     if task.identity == "unit":
@@ -27,9 +27,7 @@ def build_norm(
     value = read(task.source)
     # 1 + weight is what is scaled; it must not be rounded before the 1 is gone again
     value = value + offset if offset == 0 else value.double() + offset
-    gain = 1.0
-    if task.identity == "affine" and not task.tensor.is_bias:
-        gain = _unit_gain(plan) / plan.options.identity_gain
+    gain = affine_gain(plan, task)
     index, scale, value = _gather(plan, task, value, read)
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
@@ -59,7 +57,7 @@ def _sums(
     return partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
 
 
-def _offset(plan: GrowthPlan, task: Task) -> float:
+def stored_offset(plan: GrowthPlan, task: Task) -> float:
     """What the model adds to the stored weight before it multiplies."""
     return 1.0 if plan.layout.family.norm.plus_one and not task.tensor.is_bias else 0.0
 
@@ -120,14 +118,26 @@ def _upper(
     plan: GrowthPlan, task: Task, value: Tensor, read: Callable[[str], Tensor], index: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """The next layer's norm, where whole heads of it move with AKI, and the index that says so."""
-    if task.upper is None or plan.options.aki != "unit":
+    fresh = from_next_layer(plan, task)
+    if task.upper is None or not bool(fresh.any()):
         return None, index
-    assert task.tensor.norm is not None
-    fresh = plan.layout.fresh(task.tensor.norm[1])
-    if not bool(fresh.any()):
-        return None, index
-    upper = read(task.upper).to(value.dtype) + _offset(plan, task)
+    upper = read(task.upper).to(value.dtype) + stored_offset(plan, task)
     return upper, index + len(value) * fresh
+
+
+def from_next_layer(plan: GrowthPlan, task: Task) -> Tensor:
+    """Target entries of a norm that AKI takes from the next layer's, (n,) bool."""
+    assert task.tensor.norm is not None
+    if task.upper is None or plan.options.aki != "unit":
+        return torch.zeros(task.shape, dtype=torch.bool)
+    return plan.layout.fresh(task.tensor.norm[1])
+
+
+def affine_gain(plan: GrowthPlan, task: Task) -> float:
+    """What makes up, in the last norm of inserted blocks, for the size at which they run."""
+    if task.identity != "affine" or task.tensor.is_bias:
+        return 1.0
+    return _unit_gain(plan) / plan.options.identity_gain
 
 
 def _unit_gain(plan: GrowthPlan) -> float:

@@ -96,4 +96,6 @@ def verify_table(report: VerifyReport) -> Group:
         outputs.add_row(name, f"{value:.3g}")
     kept = "exact to rounding" if report.plan.exact else "not exact, as planned"
     state = Text(f"passed ({kept})", "green") if report.ok else Text(report.failure, "red")
-    return Group(table, outputs, state)
+    said = [Text(line, "red") for line in report.contradictions]
+    said += [Text(f"note: {line}", "yellow") for line in report.notes]
+    return Group(table, outputs, *said, state)

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,18 @@ class Staging:
                 self.directory.rmdir()
         os.close(self._lock)
 
+    def clear_but(self, files: Collection[str]) -> None:
+        """Remove what lies in the checkpoint besides these files."""
+        for path in self.checkpoint.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in files:
+                path.unlink()
+
     def publish(self) -> None:
         """Make the checkpoint the target: whole, on disk, and at once."""
-        for file in self.checkpoint.iterdir():
-            sync(file)
+        for path in self.checkpoint.rglob("*"):
+            sync(path)
         sync(self.checkpoint)
         if self.target.exists():
             self.target.rename(self._replaced)

@@ -48,10 +48,18 @@ class SourceReader:
         self._locks = {name: threading.Lock() for name in source.headers}
 
     def __call__(self, name: str) -> Tensor:
+        self.check(name)
+        return self._headers[name].read()
+
+    def check(self, name: str) -> None:
+        """Sum it, unless that is done.
+
+        Raises:
+            GrowthError: NaN or Inf; other bytes than an interrupted run read.
+        """
         with self._locks[name]:
             if name not in self.sums:
                 self.sums[name] = self._scan(name)
-        return self._headers[name].read()
 
     def _scan(self, name: str) -> str:
         header = self._headers[name]
@@ -118,6 +126,10 @@ class Stream:
             share = max(1, threads // workers)
             committer = stack.enter_context(ThreadPoolExecutor(1))
             pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
+            stack.enter_context(pool)
+            # what an interrupted run wrote is made of what it read: all of that must be here still
+            read_before = self.journal.source_sums.keys() & self.plan.source.headers.keys()
+            list(pool.map(self.reader.check, read_before))
             self._collect(pieces, pool, committer, bar)
 
     def _collect(

@@ -1,10 +1,12 @@
 """Is the grown model what the plan says, and does it compute what the source computes?
 
-Three independent answers, from cheap to dear:
+Independent answers, from cheap to dear:
 
+    lineage  what a directory's lineage file says is what the plan gives, of these source files
     replay   every tensor equals the plan carried out again by the plain PyTorch backend
-    fold     P_out U E_in = W: read back through the copies, every weight is the source's; this is
-             function preservation tensor by tensor, without a forward pass or the growth code
+    fold     P_out U E_in = W (`growkern.growth.fold`): read back through the copies, every weight
+             is the source's; this is function preservation tensor by tensor, without a forward pass
+             or the growth code
     outputs  source and grown model on the same tokens: logits, KL, top-1
 """
 
@@ -20,8 +22,14 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.layout import Layout
-from growkern.growth.lineage import plan_from_lineage
+from growkern.growth.fold import fold_tensor
+from growkern.growth.lineage import (
+    contradictions,
+    plan_from_lineage,
+    read_lineage,
+    version_notes,
+)
+from growkern.growth.origins import origin_of
 from growkern.growth.outputs import (
     check_tokens,
     compare_outputs,
@@ -64,6 +72,8 @@ class VerifyReport:
         ok: every tensor passed and, where the plan is exact, so did the outputs.
         outputs: relative logit error, KL in nats per token, top-1 agreement.
         failure: one line on what failed, "" otherwise.
+        contradictions: what the lineage file says otherwise than the plan and the source's files.
+        notes: one line per package that was another version when the model was grown.
     """
 
     ok: bool
@@ -72,6 +82,8 @@ class VerifyReport:
     outputs: Mapping[str, float]
     tokens: int
     failure: str
+    contradictions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def table(self) -> Any:
         """The report as a rich renderable."""
@@ -97,7 +109,14 @@ def verify(
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
     opened = open_source(source, allow_nonfinite=True)
-    opened_grown, plan = _grown_and_plan(opened, grown)
+    opened_grown = open_source(grown, allow_nonfinite=True)
+    wrong, notes = [], []
+    if opened_grown.directory is not None:
+        lineage = read_lineage(opened_grown.directory)
+        plan = plan_from_lineage(opened, lineage)
+        wrong, notes = contradictions(lineage, plan), version_notes(lineage)
+    else:
+        plan = dataclasses.replace(_own_plan(grown), source=opened)
     _check_belongs(plan, opened_grown)
     groups = tuple(_check_groups(plan, opened_grown))
     if tokens is None:
@@ -109,20 +128,22 @@ def verify(
         failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
     elif plan.exact and not outputs["relative error"] <= OUTPUT_TOLERANCE:
         failure = f"planned exact, but outputs differ by {outputs['relative error']:.1e}"
-    return VerifyReport(not failure, plan, groups, outputs, tokens.numel(), failure)
+    elif wrong:
+        failure = f"the lineage says otherwise in {len(wrong)} places, first {wrong[0]}"
+    count = tokens.numel()
+    return VerifyReport(
+        not failure, plan, groups, outputs, count, failure, tuple(wrong), tuple(notes)
+    )
 
 
-def _grown_and_plan(source: Source, grown: Any) -> tuple[Source, GrowthPlan]:
-    opened = open_source(grown, allow_nonfinite=True)
-    if opened.directory is not None:
-        return opened, plan_from_lineage(source, opened.directory)
+def _own_plan(grown: Any) -> GrowthPlan:
     plan = getattr(grown, "growth_plan", None)
     if plan is None:
         raise GrowthError(
             "the grown model has no growth_plan; pass what grow() returned or a directory made by "
             "grow_checkpoint()"
         )
-    return opened, dataclasses.replace(plan, source=source)
+    return plan
 
 
 def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
@@ -155,8 +176,8 @@ def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) 
         expected = build_tensor(plan, task, backend="reference")
         error, within = _replay_error(actual, expected)
         replay = max(replay, error)
-        if _folds(plan, task):
-            folded = fold_tensor(plan.layout, task, actual)
+        folded = _folded(plan, task, actual)
+        if folded is not None:
             fold_error = _relative(folded, plan.source.read(task.source).cpu().double())
             fold = max(fold or 0.0, fold_error)
             within &= fold_error <= _fold_tolerance(actual.dtype)
@@ -192,44 +213,9 @@ def _fold_tolerance(dtype: torch.dtype) -> float:
     return (2 if dtype.itemsize == 2 else 16) * torch.finfo(dtype).eps
 
 
-def _folds(plan: GrowthPlan, task: Task) -> bool:
-    is_copy = plan.options.method in ("fpi", "aki") and task.identity is None
-    return is_copy and task.upper is None and not task.tensor.norm and not task.is_made
-
-
-def fold_tensor(layout: Layout, task: Task, grown: Tensor) -> Tensor:
-    """P_out U E_in: the grown tensor read back into the source's shape, float64.
-
-    Written axes are averaged over the copies with the shares their readers use; read axes are
-    summed over the copies with the coefficients their writers use. Left out: extra coordinates,
-    which hold nothing of their own.
-    """
-    folded = grown.double() / layout.scale(task.tensor.row)
-    for dim, axis in enumerate(task.tensor.axes):
-        role, _, names = axis.partition(":")
-        if not names:
-            folded = folded.narrow(dim, 0, layout.family.axis_size(layout.source, axis))
-        else:
-            pieces = folded.split(
-                [layout.space(n, task.source_layer).target for n in names.split("|")], dim
-            )
-            folded = torch.cat(
-                [
-                    _fold_axis(layout, task, role, name, piece, dim)
-                    for name, piece in zip(names.split("|"), pieces, strict=True)
-                ],
-                dim,
-            )
-    return folded
-
-
-def _fold_axis(layout: Layout, task: Task, role: str, name: str, piece: Tensor, dim: int) -> Tensor:
-    space = layout.space(name, task.source_layer)
-    keep = (~space.is_extra).nonzero().flatten()
-    coefficient = (space.read if role == "write" else space.write)[keep]
-    shape = [1] * piece.ndim
-    shape[dim] = -1
-    size = list(piece.shape)
-    size[dim] = space.source
-    scaled = piece.index_select(dim, keep) * coefficient.reshape(shape)
-    return piece.new_zeros(size).index_add_(dim, space.read_index[keep], scaled)
+def _folded(plan: GrowthPlan, task: Task, grown: Tensor) -> Tensor | None:
+    """A weight read back, where all of it is the source tensor's."""
+    origin = origin_of(plan, task)
+    if origin.holds != "copies" or task.upper is not None or task.tensor.norm:
+        return None
+    return fold_tensor(origin, lambda name: plan.layout.space(name, task.source_layer), grown)

@@ -1,8 +1,13 @@
 """Tiny models with every parameter random, and float64 forward passes through Hugging Face code."""
 
+from functools import partial
+
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
+
+from growkern.growth.fold import fold_tensor
+from growkern.growth.origins import origin_of
 
 transformers.logging.set_verbosity_error()
 
@@ -57,6 +62,12 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
         parameter.data = value.to(dtype)
     model.tie_weights()
     return model.eval()
+
+
+def fold_back(plan, task, grown):
+    """One grown tensor folded into the source's shape, float64."""
+    space_of = partial(plan.layout.space, layer=task.source_layer)
+    return fold_tensor(origin_of(plan, task), space_of, grown)
 
 
 @torch.no_grad()

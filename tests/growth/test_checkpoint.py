@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import growkern
 from growkern.cli import app
-from growkern.growth import grow as grow_module
+from growkern.growth import staging
 from growkern.growth.files import Header
 from growkern.growth.source import open_source
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
 from tests.growth.test_families import BART, MODERN, NEOX, ROTARY, T5
 from tests.growth.test_matrix import GROUPED
 
@@ -331,7 +331,7 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
 
 def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(grow_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(growkern.GrowthError, match="GB free"):
         grow(source, tmp_path / "grown")
     monkeypatch.undo()
@@ -401,17 +401,15 @@ def test_verify_notices_one_percent_on_untrained_bf16_norms(source, tmp_path):
 
 def test_fold_alone_notices_a_wrong_weight(source):
     """Without the replay: read back through its copies, the weight is not the source's."""
-    from growkern.growth.verify import fold_tensor
-
     grown = growkern.grow(source, hidden_size=32)
     plan = grown.growth_plan
     state = grown.state_dict()
     for task in plan.tasks:
         if not task.tensor.norm:
             truth = plan.source.read(task.source).double()
-            folded = fold_tensor(plan.layout, task, state[task.name])
+            folded = fold_back(plan, task, state[task.name])
             assert (folded - truth).norm() / truth.norm() < 1e-6, task.name
-            wrong = fold_tensor(plan.layout, task, state[task.name] * 1.01)
+            wrong = fold_back(plan, task, state[task.name] * 1.01)
             assert (wrong - truth).norm() / truth.norm() > 9e-3, task.name
 
 

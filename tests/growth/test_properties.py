@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 import growkern
 from growkern.families.load import load_family
-from growkern.growth.lineage import plan_from_lineage
+from growkern.growth.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source import open_source
-from growkern.growth.verify import fold_tensor
-from tests.growth.models import random_model, relative_error
+from tests.growth.models import fold_back, random_model, relative_error
 from tests.growth.test_families import turning
 from tests.growth.test_matrix import FAMILIES, GROUPED_QUERIES
 
@@ -118,7 +117,7 @@ def assert_folds_back(plan, grown):
             others |= {task.source, task.upper}
             continue
         truth = plan.source.read(task.source).double()
-        back = fold_tensor(plan.layout, task, grown[task.name])
+        back = fold_back(plan, task, grown[task.name])
         # not their ratio: a bias may be 0
         allowed = factor * torch.finfo(plan.dtype).eps * truth.norm()
         assert (back - truth).norm() <= allowed, task.name
@@ -148,7 +147,7 @@ def test_what_grew_folds_back_to_its_source(model_type, data):
         growkern.grow_checkpoint(small, large, progress=False, **how)
         grown = growkern.grow(source, **how)
         loaded = type(source).from_pretrained(large, dtype="auto").eval()
-        replayed = plan_from_lineage(open_source(small), large)
+        replayed = plan_from_lineage(open_source(small), read_lineage(large))
     state = grown.state_dict()
     assert all(torch.equal(x, state[key]) for key, x in loaded.state_dict().items())
     assert replayed.to_dict() == plan.to_dict()

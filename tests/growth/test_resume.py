@@ -210,7 +210,7 @@ def edit_config(source):
         (lambda source: {"seed": 1}, r"another options \(seed: 0, now 1\)"),
         (lambda source: {"hidden_size": 36}, r"another sizes \(hidden_size"),
         (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
-        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size"),
+        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000;"),
         (lambda source: {"backend": "reference"}, "another backend"),
         (lambda source: touch(source), r"another source \(model-00001.* \(modified: .* now 1\)\)"),
         (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),
@@ -236,17 +236,51 @@ def test_memory_limit_and_progress_may_change(source, expected, tmp_path, monkey
     assert snapshot(target) == expected
 
 
-def test_a_source_changed_unseen_is_noticed_when_it_is_read(source, tmp_path, monkeypatch):
-    target = tmp_path / "grown"
-    interrupt(monkeypatch, source, target, after=1)
-    header = read_headers(source)["model.embed_tokens.weight"]
+def change_unseen(source, name):
+    """A bit of one tensor, with size and time of the file as they were."""
+    header = read_headers(source)[name]
     file = Path(header.file)
     before, raw = file.stat(), bytearray(file.read_bytes())
     raw[header.start + header.nbytes - 4] ^= 1
     file.write_bytes(raw)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_source_changed_unseen_is_noticed_when_it_is_read(source, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=1)
+    change_unseen(source, "model.embed_tokens.weight")
     with pytest.raises(growkern.GrowthError, match="is not what the interrupted run read"):
         growkern.grow_checkpoint(source, target, **HOW)
+
+
+def test_a_source_changed_unseen_is_noticed_where_all_of_it_was_read(source, tmp_path, monkeypatch):
+    """No piece of the first tensor is left to build: nothing else would read it again."""
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=60)
+    lines = (staging_of(target) / "journal.jsonl").read_text().splitlines()
+    marks = [json.loads(line) for line in lines[1:]]
+    name = marks[0][1]
+    assert marks[0][0] == "source" and sum(m[:2] == ["target", name] for m in marks) > 5
+    change_unseen(source, name)
+    left = snapshot(staging_of(target) / "checkpoint")
+    with pytest.raises(growkern.GrowthError, match=rf"{name} is not what .*--no-resume"):
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert not target.exists() and snapshot(staging_of(target) / "checkpoint") == left
+
+
+def test_strays_are_not_published(source, expected, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    checkpoint = staging_of(target) / "checkpoint"
+    (checkpoint / "generation_config.json").write_text("{}")
+    (checkpoint / "other.safetensors").write_text("stray")
+    (checkpoint / "folder").mkdir()
+    (checkpoint / "folder" / "file").write_text("stray")
+    (checkpoint / "link").symlink_to(source)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+    assert (source / "config.json").is_file()
 
 
 def test_a_source_changed_meanwhile_is_noticed(source, tmp_path, monkeypatch):

@@ -206,10 +206,80 @@ def test_every_tensor_is_summed(grown):
 
 
 def test_sums_do_not_depend_on_the_run(grown, tmp_path):
-    stream_options = {"memory_limit": "50MB", "max_shard_size": "5kB"}
-    grow(tmp_path / "source", tmp_path / "again", hidden_size=24, **stream_options)
-    records = [d / "checksums.json" for d in (grown, tmp_path / "again")]
-    assert records[0].read_bytes() == records[1].read_bytes()
+    again, cut = tmp_path / "again", tmp_path / "cut"
+    grow(tmp_path / "source", again, hidden_size=24, memory_limit="50MB")
+    assert files(grown) == files(again)
+    grow(tmp_path / "source", cut, hidden_size=24, max_shard_size="5kB")
+    records = [json.loads((d / "checksums.json").read_text()) for d in (grown, cut)]
+    for side in ("source", "target"):
+        assert records[0][side] == records[1][side]
+
+
+def edit(file, change=lambda raw: raw + b" "):
+    file.write_bytes(change(file.read_bytes()))
+
+
+def edit_metadata(grown):
+    """Four bytes of a header that no tensor's place hangs on."""
+    file = min(grown.glob("*.safetensors"))
+    raw = file.read_bytes()
+    assert raw.count(b'"pt"') == 1
+    file.write_bytes(raw.replace(b'"pt"', b'"tf"'))
+
+
+def empty(grown, **changes):
+    file = grown / "checksums.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+CHANGES = [
+    (lambda d: edit(d / "config.json"), "config.json: the file was changed"),
+    (lambda d: edit(d / "lineage.json"), "lineage.json: the file was changed"),
+    (lambda d: edit(d / "tokenizer.json"), "tokenizer.json: the file was changed"),
+    (lambda d: edit(d / "generation_config.json"), "generation_config.json: the file was changed"),
+    (
+        lambda d: edit(d / "config.json", lambda raw: raw.replace(b"24", b"36")),
+        "config.json: the file was changed",
+    ),
+    (lambda d: edit(d / "model.safetensors.index.json"), "index.json: the file was changed"),
+    (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    (
+        lambda d: (d / "additional_chat_templates" / "tool.jinja").unlink(),
+        "additional_chat_templates/tool.jinja is missing",
+    ),
+    (lambda d: edit_metadata(d), ".safetensors: the header was changed"),
+    (lambda d: max(d.glob("*.safetensors")).unlink(), ".safetensors is missing"),
+    (lambda d: save_file({"a": torch.ones(2)}, d / "extra.safetensors"), "weights were added"),
+    (lambda d: save_file({"a": torch.ones(2)}, d / "model.safetensors"), "weights were added"),
+    (lambda d: (d / "pytorch_model.bin").write_bytes(b"x"), "weights were added"),
+    (lambda d: empty(d, target={}), "model.norm.weight is not in the record"),
+]
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path):
+    source = save(tmp_path, "LlamaForCausalLM", LLAMA)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    grow(source, tmp_path / "grown", hidden_size=24, max_shard_size="20kB")
+    return tmp_path / "grown"
+
+
+@pytest.mark.parametrize("change, message", CHANGES, ids=[message for _, message in CHANGES])
+def test_every_file_is_summed(with_tokenizer, change, message):
+    assert checksums.verify_checksums(with_tokenizer).ok
+    change(with_tokenizer)
+    wrong = checksums.verify_checksums(with_tokenizer).wrong
+    assert any(message in line for line in wrong), wrong
+
+
+def test_what_is_no_weight_may_be_added(with_tokenizer):
+    for name in ("README.md", "optimizer.pt", "training_args.bin", "trainer_state.json"):
+        (with_tokenizer / name).write_text("mine")
+    (with_tokenizer / "checkpoint-7").mkdir()
+    (with_tokenizer / "checkpoint-7" / "model.safetensors").write_text("trained")
+    assert checksums.verify_checksums(with_tokenizer).ok
 
 
 @pytest.mark.parametrize(
@@ -219,8 +289,11 @@ def test_sums_do_not_depend_on_the_run(grown, tmp_path):
         ("", "not a record"),
         ("[1]", "not a record"),
         ("[" * 100_000, "not a record"),
-        ('{"piece_bytes": 0, "source": {}, "target": {}}', "not a record"),
-        ('{"piece_bytes": 9, "source": {}, "target": {}, "algorithm": "md5"}', "made with 'md5'"),
+        ('{"piece_bytes": 0, "files": {}, "source": {}, "target": {}}', "not a record"),
+        (
+            '{"piece_bytes": 9, "files": {}, "source": {}, "target": {}, "algorithm": "md5"}',
+            "made with 'md5'",
+        ),
     ],
 )
 def test_a_record_that_is_none(grown, text, message):

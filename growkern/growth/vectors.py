@@ -1,0 +1,51 @@
+"""Maps as one line of text each, run by run: an index map of a large model takes few letters.
+
+    index    "0-11 0-5"        0, 1, ... 11, 0, 1, ... 5
+    values   "1.0x12 0.5x6"    twelve times 1, six times 0.5; a lone "0.25" stands once
+
+A value is written so that it reads back to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def index_text(index: Tensor) -> str:
+    """Of whole numbers >= 0, (n,)."""
+    # n - position is constant within a run
+    starts, counts = _runs(index - torch.arange(len(index)))
+    firsts = index[starts].tolist()
+    runs = zip(firsts, counts, strict=True)
+    return " ".join(f"{a}-{a + n - 1}" if n > 1 else str(a) for a, n in runs)
+
+
+def read_index(text: str) -> Tensor:
+    """(n,) int64. ValueError where the text is none."""
+    runs = []
+    for run in text.split():
+        first, _, last = run.partition("-")
+        runs.append(torch.arange(int(first), int(last or first) + 1))
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+def value_text(values: Tensor) -> str:
+    """Of float64 numbers, (n,)."""
+    starts, counts = _runs(values)
+    runs = zip(values[starts].tolist(), counts, strict=True)
+    return " ".join(f"{x!r}x{n}" if n > 1 else repr(x) for x, n in runs)
+
+
+def read_values(text: str) -> Tensor:
+    """(n,) float64. ValueError where the text is none."""
+    runs = [run.partition("x") for run in text.split()]
+    values = torch.tensor([float(x) for x, _, _ in runs], dtype=torch.float64)
+    counts = torch.tensor([int(n or 1) for _, _, n in runs], dtype=torch.int64)
+    return values.repeat_interleave(counts)
+
+
+def _runs(values: Tensor) -> tuple[Tensor, list[int]]:
+    """Where runs of one value start, and how long they are."""
+    counts = torch.unique_consecutive(values, return_counts=True)[1]
+    return counts.cumsum(0) - counts, counts.tolist()

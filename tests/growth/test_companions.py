@@ -1,0 +1,85 @@
+"""Tokenizer and processor files come along whatever they are called; other weights never."""
+
+import contextlib
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from torch.distributed import checkpoint as distributed
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+import growkern
+from growkern.growth.companions import companions
+from tests.growth.models import LLAMA, random_model
+
+
+@pytest.fixture
+def source(tmp_path):
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def grow(source, target):
+    growkern.grow_checkpoint(source, target, hidden_size=24, progress=False)
+
+
+def test_a_tokenizer_with_two_chat_templates(source, tmp_path):
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    tokenizer.chat_template = {"default": "{{ messages[0] }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    assert (source / "additional_chat_templates" / "tool_use.jinja").is_file()
+    grow(source, tmp_path / "large")
+    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    for directory in (tmp_path / "large", tmp_path / "back"):
+        loaded = transformers.AutoTokenizer.from_pretrained(directory)
+        assert loaded.get_chat_template("tool_use") == "{{ tools }}"
+        assert loaded.get_chat_template("default") == "{{ messages[0] }}"
+        assert loaded.get_vocab() == tokenizer.get_vocab()
+
+
+TOKENIZER_FILES = ["spm.model", "tekken.json", "tokenizer.model.v3", "bpe.codes", "qwen.tiktoken"]
+TOKENIZER_FILES += ["sentencepiece.bpe.model", "dict.txt", "tokenization_mine.py", "LICENSE"]
+TOKENIZER_FILES += ["preprocessor_config.json", "processor_config.json", "chat_template.jinja"]
+OTHER_FILES = ["pytorch_model.bin", "tf_model.h5", "other.safetensors", "optimizer.pt", ".cache"]
+OTHER_FILES += ["model.fp16.safetensors.index.json", "rng_state_0.pth", "trainer_state.json"]
+OTHER_FILES += ["training_args.bin", "README.md", "adapter_config.json", "lineage.json"]
+OTHER_FILES += ["checksums.json", "model.onnx_data", "modules.json", "consolidated.00.pth"]
+
+
+def test_what_comes_along(source, tmp_path):
+    for name in (*TOKENIZER_FILES, *OTHER_FILES):
+        (source / name).write_text(name)
+    (source / "checkpoint-7").mkdir()
+    (source / "checkpoint-7" / "spm.model").write_text("of another state")
+    grow(source, tmp_path / "large")
+    own = {"config.json", "generation_config.json", "model.safetensors"}
+    own |= {"lineage.json", "checksums.json"}
+    found = {p.name for p in (tmp_path / "large").iterdir()}
+    assert found == {*own, *TOKENIZER_FILES}
+    for name in TOKENIZER_FILES:
+        assert (tmp_path / "large" / name).read_text() == name
+
+
+def test_no_file_of_any_tokenizer_is_left_out(tmp_path):
+    names = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+    for class_name in sorted({name for name in TOKENIZER_MAPPING_NAMES.values() if name}):
+        # some need a package that may not be there, one is made of two others
+        with contextlib.suppress(ImportError, AttributeError):
+            names |= set(getattr(transformers, class_name).vocab_files_names.values())
+    assert len(names) > 15
+    for name in names:
+        (tmp_path / name).touch()
+    assert {file.name for file in companions(tmp_path)} == names
+
+
+def test_they_lie_beside_the_config(source, tmp_path):
+    """Weights of torch.distributed lie in a folder below."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    (source / "model.safetensors").unlink()
+    (source / "spm.model").write_text("spm")
+    distributed.save({"model": model.state_dict()}, checkpoint_id=source / "step_7", no_dist=True)
+    grow(source / "step_7", tmp_path / "large")
+    assert (tmp_path / "large" / "spm.model").read_text() == "spm"
