@@ -9,7 +9,9 @@ import torch
 import transformers
 
 import growkern
+from growkern.families.load import load_family
 from growkern.growth.lineage import config_dict, read_lineage, record_of
+from growkern.growth.shards import lay_out
 from growkern.growth.vectors import index_text, read_index, read_values, value_text
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_matrix import FAMILIES, deeper, width
@@ -81,6 +83,24 @@ def test_every_familys_configs_survive_the_record(tmp_path, model_type):
 
 def origin_fields(record, name):
     return {k: tuple(v) if isinstance(v, list) else v for k, v in record["tensors"][name].items()}
+
+
+def test_of_a_large_model_it_is_small(tmp_path):
+    """A Llama of 70B, its files all hole: headers alone are read."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256}
+    config = transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    shapes = load_family("llama").shapes(config, "LlamaForCausalLM")
+    layout = lay_out(shapes, torch.bfloat16, 50 * 10**9)
+    for name, size in layout.sizes.items():
+        with open(tmp_path / name, "wb") as file:
+            file.write(layout.heads[name])
+            file.truncate(size)
+    (tmp_path / "model.safetensors.index.json").write_text(layout.index)
+    for how, most in (({}, 1e6), ({"symmetry": "split"}, 1e7)):
+        record = record_of(growkern.plan(tmp_path, hidden_size=16384, **how))
+        assert len(json.dumps(record)) < most
 
 
 def test_other_versions_and_another_source_are_said(tmp_path):
