@@ -130,7 +130,8 @@ def _copies_of(origin: Origin, space_of: SpaceOf, space: Space, role: str) -> _C
     if origin.is_gain:
         # nothing enters where it is 0, and any number may stand there
         factor = entering.kappa * factor / torch.where(entering.write == 0, 1.0, entering.write)
-        weight = weight * entering.write / entering.kappa
+        # up to kappa: weights are made to give 1 below
+        weight = weight * entering.write
     return _Copies(entering.read_index, factor, weight, ~entering.is_extra & (weight != 0))
 
 

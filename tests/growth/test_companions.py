@@ -10,6 +10,7 @@ from torch.distributed import checkpoint as distributed
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import growkern
+from growkern.growth import staging
 from growkern.growth.companions import companions
 from tests.growth.models import LLAMA, random_model
 
@@ -73,6 +74,15 @@ def test_no_file_of_any_tokenizer_is_left_out(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     assert {file.name for file in companions(tmp_path)} == names
+
+
+def test_folders_are_on_disk_before_they_are_published(source, tmp_path, monkeypatch):
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "a.jinja").write_text("{{ a }}")
+    sync, synced = staging.sync, []
+    monkeypatch.setattr(staging, "sync", lambda path: (synced.append(path.name), sync(path)))
+    grow(source, tmp_path / "large")
+    assert {"a.jinja", "additional_chat_templates", "config.json", "lineage.json"} < set(synced)
 
 
 def test_they_lie_beside_the_config(source, tmp_path):
