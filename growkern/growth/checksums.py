@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.companions import WEIGHTS
+from growkern.growth.companions import CHECKSUMS_FILE, LINEAGE_FILE, WEIGHTS
 from growkern.growth.files import Header, read_header_bytes
 from growkern.growth.source import open_source
 
-CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "xxh3_128"
 # growing to 4.6 GB takes 7.1 s of processor time in pieces of 1 MB, 3.5 s in pieces of 4 MB, 2.4 s
 # in these and 2.2 s in pieces of 32 MB, besides what the system takes to write
 PIECE_BYTES = 16 << 20
+NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
 RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
@@ -137,24 +137,31 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     record = _read_record(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]
     try:
-        wrong += _wrong_tensors(directory, record, "target")
+        headers = open_source(directory, allow_nonfinite=True).headers
+        wrong += _wrong_tensors(directory, headers, record["target"], record["piece_bytes"])
+        wrong += [
+            f"{header.file}: {name} is not in the record"
+            for name, header in headers.items()
+            if name not in record["target"]
+        ]
     except GrowthError as error:
         wrong.append(str(error))
     checked = {"target": len(record["target"]), "files": len(record["files"])}
     if source is not None:
-        wrong += _wrong_tensors(source, record, "source")
+        # not all of a source is read where weights are random
+        headers = open_source(source, allow_nonfinite=True).headers
+        wrong += _wrong_tensors(source, headers, record["source"], record["piece_bytes"])
         checked["source"] = len(record["source"])
     return ChecksumReport(checked, tuple(wrong))
 
 
-def _wrong_tensors(directory: Path, record: Mapping[str, Any], side: str) -> Iterator[str]:
-    headers, sums = open_source(directory, allow_nonfinite=True).headers, record[side]
-    for name in headers.keys() | sums.keys():
+def _wrong_tensors(
+    directory: Path, headers: Mapping[str, Header], sums: Mapping[str, str], piece_bytes: int
+) -> Iterator[str]:
+    for name, expected in sums.items():
         if name not in headers:
             yield f"{directory}: {name} is missing"
-        elif name not in sums:
-            yield f"{headers[name].file}: {name} is not in the record"
-        elif sum_stored(headers[name], record["piece_bytes"]) != sums[name]:
+        elif sum_stored(headers[name], piece_bytes) != expected:
             yield f"{headers[name].file}: {name}"
 
 
@@ -171,6 +178,9 @@ def _wrong_files(directory: Path, sums: Mapping[str, str]) -> Iterator[str]:
         if found != expected:
             what = "header" if file.suffix == ".safetensors" else "file"
             yield f"{file}: the {what} was changed"
+    for name in NEVER_WITHOUT:
+        if name not in sums:
+            yield f"{directory / name} is not in the record"
     for file in sorted(directory.iterdir()):
         is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
         if is_weights and file.name not in sums:

@@ -28,8 +28,8 @@ STATE = (
 # `adapter_*`, `modules.json` and `params.json` refer to weights that stay behind, a model card to
 # another model
 OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
-OWN = ("lineage.json", "checksums.json")
-LEFT_OUT = (*WEIGHTS, *STATE, *OTHERS, *OWN, ".*")
+LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
+LEFT_OUT = (*WEIGHTS, *STATE, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 
 
 def companions(directory: Path) -> Iterator[Path]:

@@ -117,7 +117,7 @@ def choose(lineage: Lineage, grown: Source) -> dict[str, str]:
         if name not in chosen:
             raise GrowthError(f"{name}: nothing in the grown model comes from it; cannot be folded")
         origin, held = lineage.origins[chosen[name]], chosen[name]
-        found = tuple(grown.read(held).shape) if held in grown.dtypes else None
+        found = tuple(grown.read(held).shape) if held in grown.dtypes else "missing"
         if found != origin.shape or sizes[name] != origin.source_shape:
             raise GrowthError(f"{held} is {found}, {file} says {origin.shape}; give its lineage")
         if origin.next_layer:

@@ -21,7 +21,7 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.growth.checksums import CHECKSUMS_FILE
+from growkern.growth.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.files import METADATA_FILE, STORED_DTYPES, read_header_bytes
 from growkern.growth.layout import Layer
 from growkern.growth.options import GrowthOptions
@@ -31,7 +31,6 @@ from growkern.growth.shards import ShardLayout
 from growkern.growth.source import Source
 from growkern.growth.spaces import Space
 
-LINEAGE_FILE = "lineage.json"
 DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
 # a config says by what it was saved, and as what it was loaded; that makes no other model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")

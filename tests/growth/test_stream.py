@@ -253,6 +253,7 @@ CHANGES = [
     (lambda d: save_file({"a": torch.ones(2)}, d / "model.safetensors"), "weights were added"),
     (lambda d: (d / "pytorch_model.bin").write_bytes(b"x"), "weights were added"),
     (lambda d: empty(d, target={}), "model.norm.weight is not in the record"),
+    (lambda d: empty(d, files={}), "config.json is not in the record"),
 ]
 
 
@@ -272,6 +273,13 @@ def test_every_file_is_summed(with_tokenizer, change, message):
     change(with_tokenizer)
     wrong = checksums.verify_checksums(with_tokenizer).wrong
     assert any(message in line for line in wrong), wrong
+
+
+def test_a_source_that_was_not_read_is_not_compared(tmp_path):
+    source = save(tmp_path, "LlamaForCausalLM", LLAMA)
+    grow(source, tmp_path / "grown", hidden_size=24, method="random")
+    report = checksums.verify_checksums(tmp_path / "grown", source)
+    assert report.ok and report.checked["source"] == 0
 
 
 def test_what_is_no_weight_may_be_added(with_tokenizer):
