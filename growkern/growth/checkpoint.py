@@ -17,6 +17,8 @@ from growkern.growth.shards import ShardLayout
 
 def untrained_model(class_name: str, config: Any, dtype: torch.dtype) -> Any:
     """A model of this class with memory, or on the meta device, whose numbers are not set."""
+    # some classes write into their config: BART's for questions sets num_labels
+    config = copy.deepcopy(config)
     with no_init_weights():
         return getattr(transformers, class_name)._from_config(config, dtype=dtype)
 
@@ -31,19 +33,25 @@ def in_model_order(
 
 
 def complete(
-    directory: Path, config: Any, class_name: str, layout: ShardLayout, beside: Path | None
+    directory: Path,
+    config: Any,
+    class_name: str,
+    dtype: torch.dtype,
+    layout: ShardLayout,
+    beside: Path,
 ) -> None:
     """Write config and index beside the weights in `directory`, and what goes along.
 
     Args:
+        dtype: of the weights.
         beside: directory of a checkpoint, or a folder in one, to take tokenizer files from.
     """
-    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        config = untrained_model(class_name, config, dtype).config
     config.architectures = [class_name]
     config.save_pretrained(directory)
     if layout.index:
         (directory / INDEX_FILE).write_text(layout.index, encoding="utf-8")
-    if beside is not None:
-        # weights that were sharded by torch.distributed lie in a folder of their own
-        has_config = (beside / "config.json").is_file()
-        copy_companions(beside if has_config else beside.parent, directory)
+    # weights that were sharded by torch.distributed lie in a folder of their own
+    has_config = (beside / "config.json").is_file()
+    copy_companions(beside if has_config else beside.parent, directory)

@@ -90,7 +90,7 @@ def fold(
     with Staging(out, resume=False) as staging:
         staging.checkpoint.mkdir()
         _write(staging.checkpoint, layout, opened, record, chosen, progress)
-        complete(staging.checkpoint, config, opened.class_name, layout, target)
+        complete(staging.checkpoint, config, opened.class_name, dtype, layout, target)
         staging.publish()
     size = sum(header.nbytes for header in layout.tensors.values())
     return FoldReport(out, chosen, size, time.perf_counter() - start)

@@ -220,7 +220,7 @@ def carry_out(
         # nothing but what this growth wrote is published
         staging.clear_but(layout.sizes)
         config, class_name = grown.target_config, grown.source.class_name
-        complete(staging.checkpoint, config, class_name, layout, source_dir)
+        complete(staging.checkpoint, config, class_name, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, staging.checkpoint)
         write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
         staging.publish()

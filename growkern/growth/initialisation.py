@@ -7,6 +7,7 @@ its calls of the initialisation functions are noted down instead of being carrie
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ def initial_tensors(class_name: str, config: Any) -> dict[str, Initial]:
         GrowthError: the class initialises one of them in no way known here.
     """
     with no_init_weights(), torch.device("meta"):
-        model = getattr(transformers, class_name)._from_config(config)
+        model = getattr(transformers, class_name)._from_config(copy.deepcopy(config))
     tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))
     found: dict[int, Initial] = {}
     with _noted(found, {id(tensor) for tensor in tensors.values()}):

@@ -14,6 +14,7 @@ from growkern.growth.lineage import config_dict, read_lineage, record_of
 from growkern.growth.shards import lay_out
 from growkern.growth.vectors import index_text, read_index, read_values, value_text
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.test_families import BART
 from tests.growth.test_matrix import FAMILIES, deeper, width
 
 GROWTHS = [
@@ -22,6 +23,8 @@ GROWTHS = [
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "method": "aki", "maps": "balanced"}),
     ("LlamaForCausalLM", LLAMA, {"head_dim": 8, "scheme": "paper", "dtype": torch.bfloat16}),
     ("BertModel", BERT, {"hidden_size": 24, "method": "random", "backend": "reference"}),
+    # this class writes into the config it is given
+    ("BartForQuestionAnswering", BART, {"d_model": 24, "method": "direct_copy"}),
 ]
 
 
