@@ -17,17 +17,21 @@ lr u and eps g per entry, and a decay of lr as before, step and growth commute.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from growkern.errors import GrowthError
 from growkern.growth.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan import Finding, GrowthPlan
 from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
+# state of Adam and AdamW -> the power of the gradient it is a mean of
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 # a source tensor by name, of which the listed entries of every axis are wanted
 ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
@@ -120,7 +124,7 @@ def grow_moment(
     task: Task,
     read: ReadEntries,
     *,
-    power: int,
+    key: str,
     moments: str = "grow",
     part: tuple[slice, ...] | None = None,
     out: Tensor | None = None,
@@ -130,12 +134,16 @@ def grow_moment(
     Args:
         read: gives the source's moment by the parameter's name; entries of an axis that are not
             listed may be undefined.
-        power: 1 for the mean of gradients, 2 for that of their squares.
+        key: which moment, one of `MOMENTS`.
         moments: "grow" or "old_slices", see `growkern.grow_optimizer`.
         part: one slice per axis; default all of it. A part has the bits of the same place in the
             whole.
         out: where to put it, in a dtype of its own.
+
+    Raises:
+        GrowthError: it holds NaN, Inf or a negative mean of squares.
     """
+    power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
     axes = _gradient_maps(plan, task)
     if moments == "old_slices":
@@ -154,7 +162,7 @@ def grow_moment(
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
     if out is not None and not out.numel():
         return out
-    return expand(
+    built = expand(
         weight,
         rows=rows["index"],
         cols=cols.get("index"),
@@ -162,6 +170,31 @@ def grow_moment(
         col_scale=cols.get("scale"),
         upper=upper,
         out=out,
+    )
+    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
+    return built
+
+
+def check_values(name: str, key: str, values: Tensor) -> None:
+    """GrowthError for what no step of Adam leaves: NaN, Inf, a negative mean of squares.
+
+    Args:
+        name: the source's parameter.
+        key: which moment.
+        values: it, or a part of it, as saved or grown.
+    """
+    if not values.numel():
+        return
+    low, high = (x.item() for x in values.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        wrong = "NaN or Inf"
+    elif MOMENTS[key] == 2 and low < 0:
+        wrong = "a negative mean of squares"
+    else:
+        return
+    raise GrowthError(
+        f"{name}: {key} holds {wrong}; take an optimizer saved before that, or begin anew with "
+        'moments="reset" (--moments reset)'
     )
 
 
