@@ -11,7 +11,10 @@ share of its readers, a and kappa of the space it reads (`spaces`, (3)),
     d gamma_t = p a / kappa d gamma,   d beta_t = p d beta                                 (3)
 
 AdamW then moves every copy by as much as its source, divided weights C times too far. With
-lr u and eps g per entry, and a decay of lr as before, step and growth commute.
+lr u and eps g per entry, and a decay of lr as before, step and growth commute. Where a model
+multiplies by 1 + w (Gemma), growth scales that: 1 + w_t = s (1 + w). The decay of w to 0 is that
+
+    of w_t to s - 1                                                                        (4)
 """
 
 from __future__ import annotations
@@ -47,18 +50,21 @@ class EntryFactors:
         lr: u of (2), float64, positive.
         eps: g of (2), float64, positive.
         old: bool; an entry was the source's if it is true on all axes.
+        centre: what weight decay pulls towards, for all axes at once, in a tuple of one; () where
+            that is 0. See (4).
     """
 
     lr: tuple[Tensor, ...]
     eps: tuple[Tensor, ...]
     old: tuple[Tensor, ...]
+    centre: tuple[Tensor, ...] = ()
 
 
 def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
     """Per parameter, the factors of learning rate and eps that make AdamW commute with growth.
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
-    (see `moment_findings`). Entries that hold nothing of the source's, or a share of negative
+    (see `moment_findings`), and weight decay does as (4) says. Entries that hold nothing of the source's, or a share of negative
     sign, learn like their neighbours. `growkern.GrowthAdamW` applies the factors.
 
     Args:
@@ -70,9 +76,13 @@ def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
 def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     lr = [axis_map(plan, task, axis, size).scale for axis, size in axes]
+    centre: tuple[Tensor, ...] = ()
     if task.tensor.norm and not task.tensor.is_bias:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
+        if plan.layout.family.norm.plus_one and not is_new(plan, task):
+            # where nothing enters, a weight is a neighbour's, as in `growkern.growth.norms`
+            centre = (torch.where(lr[0] == 0, entering.kappa, lr[0]) - 1,)
     eps = [m.scale for m in _gradient_maps(plan, task)]
     keeps = is_first(plan, task) and not is_new(plan, task)
     old = [old_entries(plan, task, *axis) & keeps for axis in axes]
@@ -80,6 +90,7 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(lr)),
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
         tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(old)),
+        centre,
     )
 
 
