@@ -169,20 +169,22 @@ def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
 
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
     """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from growkern.growth.outputs import longest
+    from growkern.growth.source import open_source
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
     from growkern.train.head import align_labels
 
-    config = AutoConfig.from_pretrained(source)
+    opened = open_source(source, allow_nonfinite=True)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    length = min(length, config.max_position_embeddings)
+    length = min(length, longest(opened))
     # 16 characters a token: far more than any tokenizer needs on average
     blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
     rows = [blocks[i] for i in range(min(len(blocks), most // length))]
     if not rows:
         raise GrowthError(f"{text}: less than {length} tokens; give more text")
-    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
+    masked = opened.class_name.endswith("ForMaskedLM")
     collate = MaskedLMCollator(tokenizer) if masked else CausalLMCollator(tokenizer)
     batch = collate(rows)
     labels = align_labels(batch["labels"], causal=not masked)
