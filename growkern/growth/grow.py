@@ -24,11 +24,11 @@ from growkern.growth.journal import Journal
 from growkern.growth.lineage import identity, source_files, write_lineage
 from growkern.growth.optimizer_file import OPTIMIZER_FILE
 from growkern.growth.optimizer_stream import OptimizerStream
-from growkern.growth.pieces import workers_within
+from growkern.growth.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
 from growkern.growth.source_checks import refuse_overflow
-from growkern.growth.staging import Staging, check_space, check_target, sweep
+from growkern.growth.staging import Staging, check_space, check_target, refusing, sweep
 from growkern.growth.stream import Stream
 from growkern.growth.work import work_on
 
@@ -156,7 +156,7 @@ def grow_checkpoint(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    memory_limit: int | str = "1GiB",
+    memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     allow_nonfinite: bool = False,
     backend: str | None = None,
@@ -176,7 +176,8 @@ def grow_checkpoint(
         source_dir: config.json and safetensors, sharded or not.
         target_dir: where to; must not exist unless `overwrite`.
         max_shard_size: as in `save_pretrained`; bytes, or a text such as "5GB".
-        memory_limit: of the weights in memory at any time; bytes, or "512MB", "1GiB".
+        memory_limit: of the weights in memory at any time, over what Python, PyTorch and
+            transformers take themselves (300 to 450 MB); bytes, or "512MB", "1GiB".
         resume: go on with an interrupted growth into this target; False: start over.
         optimizer: the Trainer's optimizer.pt, or its directory: grown into the target too, within
             the same limit and part of what appears with the rename.
@@ -193,15 +194,17 @@ def grow_checkpoint(
     source_dir, target = Path(source_dir), Path(target_dir).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
     limit = parse_size("memory_limit", memory_limit)
-    sweep(target)
-    check_target(source_dir, target, overwrite)
+    with refusing(target):
+        sweep(target)
+        check_target(source_dir, target, overwrite)
     # the stream looks for NaN and Inf itself, a piece at a time
     grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
     workers = workers_within(grown, limit)
     state = None if optimizer is None else OptimizerStream(grown, Path(optimizer), moments, limit)
     stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
     layout = lay_out(_shapes(grown), grown.dtype, shard_size, stored)
-    check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
+    with refusing(target):
+        check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)
         staging.checkpoint.mkdir(exist_ok=True)

@@ -64,8 +64,9 @@ def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
     """Per parameter, the factors of learning rate and eps that make AdamW commute with growth.
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
-    (see `moment_findings`), and weight decay does as (4) says. Entries that hold nothing of the source's, or a share of negative
-    sign, learn like their neighbours. `growkern.GrowthAdamW` applies the factors.
+    (see `moment_findings`), and weight decay does as (4) says. Entries that hold nothing of the
+    source's, or a share of negative sign, learn like their neighbours. `growkern.GrowthAdamW`
+    applies the factors.
 
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.

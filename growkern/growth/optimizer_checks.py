@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.files import STORED_DTYPES
 from growkern.growth.moments import MOMENTS
 from growkern.growth.plan import GrowthPlan
+from growkern.ops._expand_checks import DTYPES
 
 CHOICES = ("grow", "old_slices", "reset")
 # what else a state may hold: the count of steps, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
-DTYPES = [dtype for dtype in STORED_DTYPES.values() if dtype.is_floating_point]
 
 
 def check_moments(moments: str) -> None:
@@ -93,7 +92,7 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
             "source's optimizer, and are its groups the Trainer's?"
         )
     if value.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        allowed = ", ".join(map(str, DTYPES))
         raise GrowthError(f"{name}: {key} is {value.dtype}; growth handles {allowed}")
 
 

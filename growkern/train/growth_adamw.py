@@ -32,9 +32,10 @@ class GrowthAdamW(torch.optim.AdamW):
     A grown weight that is divided by C needs a C-th of the step to do to the function what its
     source's step did, but AdamW's steps have one size. With `matched`, lr is multiplied by u and
     eps by g of `growkern.growth.moments` (2), decay is lr times weight_decay as always, of norms
-    that multiply by 1 + weight towards the place of (4), and with moments from `growkern.grow_optimizer` the target takes the very steps that the source would
-    have taken, wherever `moment_findings` calls the moments exact. That includes copies that stay
-    equal, so use it with symmetry="noise" or "split" for training.
+    that multiply by 1 + weight towards the place of (4), and with moments from
+    `growkern.grow_optimizer` the target takes the very steps that the source would have taken,
+    wherever `moment_findings` calls the moments exact. That includes copies that stay equal, so use
+    it with symmetry="noise" or "split" for training.
 
     Its state is AdamW's, and a count of steps since growth. Parameters may be DTensors.
 
