@@ -22,11 +22,13 @@ from growkern.growth.checksums import write_checksums
 from growkern.growth.files import INDEX_FILE
 from growkern.growth.journal import Journal
 from growkern.growth.lineage import identity, source_files, write_lineage
-from growkern.growth.pieces import workers_within
+from growkern.growth.optimizer_file import OPTIMIZER_FILE
+from growkern.growth.optimizer_stream import OptimizerStream
+from growkern.growth.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
 from growkern.growth.source_checks import refuse_overflow
-from growkern.growth.staging import Staging, check_space, check_target, sweep
+from growkern.growth.staging import Staging, check_space, check_target, refusing, sweep
 from growkern.growth.stream import Stream
 from growkern.growth.work import work_on
 
@@ -154,11 +156,13 @@ def grow_checkpoint(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    memory_limit: int | str = "1GiB",
+    memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = True,
+    optimizer: Any | None = None,
+    moments: str = "grow",
     **how: Any,
 ) -> GrowthReport:
     """Grow a checkpoint directory into another one, however large.
@@ -172,27 +176,35 @@ def grow_checkpoint(
         source_dir: config.json and safetensors, sharded or not.
         target_dir: where to; must not exist unless `overwrite`.
         max_shard_size: as in `save_pretrained`; bytes, or a text such as "5GB".
-        memory_limit: of the weights in memory at any time; bytes, or "512MB", "1GiB".
+        memory_limit: of the weights in memory at any time, over what Python, PyTorch and
+            transformers take themselves (300 to 450 MB); bytes, or "512MB", "1GiB".
         resume: go on with an interrupted growth into this target; False: start over.
+        optimizer: the Trainer's optimizer.pt, or its directory: grown into the target too, within
+            the same limit and part of what appears with the rename.
+        moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
         Others: as in `grow`.
 
     Raises:
         GrowthError: before any work: bad source or sizes, an existing target, too little disk
-            space or memory, another run on the same target, or an interrupted one of something
-            else. Later: NaN or Inf in a weight, a full disk. The target is not touched then.
+            space or memory, another run on the same target, an interrupted one of something else,
+            an optimizer that does not fit or is damaged. Later: NaN or Inf in a weight, a full
+            disk. The target is not touched then.
     """
     start = time.perf_counter()
     source_dir, target = Path(source_dir), Path(target_dir).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
     limit = parse_size("memory_limit", memory_limit)
-    sweep(target)
-    check_target(source_dir, target, overwrite)
+    with refusing(target):
+        sweep(target)
+        check_target(source_dir, target, overwrite)
     # the stream looks for NaN and Inf itself, a piece at a time
     grown = plan(source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how)
     workers = workers_within(grown, limit)
+    state = None if optimizer is None else OptimizerStream(grown, Path(optimizer), moments, limit)
     stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
     layout = lay_out(_shapes(grown), grown.dtype, shard_size, stored)
-    check_space(target, sum(layout.sizes.values()))
+    with refusing(target):
+        check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)
         staging.checkpoint.mkdir(exist_ok=True)
@@ -211,6 +223,10 @@ def grow_checkpoint(
         if files != made_of["source"]:
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
         _complete(stream, files, source_dir)
+        # one that a killed run left is not believed, nor wanted if this run has none
+        (staging.checkpoint / OPTIMIZER_FILE).unlink(missing_ok=True)
+        if state is not None:
+            state.write(staging.checkpoint / OPTIMIZER_FILE)
         staging.publish()
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
