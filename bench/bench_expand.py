@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.check_expand import truth_rows
 from bench.report import (
     Rows,
     compiled,
@@ -42,14 +43,19 @@ def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
     return {"contiguous": halves, "tiled": torch.arange(target) % source, "arbitrary": mixed}
 
 
-def peers(
-    weight: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None, with_compile: bool
-) -> dict[str, Callable[[], Any]]:
+def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], Any]]:
     """What one writes without the library, by name."""
+    weight, index = case["weight"], case["rows"]
+    scale, noise = (case.get(name) for name in ("col_scale", "col_noise"))
 
     def eager() -> torch.Tensor:
         wide = weight[index][:, index]
-        return wide if scale is None else wide * scale.to(weight.dtype)
+        if scale is not None:
+            wide = wide * scale.to(weight.dtype)
+        if noise is not None:
+            # a random number for each element: that they cancel would take more
+            wide = wide * (1 + noise.to(weight.dtype) * torch.rand_like(wide))
+        return wide
 
     named: dict[str, Callable[[], Any]] = {"eager": eager}
     if with_compile:
@@ -79,27 +85,31 @@ def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], An
 def measure(
     dtype: torch.dtype, kind: str, index: torch.Tensor, scaled: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table; "noise" is what growth does by default: halves, and noise on them."""
     source, target = SOURCE, len(index)
     weight = torch.randn(source, source, generator=torch.Generator().manual_seed(1)).to(dtype)
     # even counts of FPI divide by a power of two, uneven ones by others too
     scale = torch.full((target,), source / target, device=DEVICE)
     if scaled == "yes":
         scale[::3] /= 3
-    scale = None if scaled == "no" else scale
     weight, index = weight.to(DEVICE), index.to(DEVICE)
+    case: dict[str, Any] = {"weight": weight, "rows": index, "cols": index}
+    if scaled != "no":
+        case["col_scale"] = scale
+    if scaled == "noise":
+        half = torch.full((target // 2,), 0.5, device=DEVICE)
+        case["col_noise"] = torch.cat([half, -half])
     out = torch.zeros(target, target, dtype=dtype, device=DEVICE)
 
     def ours(**kwargs: Any) -> torch.Tensor:
-        return expand(weight, rows=index, cols=index, col_scale=scale, **kwargs)
+        return expand(**case, **kwargs)
 
     bounds = limits(out, weight)
-    others = peers(weight, index, scale, args.compile)
+    others = peers(case, args.compile)
     calls = {**bounds, **others, "ours": ours, "reused": lambda: ours(out=out)}
     ms = interleaved_ms(calls, args.repeats)
-    part = slice(0, 64)
-    truth = weight.double()[index[part]][:, index]
-    truth = truth if scale is None else truth * scale.double()
+    part = torch.arange(64, device=DEVICE)
+    truth = truth_rows(case, part)
     limit = min(ms[name] for name in bounds)
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -113,7 +123,10 @@ def measure(
         "of limit": limit / ms["reused"],
         "GB/s": bytes_moved(source, target, weight.element_size()) / ms["reused"] / 1e6,
         "error": relative_error(ours()[part], truth),
-        "eager error": relative_error(others["eager"]()[part], truth),
+        # its random numbers are others
+        "eager error": relative_error(others["eager"]()[part], truth)
+        if scaled != "noise"
+        else None,
     }
 
 
@@ -129,7 +142,7 @@ def main() -> None:
     rows = Rows()
     for dtype in DTYPES:
         for kind, index in index_maps(SOURCE, TARGET).items():
-            for scaled in ("no", "halved", "yes"):
+            for scaled in ("no", "halved", "yes", "noise"):
                 rows.append(measure(dtype, kind, index, scaled, args))
     print(show_and_save("expand", facts, rows))
 

@@ -2,9 +2,11 @@
 
 Beside it, in the same run: `cp` of the bytes that were written, with and without waiting for the
 disk as growth does; and the script one would write without streaming, which holds both models in
-memory and calls `save_pretrained`. Time and peak memory (VmHWM) are those of a child process, after
-its imports; processor seconds, of all cores, tell more than the clock on a busy machine. "cold"
-means that the files read were dropped from the page cache before.
+memory and calls `save_pretrained`. Time and peak memory (VmHWM) of both are those of a child
+process from after its imports, over what these take: Python, PyTorch and transformers add some
+seconds and 300 to 450 MB to every run, which `bench_grow_optimizer` measures. `cp` is timed with
+its start. Processor seconds, of all cores, tell more than the clock on a busy machine. "cold" means
+that the files read were dropped from the page cache before; that row has one repeat.
 """
 
 import argparse

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from growkern import cli
-from tests.growth.models import BERT, GPT2, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
+T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
 
 
@@ -265,6 +266,28 @@ def test_grow_replay_and_fold(run, checkpoint, tmp_path):
     assert_bad_input(run("fold", large, back), str(back), "--overwrite")
     assert_bad_input(run("fold", checkpoint, tmp_path / "x"), "no lineage.json")
     assert run("fold", again, back, "--overwrite", "--lineage", large / "lineage.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, width",
+    [
+        ("T5ForConditionalGeneration", T5, ["--d-model", 24]),
+        ("LlamaForCausalLM", LLAMA, ["--hidden-size", 24]),
+        ("RobertaForMaskedLM", {**BERT, "pad_token_id": 0}, ["--hidden-size", 24]),
+    ],
+)
+def test_text_is_compared_whatever_the_positions(run, tmp_path, class_name, sizes, width):
+    """Relative positions have no end, RoBERTa's begin after the padding's."""
+    source, target, text = tmp_path / "small", tmp_path / "large", tmp_path / "text"
+    model = random_model(class_name, {**sizes, "vocab_size": len(WORDS)}, dtype=torch.float32)
+    model.save_pretrained(source)
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(source)
+    text.write_text("a small model grows\n" * 200)
+    code, out, err = run("grow", source, target, *width, "--text", text)
+    assert code == 0, err
+    assert "grown loss" in out and "passed (exact" in out
+    assert run("verify", source, target, "--text", text)[0] == 0
 
 
 def test_verify_fails_on_another_model(run, checkpoint, tmp_path):

@@ -79,26 +79,23 @@ def grow(
 
     silence_transformers()
     compared = {} if text is None else tokens_of(source, text)
-    as_dtype = dtype_of(dtype)
-    # before the weights: a file that does not fit must stop everything
-    state = None
-    if optimizer is not None:
-        state = grown_optimizer(source, optimizer, moments, dtype=as_dtype, **growth)
     report = grow_checkpoint(
         source,
         target,
         overwrite=overwrite,
-        dtype=as_dtype,
+        dtype=dtype_of(dtype),
         max_shard_size=max_shard_size,
         memory_limit=memory_limit,
         resume=not no_resume,
         allow_nonfinite=allow_nonfinite,
         progress=sys.stderr.isatty(),
+        optimizer=optimizer,
+        moments=moments,
         **growth,
     )
     print_growth(report)
-    if state is not None:
-        write_grown_optimizer(state, report, moments)
+    if optimizer is not None and moments == "grow":
+        print_moments(report)
     if text is None:
         print(f"check it with: growkern verify {source} {report.directory}")
     else:
@@ -123,21 +120,10 @@ def print_growth(report: Any) -> None:
     print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
-def grown_optimizer(source: Path, optimizer: Path, moments: str, **how: Any) -> dict[str, Any]:
-    """The Trainer's optimizer.pt, grown; nothing is written."""
-    from growkern.growth.optimizer import grow_optimizer
-    from growkern.growth.optimizer_file import read_optimizer
-    from growkern.growth.plan import plan as make_plan
-
-    return grow_optimizer(read_optimizer(optimizer), make_plan(source, **how), moments=moments)
-
-
-def write_grown_optimizer(state: dict[str, Any], report: Any, moments: str) -> None:
+def print_moments(report: Any) -> None:
     from growkern.growth.moments import moment_findings
-    from growkern.growth.optimizer_file import OPTIMIZER_FILE, write_optimizer
 
-    write_optimizer(state, report.directory / OPTIMIZER_FILE)
-    for finding in moment_findings(report.plan) if moments == "grow" else ():
+    for finding in moment_findings(report.plan):
         print(finding.line())
 
 
@@ -184,20 +170,22 @@ def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
 
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
     """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from growkern.growth.outputs import longest
+    from growkern.growth.source import open_source
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
     from growkern.train.head import align_labels
 
-    config = AutoConfig.from_pretrained(source)
+    opened = open_source(source, allow_nonfinite=True)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    length = min(length, config.max_position_embeddings)
+    length = min(length, longest(opened))
     # 16 characters a token: far more than any tokenizer needs on average
     blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
     rows = [blocks[i] for i in range(min(len(blocks), most // length))]
     if not rows:
         raise GrowthError(f"{text}: less than {length} tokens; give more text")
-    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
+    masked = opened.class_name.endswith("ForMaskedLM")
     collate = MaskedLMCollator(tokenizer) if masked else CausalLMCollator(tokenizer)
     batch = collate(rows)
     labels = align_labels(batch["labels"], causal=not masked)

@@ -6,6 +6,7 @@ Every piece of advice names where it comes from. None of it stops a growth.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from growkern.errors import GrowthError
+from growkern.growth.pieces import MEMORY_LIMIT, part_bytes, stream_bytes
+from growkern.growth.shards import parse_size
 from growkern.growth.target import PAD_VOCAB
 from growkern.ops.expand import expand
 
@@ -25,7 +28,9 @@ CHINCHILLA = 20
 TILE = 64
 # float32 weights, gradients and two moments, per parameter
 TRAINING_BYTES = 16
-PROBE_SIZE = 1024
+# half of it fits into caches: 0.09 to 1.9 s were estimated for the same growth
+PROBE_SIZE = 2048
+PROBES = 6
 
 
 def estimate(plan: GrowthPlan, ranks: int = 1) -> dict[str, Any]:
@@ -35,19 +40,28 @@ def estimate(plan: GrowthPlan, ranks: int = 1) -> dict[str, Any]:
         ranks: processes the target is sharded over.
 
     Returns:
-        "disk_bytes": of the grown weights. "rank_bytes": of one rank's shard of them.
+        "read_bytes", "disk_bytes": of the source's weights and of the grown ones.
+        "stream_peak_bytes": most memory of `grow_checkpoint` at its default limit.
+        "rank_bytes": of one rank's shard of the grown weights. "rank_peak_bytes": most memory of
+        `grow_into` on one rank from files, its shard included. Both peaks are over what Python,
+        PyTorch and transformers take themselves (300 to 450 MB).
         "training_bytes_per_rank": float32 weights, gradients and AdamW moments, without
-        activations. "flops_per_token": of training. "seconds": of expanding on this machine's CPU,
-        from a probe of a few milliseconds; reading and writing come on top.
+        activations. "flops_per_token": of training.
+        "expand_seconds": of expanding alone on this machine's CPU, from a probe of it. Growth onto
+        disk takes longer: add what reading and writing the bytes above take your disk.
     """
     parameters = plan.parameters()
     size = parameters * plan.dtype.itemsize
+    shard = -(-size // ranks)
     return {
+        "read_bytes": plan.parameters("source") * plan.source.dtype.itemsize,
         "disk_bytes": size,
-        "rank_bytes": -(-size // ranks),
+        "stream_peak_bytes": stream_bytes(plan, parse_size("memory_limit", MEMORY_LIMIT)),
+        "rank_bytes": shard,
+        "rank_peak_bytes": shard + part_bytes(plan, ranks),
         "training_bytes_per_rank": -(-TRAINING_BYTES * parameters // ranks),
         "flops_per_token": plan.flops_per_token(),
-        "seconds": size / _bytes_per_second(plan.dtype),
+        "expand_seconds": size / _bytes_per_second(plan.dtype),
     }
 
 
@@ -57,20 +71,21 @@ def _bytes_per_second(dtype: torch.dtype) -> float:
     index = torch.arange(2 * PROBE_SIZE) % PROBE_SIZE
     scale = torch.full((2 * PROBE_SIZE,), 0.5)
     out = torch.empty(2 * PROBE_SIZE, 2 * PROBE_SIZE, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
+    times = []
+    for _ in range(PROBES):
         start = time.perf_counter()
         expand(weight, rows=index, cols=index, col_scale=scale, out=out)
-        best = min(best, time.perf_counter() - start)
-    return out.nbytes / best
+        times.append(time.perf_counter() - start)
+    # the first one also loads libraries
+    return out.nbytes / statistics.median(times[1:])
 
 
 def advice(plan: GrowthPlan, tokens: float | None = None) -> tuple[str, ...]:
     """What to think about before this growth, a sentence each.
 
     Args:
-        tokens: how many the source was trained on, if known: decides which depth method the
-            evidence favours.
+        tokens: how many the source was trained on, if known: with it, a deeper target is told
+            which depth method the evidence favours, the one it has or the other.
 
     Raises:
         GrowthError: a number of tokens that is not positive.
@@ -126,16 +141,16 @@ def _depth(plan: GrowthPlan, tokens: float | None) -> Iterator[str]:
                 f"{family.config_field(key)} grows {factor:.1f} times; stacking was best at 2 to 4 "
                 "(Du et al., 2024)"
             )
-    if tokens is None or plan.options.depth == "identity":
+    if tokens is None:
         return
     optimum = CHINCHILLA * plan.parameters("source")
-    better = "interleave" if tokens > optimum else "stack"
-    if better != plan.options.depth:
-        side = "past" if tokens > optimum else "below"
-        yield (
-            f"the source's {tokens:.3g} tokens are {side} {CHINCHILLA} per parameter "
-            f"({optimum:.3g}): there depth={better!r} was better than {plan.options.depth!r}"
-        )
+    better, other = ("interleave", "stack") if tokens > optimum else ("stack", "interleave")
+    side = "past" if tokens > optimum else "below"
+    yours = ", as you have it" if plan.options.depth == better else ""
+    yield (
+        f"the source's {tokens:.3g} tokens are {side} {CHINCHILLA} per parameter "
+        f"({optimum:.3g}): there depth={better!r} was better than {other!r}{yours}"
+    )
 
 
 def _symmetry(plan: GrowthPlan, _tokens: float | None) -> Iterator[str]:

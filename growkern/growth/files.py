@@ -111,6 +111,8 @@ def read_headers(directory: Path) -> dict[str, Header]:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+    except OSError as error:
+        raise GrowthError(f"{index}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
@@ -170,7 +172,9 @@ def _read_shard(file: Path) -> dict[str, Header]:
         _check_metadata(entries.pop("__metadata__", {}))
         headers = [_header(file, len(head), *entry) for entry in entries.items()]
         _check_places(headers, len(head), file.stat().st_size)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise GrowthError(f"{file}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
     return {header.raw_name: header for header in headers}
 

@@ -19,11 +19,13 @@ from growkern.growth.checkpoint import complete, in_model_order, untrained_model
 from growkern.growth.checksums import write_checksums
 from growkern.growth.journal import Journal
 from growkern.growth.lineage import Settings, identity, source_files, write_lineage
-from growkern.growth.pieces import workers_within
+from growkern.growth.optimizer_file import OPTIMIZER_FILE
+from growkern.growth.optimizer_stream import OptimizerStream
+from growkern.growth.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan import GrowthPlan, plan
 from growkern.growth.shards import lay_out, parse_size
 from growkern.growth.source_checks import refuse_overflow
-from growkern.growth.staging import Staging, check_space, check_target, sweep
+from growkern.growth.staging import Staging, check_space, check_target, refusing, sweep
 from growkern.growth.stream import Stream
 from growkern.growth.work import work_on
 
@@ -130,11 +132,13 @@ def grow_checkpoint(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    memory_limit: int | str = "1GiB",
+    memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = True,
+    optimizer: Any | None = None,
+    moments: str = "grow",
     **how: Any,
 ) -> GrowthReport:
     """Grow a checkpoint directory into another one, however large.
@@ -149,14 +153,19 @@ def grow_checkpoint(
         source_dir: config.json and safetensors, sharded or not.
         target_dir: where to; must not exist unless `overwrite`.
         max_shard_size: as in `save_pretrained`; bytes, or a text such as "5GB".
-        memory_limit: of the weights in memory at any time; bytes, or "512MB", "1GiB".
+        memory_limit: of the weights in memory at any time, over what Python, PyTorch and
+            transformers take themselves (300 to 450 MB); bytes, or "512MB", "1GiB".
         resume: go on with an interrupted growth into this target; False: start over.
+        optimizer: the Trainer's optimizer.pt, or its directory: grown into the target too, within
+            the same limit and part of what appears with the rename.
+        moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
         Others: as in `grow`.
 
     Raises:
         GrowthError: before any work: bad source or sizes, an existing target, too little disk
-            space or memory, another run on the same target, or an interrupted one of something
-            else. Later: NaN or Inf in a weight, a full disk. The target is not touched then.
+            space or memory, another run on the same target, an interrupted one of something else,
+            an optimizer that does not fit or is damaged. Later: NaN or Inf in a weight, a full
+            disk. The target is not touched then.
     """
     shard_size = parse_size("max_shard_size", max_shard_size)
     settings = Settings(backend, shard_size, allow_nonfinite)
@@ -176,6 +185,8 @@ def grow_checkpoint(
         memory_limit=memory_limit,
         resume=resume,
         progress=progress,
+        optimizer=None if optimizer is None else Path(optimizer),
+        moments=moments,
     )
 
 
@@ -189,17 +200,22 @@ def carry_out(
     memory_limit: int | str,
     resume: bool,
     progress: bool,
+    optimizer: Path | None = None,
+    moments: str = "grow",
 ) -> GrowthReport:
     """`grow_checkpoint` with a plan of its caller's, made once the target is known to be free."""
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
-    sweep(target)
-    check_target(source_dir, target, overwrite)
+    with refusing(target):
+        sweep(target)
+        check_target(source_dir, target, overwrite)
     grown = make_plan()
     workers = workers_within(grown, limit)
+    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
-    check_space(target, sum(layout.sizes.values()))
+    with refusing(target):
+        check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)
         staging.checkpoint.mkdir(exist_ok=True)
@@ -223,6 +239,8 @@ def carry_out(
         complete(staging.checkpoint, config, class_name, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, staging.checkpoint)
         write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
+        if state is not None:
+            state.write(staging.checkpoint / OPTIMIZER_FILE)
         staging.publish()
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

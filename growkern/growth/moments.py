@@ -11,23 +11,30 @@ share of its readers, a and kappa of the space it reads (`spaces`, (3)),
     d gamma_t = p a / kappa d gamma,   d beta_t = p d beta                                 (3)
 
 AdamW then moves every copy by as much as its source, divided weights C times too far. With
-lr u and eps g per entry, and a decay of lr as before, step and growth commute.
+lr u and eps g per entry, and a decay of lr as before, step and growth commute. Where a model
+multiplies by 1 + w (Gemma), growth scales that: 1 + w_t = s (1 + w). The decay of w to 0 is that
+
+    of w_t to s - 1                                                                        (4)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from growkern.errors import GrowthError
 from growkern.growth.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan import Finding, GrowthPlan
 from growkern.growth.tasks import Task
 from growkern.ops.expand import expand
 
+# state of Adam and AdamW -> the power of the gradient it is a mean of
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 # a source tensor by name, of which the listed entries of every axis are wanted
 ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
@@ -43,19 +50,23 @@ class EntryFactors:
         lr: u of (2), float64, positive.
         eps: g of (2), float64, positive.
         old: bool; an entry was the source's if it is true on all axes.
+        centre: what weight decay pulls towards, for all axes at once, in a tuple of one; () where
+            that is 0. See (4).
     """
 
     lr: tuple[Tensor, ...]
     eps: tuple[Tensor, ...]
     old: tuple[Tensor, ...]
+    centre: tuple[Tensor, ...] = ()
 
 
 def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
     """Per parameter, the factors of learning rate and eps that make AdamW commute with growth.
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
-    (see `moment_findings`). Entries that hold nothing of the source's, or a share of negative
-    sign, learn like their neighbours. `growkern.GrowthAdamW` applies the factors.
+    (see `moment_findings`), and weight decay does as (4) says. Entries that hold nothing of the
+    source's, or a share of negative sign, learn like their neighbours. `growkern.GrowthAdamW`
+    applies the factors.
 
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.
@@ -66,9 +77,13 @@ def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
 def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     lr = [axis_map(plan, task, axis, size).scale for axis, size in axes]
+    centre: tuple[Tensor, ...] = ()
     if task.tensor.norm and not task.tensor.is_bias:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
+        if plan.layout.family.norm.plus_one and not is_new(plan, task):
+            # where nothing enters, a weight is a neighbour's, as in `growkern.growth.norms`
+            centre = (torch.where(lr[0] == 0, entering.kappa, lr[0]) - 1,)
     eps = [m.scale for m in _gradient_maps(plan, task)]
     keeps = is_first(plan, task) and not is_new(plan, task)
     old = [old_entries(plan, task, *axis) & keeps for axis in axes]
@@ -76,6 +91,7 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(lr)),
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
         tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(old)),
+        centre,
     )
 
 
@@ -120,7 +136,7 @@ def grow_moment(
     task: Task,
     read: ReadEntries,
     *,
-    power: int,
+    key: str,
     moments: str = "grow",
     part: tuple[slice, ...] | None = None,
     out: Tensor | None = None,
@@ -130,12 +146,16 @@ def grow_moment(
     Args:
         read: gives the source's moment by the parameter's name; entries of an axis that are not
             listed may be undefined.
-        power: 1 for the mean of gradients, 2 for that of their squares.
+        key: which moment, one of `MOMENTS`.
         moments: "grow" or "old_slices", see `growkern.grow_optimizer`.
         part: one slice per axis; default all of it. A part has the bits of the same place in the
             whole.
         out: where to put it, in a dtype of its own.
+
+    Raises:
+        GrowthError: it holds NaN, Inf or a negative mean of squares.
     """
+    power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
     axes = _gradient_maps(plan, task)
     if moments == "old_slices":
@@ -154,7 +174,7 @@ def grow_moment(
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
     if out is not None and not out.numel():
         return out
-    return expand(
+    built = expand(
         weight,
         rows=rows["index"],
         cols=cols.get("index"),
@@ -162,6 +182,31 @@ def grow_moment(
         col_scale=cols.get("scale"),
         upper=upper,
         out=out,
+    )
+    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
+    return built
+
+
+def check_values(name: str, key: str, values: Tensor) -> None:
+    """GrowthError for what no step of Adam leaves: NaN, Inf, a negative mean of squares.
+
+    Args:
+        name: the source's parameter.
+        key: which moment.
+        values: it, or a part of it, as saved or grown.
+    """
+    if not values.numel():
+        return
+    low, high = (x.item() for x in values.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        wrong = "NaN or Inf"
+    elif MOMENTS[key] == 2 and low < 0:
+        wrong = "a negative mean of squares"
+    else:
+        return
+    raise GrowthError(
+        f"{name}: {key} holds {wrong}; take an optimizer saved before that, or begin anew with "
+        'moments="reset" (--moments reset)'
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.moments import ReadEntries, grow_moment, starts_at_zero
+from growkern.growth.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
+from growkern.growth.optimizer_checks import (
+    check_entries,
+    check_moments,
+    check_state_dict,
+    count_of,
+)
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
 
-CHOICES = ("grow", "old_slices", "reset")
-# state of Adam and AdamW -> the power of the gradient it is a mean of
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-# what else a state may hold: the count of steps, and that of GrowthAdamW since the last growth
-COUNTS = ("step", "growth_step")
+State = Mapping[str, Mapping[str, Any]]
+# (the source's state, target parameter, key, is it zero) -> its value
+MakeMoment = Callable[[State, Task, str, bool], Tensor]
 
 
 @torch.no_grad()
@@ -52,10 +56,25 @@ def grow_optimizer(
         A state dict for an optimizer of the target with the same groups, on the CPU.
 
     Raises:
-        GrowthError: a state of another optimizer or another model.
+        GrowthError: a state of another optimizer or another model, or one that is damaged: NaN or
+            Inf in a moment, a negative mean of squares, a count of steps that is none.
 
     Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
     """
+
+    def build(state: State, task: Task, key: str, is_zero: bool) -> Tensor:
+        if is_zero:
+            return torch.zeros(task.shape, dtype=source_entry(task, state)[key].dtype)
+        read = reader_of(state, key)
+        return grow_moment(plan, task, read, key=key, moments=moments)
+
+    return grown_state(plan, state_dict, moments, build)
+
+
+def grown_state(
+    plan: GrowthPlan, state_dict: Mapping[str, Any], moments: str, make: MakeMoment
+) -> dict[str, Any]:
+    """The target's state dict with the moments that `make` gives; see `grow_optimizer`."""
     check_moments(moments)
     names, state = state_by_name(plan, state_dict)
     groups = state_dict["param_groups"]
@@ -66,7 +85,7 @@ def grow_optimizer(
         keys: list[Any] = []
         for name in members:
             keys.append(name if _is_named(group) else number)
-            entry = _grown_entry(plan, tasks[name], state, moments)
+            entry = _grown_entry(plan, tasks[name], state, moments, make)
             if entry:
                 new_state[keys[-1]] = entry
             number += 1
@@ -77,49 +96,40 @@ def grow_optimizer(
 
 
 def _grown_entry(
-    plan: GrowthPlan, task: Task, state: Mapping[str, Mapping[str, Any]], moments: str
-) -> dict[str, Any]:
+    plan: GrowthPlan, task: Task, state: State, moments: str, make: MakeMoment
+) -> dict[str, Tensor]:
     """State of one target parameter; none where the source has not taken a step with it."""
     source = source_entry(task, state)
-    if source is None:
+    if not source:
         return {}
     is_zero = starts_at_zero(plan, task, moments)
-    grown = {"step": grown_step(source, is_zero)}
-    for key, power in moments_in(source):
-        if is_zero:
-            grown[key] = torch.zeros(task.shape, dtype=source[key].dtype)
-            continue
-        read = reader_of(state, key)
-        grown[key] = grow_moment(plan, task, read, power=power, moments=moments)
-    return grown
+    grown = {"step": grown_step(task, source, is_zero)}
+    return grown | {key: make(state, task, key, is_zero) for key in moments_in(source)}
 
 
 # ------------------------------------------------ one parameter's state
 
 
-def source_entry(task: Task, state: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The state that a target parameter's comes from; None where no step was taken with it."""
-    source = state.get(task.source)
-    if source is None and task.is_made:
+def source_entry(task: Task, state: State) -> Mapping[str, Any]:
+    """The state that a target parameter's comes from; empty where no step was taken with it."""
+    if task.is_made:
         # like the others', which exist if a step was taken at all
-        source = next(iter(state.values()), None)
-    return source
+        return next(iter(state.values()), {})
+    return state.get(task.source, {})
 
 
-def moments_in(entry: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The moments a state has and their powers, in an order that all ranks share."""
-    return [(key, power) for key, power in MOMENTS.items() if key in entry]
+def moments_in(entry: Mapping[str, Any]) -> list[str]:
+    """The moments a state has, in an order that all ranks share."""
+    return [key for key in MOMENTS if key in entry]
 
 
-def grown_step(entry: Mapping[str, Any], is_zero: bool) -> Tensor:
+def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> Tensor:
     step = entry["step"]
-    step = torch.as_tensor(step if isinstance(step, (Tensor, int, float)) else step.read())
-    if isinstance(step, DTensor):
-        step = step.full_tensor()
+    step = count_of(task.source, step.read() if hasattr(step, "read") else step)
     return torch.zeros_like(step) if is_zero else step.clone()
 
 
-def reader_of(state: Mapping[str, Mapping[str, Any]], key: str) -> ReadEntries:
+def reader_of(state: State, key: str) -> ReadEntries:
     """Reads one moment: tensors as they are, DTensors whole, stored tensors where wanted."""
 
     def read(name: str, index: Sequence[Tensor]) -> Tensor:
@@ -216,53 +226,19 @@ def _meta_model(plan: GrowthPlan, config: Any) -> Any:
         return getattr(transformers, plan.source.class_name)._from_config(config)
 
 
-# ------------------------------------------------------------------- checks
-
-
-def check_moments(moments: str) -> None:
-    if moments not in CHOICES:
-        raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
-
-
 def state_by_name(
     plan: GrowthPlan, state_dict: Mapping[str, Any]
 ) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
     """The source's parameter names, group by group, and the state of each that has one."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise GrowthError(
-            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
-        )
+    check_state_dict(state_dict)
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = _names(plan, groups)
     by_name: dict[str, Mapping[str, Any]] = {}
     for group, members in zip(groups, names, strict=True):
         for key, name in zip(group["params"], members, strict=True):
-            if key in state:
-                by_name[name] = state[key]
+            entry = state.get(key, {})
+            # PyTorch takes an empty one for none
+            if not isinstance(entry, Mapping) or entry:
+                by_name[name] = entry
     check_entries(plan, by_name)
     return names, by_name
-
-
-def check_entries(plan: GrowthPlan, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """GrowthError unless every state is one of Adam for the source's parameter."""
-    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
-    for name, entry in state.items():
-        _check_entry(name, entry, shapes[name])
-
-
-def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-    for key, value in entry.items():
-        if key in COUNTS:
-            continue
-        if key not in MOMENTS:
-            raise GrowthError(
-                f"{name}: no rule for the optimizer's {key!r}; growkern grows the state of Adam "
-                "and AdamW"
-            )
-        if tuple(value.shape) != shape:
-            raise GrowthError(
-                f"{name}: {key} is {list(value.shape)}, the parameter {list(shape)}; is this the "
-                "source's optimizer, and are its groups the Trainer's?"
-            )
-    if "step" not in entry:
-        raise GrowthError(f"{name}: no step count in the optimizer's state")

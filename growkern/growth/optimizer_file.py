@@ -1,56 +1,97 @@
-"""Optimizer files of `transformers.Trainer`: read as tensors alone, written whole or not at all."""
+"""Optimizer files of `transformers.Trainer`: read as tensors alone, checked and let go of by parts.
+
+Their form is that of `torch.save` since PyTorch 1.6: an archive whose records are not compressed,
+so that tensors can be mapped. Mapping skips the records' checksums.
+"""
 
 from __future__ import annotations
 
-import os
+import ctypes
+import mmap
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from growkern.errors import GrowthError
 
 OPTIMIZER_FILE = "optimizer.pt"
+# what files that are damaged, or something else, make PyTorch and its unpickler raise
+UNREADABLE = (
+    *(RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError),
+    *(AssertionError, ImportError, OverflowError, MemoryError),
+)
 
 
-def read_optimizer(file: Path) -> dict[str, Any]:
+def read_optimizer(path: Path) -> dict[str, Any]:
     """The state dict in a file of `torch.save`, its tensors mapped from there.
+
+    Args:
+        path: the file, or the directory in which it is called optimizer.pt.
 
     Raises:
         GrowthError: no file, or one that holds more than tensors and plain values.
     """
+    file = optimizer_file(path)
     try:
         # files of before 2020 are not archives, and cannot be mapped
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None
+    except OSError as error:
+        raise GrowthError(f"{file}: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         # PyTorch's own advice here is to unpickle it all the same
         raise GrowthError(
             f"{file}: not a file of optimizer state: damaged, or more than tensors and plain "
             "values; nothing else is unpickled"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        why = str(error).strip().partition("\n")[0]
+    except UNREADABLE as error:
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise GrowthError(f"{file}: not a file of optimizer state: {why}") from error
     if not isinstance(state, dict):
         raise GrowthError(f"{file}: holds a {type(state).__name__}, not an optimizer's state")
     return state
 
 
-def write_optimizer(state: dict[str, Any], file: Path) -> None:
-    """Save a state dict; the file appears by a rename.
+def optimizer_file(path: Path) -> Path:
+    """The file that is meant: itself, or optimizer.pt in a directory."""
+    return path / OPTIMIZER_FILE if path.is_dir() else path
+
+
+def check_archive(file: Path) -> None:
+    """Compare every record with its CRC-32, a megabyte at a time.
 
     Raises:
-        GrowthError: the disk is full or cannot be written.
+        GrowthError: a record that differs, a file that is no archive or of another byte order.
     """
-    staging = file.with_name(f".{file.name}.growing")
     try:
-        torch.save(state, staging)
-        os.replace(staging, file)
-    except (OSError, RuntimeError) as error:
-        staging.unlink(missing_ok=True)
-        raise GrowthError(f"{file}: {error}") from error
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            # PyTorch leaves all of them 0 after torch.serialization.set_crc32_options(False)
+            damaged = archive.testzip() if any(record.CRC for record in records) else None
+    except (OSError, *UNREADABLE, zipfile.BadZipFile) as error:
+        raise GrowthError(
+            f"{file}: cannot be streamed: {error}; save it again: torch.save(torch.load(...), ...)"
+        ) from error
+    if damaged is not None:
+        raise GrowthError(f"{file}: damaged: the bytes of {damaged} are not those that were saved")
+    orders = [record for record in records if record.filename.endswith("/byteorder")]
+    # "big" or "little"
+    if any(record.file_size != len(sys.byteorder) for record in orders):
+        raise GrowthError(f"{file}: saved on a machine of another byte order; save it again here")
+
+
+def let_go(mapped: Tensor) -> None:
+    """Give back the memory of a tensor of `read_optimizer`; it is read again where it is used.
+
+    Only for tensors that are mapped from an archive: of others this would be the end.
+    """
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = mapped.data_ptr() + mapped.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

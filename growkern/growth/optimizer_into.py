@@ -7,7 +7,7 @@ source's state itself is spread over the ranks of this job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.growth.files import METADATA_FILE
 from growkern.growth.grow_into import named_tensors, unwrapped
-from growkern.growth.moments import grow_moment, starts_at_zero
+from growkern.growth.moments import MOMENTS, grow_moment, starts_at_zero
 from growkern.growth.optimizer import (
-    MOMENTS,
-    check_entries,
-    check_moments,
+    State,
     grown_step,
     known_names,
     moments_in,
@@ -29,12 +27,11 @@ from growkern.growth.optimizer import (
     source_entry,
     state_by_name,
 )
-from growkern.growth.optimizer_file import OPTIMIZER_FILE, read_optimizer
+from growkern.growth.optimizer_checks import check_entries, check_moments
+from growkern.growth.optimizer_file import read_optimizer
 from growkern.growth.placement import local_part, local_tensor
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.tasks import Task
-
-State = Mapping[str, Mapping[str, Any]]
 
 
 @torch.no_grad()
@@ -65,7 +62,9 @@ def grow_optimizer_into(
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
 
     Raises:
-        GrowthError: another optimizer, one of another model, a file that cannot be read.
+        GrowthError: another optimizer, one of another model, a file that cannot be read, NaN, Inf
+            or a negative mean of squares in what this process grows. The file's checksums are not
+            compared, which would take reading all of it.
 
     Source: as `growkern.grow_optimizer`.
     """
@@ -91,17 +90,17 @@ def _part_of_entry(
 ) -> dict[str, Tensor]:
     """State of one target parameter, as far as this process holds the parameter."""
     source = source_entry(task, state)
-    if source is None:
+    if not source:
         return {}
     is_zero, part = starts_at_zero(plan, task, moments), local_part(task.name, parameter)
-    entry = {"step": grown_step(source, is_zero)}
-    for key, power in moments_in(source):
+    entry = {"step": grown_step(task, source, is_zero)}
+    for key in moments_in(source):
         entry[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if is_zero:
             continue
         local, read = local_tensor(entry[key]), reader_of(state, key)
         out = local if local.device.type == "cpu" else None
-        built = grow_moment(plan, task, read, power=power, moments=moments, part=part, out=out)
+        built = grow_moment(plan, task, read, key=key, moments=moments, part=part, out=out)
         if out is None:
             local.copy_(built)
     return entry
@@ -141,7 +140,7 @@ def _open_state(plan: GrowthPlan, source: Any) -> State:
         stored = read_distributed_optimizer(path, known_names(plan))
         check_entries(plan, stored)
         return stored
-    return state_by_name(plan, read_optimizer(path / OPTIMIZER_FILE if path.is_dir() else path))[1]
+    return state_by_name(plan, read_optimizer(path))[1]
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -21,7 +21,7 @@ from growkern.growth.source import Source
 def random_tokens(source: Source) -> Tensor:
     rng = torch.Generator().manual_seed(0)
     vocabulary = source.family.size(source.config, "vocab")
-    tokens = torch.randint(vocabulary, (4, min(32, _longest(source))), generator=rng)
+    tokens = torch.randint(vocabulary, (4, min(32, longest(source))), generator=rng)
     end = source.config.eos_token_id
     if source.config.is_encoder_decoder and isinstance(end, int):
         # heads that classify look for the one end of the text
@@ -30,8 +30,8 @@ def random_tokens(source: Source) -> Tensor:
     return tokens
 
 
-def _longest(source: Source) -> int:
-    """Most positions the source takes."""
+def longest(source: Source) -> int:
+    """Most positions the source takes; 2^30 where there is no limit."""
     known = source.family.config
     if "positions" in known:
         return source.family.size(source.config, "positions") - known["positions"].reserved
@@ -41,10 +41,10 @@ def _longest(source: Source) -> int:
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
     vocabulary = source.family.size(source.config, "vocab")
-    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > _longest(source):
+    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
         raise GrowthError(
             f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
-            f"{_longest(source)}"
+            f"{longest(source)}"
         )
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")

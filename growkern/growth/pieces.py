@@ -15,6 +15,8 @@ from growkern.growth.tasks import Task
 
 # more workers than this only wait for the disk; further cores share out the rows of a piece
 MOST_WORKERS = 8
+# what growth onto disk takes where nothing else is said
+MEMORY_LIMIT = "1GiB"
 # index maps, names, sums and the allocator's slack
 FIXED_BYTES = 32 << 20
 
@@ -56,7 +58,7 @@ def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
     Raises:
         GrowthError: not even one does.
     """
-    each = max((_bytes_in_work(plan, piece) for piece in pieces_of(plan)), default=0)
+    each = _most_in_work(plan)
     least = FIXED_BYTES + each
     if memory_limit < least:
         raise GrowthError(
@@ -67,15 +69,43 @@ def workers_within(plan: GrowthPlan, memory_limit: int) -> int:
     return min(cores or 1, MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
 
 
+def stream_bytes(plan: GrowthPlan, memory_limit: int) -> int:
+    """What streaming takes of a limit, at most; more than the limit where one piece is more."""
+    each = _most_in_work(plan)
+    return FIXED_BYTES + each * workers_within(plan, max(memory_limit, FIXED_BYTES + each))
+
+
+def part_bytes(plan: GrowthPlan, ranks: int) -> int:
+    """What one of several ranks takes beside its parts: what it maps of the source at a time."""
+    return FIXED_BYTES + max(
+        (
+            _mapped_bytes(plan, task, -(-math.prod(task.shape) // ranks)) + _summed_bytes(plan)
+            for task in plan.tasks
+        ),
+        default=0,
+    )
+
+
+def _most_in_work(plan: GrowthPlan) -> int:
+    return max((_bytes_in_work(plan, piece) for piece in pieces_of(plan)), default=0)
+
+
 def _bytes_in_work(plan: GrowthPlan, piece: Piece) -> int:
     """A piece's buffer and what is made on the way, and the source rows that are mapped for it."""
     start, stop = piece.rows
     numbers = (stop - start) * math.prod(piece.task.shape[1:])
     made = numbers * plan.dtype.itemsize
-    names = [n for n in (piece.task.source, piece.task.upper) if n is not None]
+    return made + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan)
+
+
+def _mapped_bytes(plan: GrowthPlan, task: Task, numbers: int) -> int:
+    """What is mapped of files for so many numbers of a tensor."""
+    names = [n for n in (task.source, task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
     # a row is copied from a row
-    read = sum(min(header.nbytes, numbers * header.dtype.itemsize) for header in headers)
-    # of bfloat16, with a copy in float64
-    summed = 5 * SUMMED_BYTES if plan.layout.is_extended else 0
-    return made + read + summed
+    return sum(min(header.nbytes, numbers * header.dtype.itemsize) for header in headers)
+
+
+def _summed_bytes(plan: GrowthPlan) -> int:
+    """Of bfloat16, with a copy in float64."""
+    return 5 * SUMMED_BYTES if plan.layout.is_extended else 0

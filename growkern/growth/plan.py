@@ -30,6 +30,7 @@ from growkern.growth.target import (
     resolve_target,
 )
 from growkern.growth.tasks import Task, make_tasks
+from growkern.ops._expand_checks import DTYPES
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,9 @@ def plan_growth(
         if getattr(opened.config, refusal.field, None) == refusal.value:
             raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
     dtype = dtype or opened.dtype
+    if dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result yourself")
     layers = next(iter(layer_maps.values()))
     finish_target(family, opened.class_name, opened.config, target, layers, dtype)
     grown = GrowthPlan(opened, target, options, layer_maps, frozenset(inserted), dtype)

@@ -61,7 +61,14 @@ def plan_table(plan: GrowthPlan, ranks: int = 1, tokens: float | None = None) ->
         f"weights, gradients and AdamW in float32{each}",
         f"{human(numbers['training_bytes_per_rank'])}B",
     )
-    cost.add_row("expanding on this CPU, disk apart", f"{numbers['seconds']:.3g} s")
+    streamed, filled = (f"{human(numbers[f'{x}_peak_bytes'])}B" for x in ("stream", "rank"))
+    cost.add_row("growing onto disk: memory, over PyTorch's own", streamed)
+    moved = [f"{human(numbers[f'{x}_bytes'])}B" for x in ("read", "disk")]
+    cost.add_row("growing onto disk: to read and to write", " + ".join(moved))
+    cost.add_row(
+        "growing onto disk: expanding alone, on this CPU", f"{numbers['expand_seconds']:.2g} s"
+    )
+    cost.add_row(f"growing into a model: memory{each}", filled)
     warnings = [Text(f"note: {line}", "yellow") for line in plan.advice(tokens)]
     return Group(sizes, roles, *layers, kept, cost, *warnings)
 

@@ -185,6 +185,8 @@ def _read_config(directory: Path) -> Any:
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GrowthError(f"{file}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GrowthError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,33 @@ from growkern.errors import GrowthError
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """GrowthError unless the target may be made, or replaced."""
+    source = source.resolve()
+    if source in target.parents:
+        raise GrowthError(
+            f"{target} is inside the source {source}; give a directory beside it, as what is there "
+            "counts as the source's"
+        )
     if target.exists() and not overwrite:
         raise GrowthError(f"{target} exists; give another directory or overwrite (--overwrite)")
     if not target.exists():
         return
     if not target.is_dir():
         raise GrowthError(f"{target} is a file; give a directory")
-    source = source.resolve()
     if source == target or target in source.parents:
         raise GrowthError(f"{target} holds the source itself; give another directory")
     if any(target.iterdir()) and not (target / "config.json").is_file():
         raise GrowthError(
             f"{target} holds something other than a checkpoint; only a checkpoint is replaced"
         )
+
+
+@contextlib.contextmanager
+def refusing(target: Path) -> Iterator[None]:
+    """Inside, what the system refuses about a target is a GrowthError: nothing was begun."""
+    try:
+        yield
+    except OSError as error:
+        raise GrowthError(f"{target}: {error.strerror or error}; give another directory") from error
 
 
 def check_space(target: Path, size: int) -> None:

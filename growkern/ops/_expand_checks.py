@@ -8,6 +8,12 @@ from growkern.errors import GrowthError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def _check_layout(name: str, x: Tensor | None) -> None:
+    if isinstance(x, Tensor) and x.layout != torch.strided:
+        layout = str(x.layout).removeprefix("torch.")
+        raise GrowthError(f"{name} is {layout}: {name}.to_dense()")
+
+
 def _check_index(name: str, x: Tensor | None, device: torch.device) -> None:
     if x is None:
         return
@@ -84,6 +90,9 @@ def check_expand(
 
     `reads_host`: the backend reads pinned memory of the host, and `out` says where it writes.
     """
+    given = {"weight": weight, "upper": upper, "out": out, **maps, **row_factors, **col_factors}
+    for name, x in given.items():
+        _check_layout(name, x)
     _check_weight(weight, upper)
     device = weight.device
     if reads_host and out is not None and out.is_cuda and weight.device.type == "cpu":

@@ -31,10 +31,11 @@ class GrowthAdamW(torch.optim.AdamW):
 
     A grown weight that is divided by C needs a C-th of the step to do to the function what its
     source's step did, but AdamW's steps have one size. With `matched`, lr is multiplied by u and
-    eps by g of `growkern.growth.moments` (2), decay is lr times weight_decay as always, and with
-    moments from `growkern.grow_optimizer` the target takes the very steps that the source would
-    have taken, wherever `moment_findings` calls the moments exact. That includes copies that stay
-    equal, so use it with symmetry="noise" or "split" for training.
+    eps by g of `growkern.growth.moments` (2), decay is lr times weight_decay as always, of norms
+    that multiply by 1 + weight towards the place of (4), and with moments from
+    `growkern.grow_optimizer` the target takes the very steps that the source would have taken,
+    wherever `moment_findings` calls the moments exact. That includes copies that stay equal, so use
+    it with symmetry="noise" or "split" for training.
 
     Its state is AdamW's, and a count of steps since growth. Parameters may be DTensors.
 
@@ -42,7 +43,7 @@ class GrowthAdamW(torch.optim.AdamW):
         params: named: `model.named_parameters()` or groups of it, see `decay_groups`.
         plan: the growth of the model, its `growth_plan`.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        matched: apply u and g.
+        matched: apply u, g and (4).
         rewarm_steps: entries that the source did not have, new rows, columns and layers, climb in
             as many equal steps to `rewarm_peak` times the learning rate and stay there: whatever
             schedule the rate follows, they follow it. 0: they learn like the others.
@@ -117,12 +118,14 @@ class GrowthAdamW(torch.optim.AdamW):
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (square / (1 - beta2**step)).sqrt_()
         update = mean / (1 - beta1**step)
+        too_far = value
         if self.matched:
             update = _times(update, factors.lr)
             root += _times(torch.full_like(root, group["eps"]), factors.eps)
+            too_far = value - factors.centre[0] if factors.centre else value
         else:
             root += group["eps"]
-        update = update.div_(root).add_(value, alpha=group["weight_decay"])
+        update = update.div_(root).add_(too_far, alpha=group["weight_decay"])
         share = self._share_of_new(grown_for)
         if share != 1:
             is_old = _times(torch.ones_like(update, dtype=torch.bool), factors.old)
@@ -155,5 +158,8 @@ def _local_factors(factors: EntryFactors, name: str, p: Tensor) -> EntryFactors:
         return tuple(v.to(device, dtype) for v in cut)
 
     return EntryFactors(
-        here(factors.lr, p.dtype), here(factors.eps, p.dtype), here(factors.old, torch.bool)
+        here(factors.lr, p.dtype),
+        here(factors.eps, p.dtype),
+        here(factors.old, torch.bool),
+        here(factors.centre, p.dtype),
     )

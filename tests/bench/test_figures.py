@@ -141,18 +141,38 @@ def test_the_sentences_between_the_tables_are_what_their_results_say():
 
 
 def test_the_sentence_of_grow_checkpoint_is_what_its_result_says():
-    *_, medium, large, cold = check_source("grow_checkpoint")["rows"]
-    assert (medium["cache"], large["cache"], cold["cache"]) == ("warm", "warm", "cold")
+    small, medium, large, cold = check_source("grow_checkpoint")["rows"]
+    warm = [row["cache"] for row in (small, medium, large)]
+    assert (*warm, cold["cache"]) == ("warm", "warm", "warm", "cold")
     assert says(
         f"Growing a Llama to {large['target GB']:.2f} GB took {large['stream s']:.1f} s and "
         f"{large['stream peak MB']:.0f} MB of memory on this shared machine of 2 cores, "
         f"to {medium['target GB']:.2f} GB {medium['stream s']:.1f} s and "
-        f"{medium['stream peak MB']:.0f} MB."
+        f"{medium['stream peak MB']:.0f} MB, to {small['target GB']:.2f} GB "
+        f"{small['stream s']:.2f} s and {small['stream peak MB']:.0f} MB"
     )
     assert says(
-        f"took {large['cp, on disk s']:.1f} s beside it; with cold files {cold['stream s']:.1f} s "
-        f"stood against {cold['cp, on disk s']:.1f} s"
+        f"took {large['cp, on disk s']:.1f} s, {medium['cp, on disk s']:.1f} s and "
+        f"{small['cp, on disk s']:.2f} s beside it; with cold files, measured once, "
+        f"{cold['stream s']:.1f} s stood against {cold['cp, on disk s']:.1f} s"
     )
+
+
+def test_what_is_said_of_a_whole_process_is_what_its_result_says():
+    document = check_source("grow_optimizer")
+    alone, streamed, whole = document["rows"]
+    assert document["machine"]["memory_limit"] == "100MB"
+    assert says(
+        f"With `--memory-limit 100MB` a process that grew a GPT-2 to {alone['written GB']:.1f} GB "
+        f"peaked at {alone['process peak MB']:.0f} MB, {alone['base MB']:.0f} of them imports"
+    )
+    assert says(
+        f"with its `optimizer.pt`, {streamed['written GB']:.1f} GB in all, at "
+        f"{streamed['process peak MB']:.0f} MB, where the same in memory took "
+        f"{whole['process peak MB']:.0f} MB"
+    )
+    assert says(f"{streamed['seconds']:.0f} s and {whole['seconds']:.0f} s, measured ")
+    assert all(row["repeats"] == 1 for row in document["rows"]) == says("s, measured once,")
 
 
 def test_figures_made_from_results_have_sources():

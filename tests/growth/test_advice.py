@@ -1,5 +1,9 @@
 """Costs against counts made by hand, and advice where and only where it applies."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -26,7 +30,45 @@ def test_estimate_counts_bytes_and_flops():
     assert four["training_bytes_per_rank"] == 4 * parameters
     matrices = [p for n, p in target.named_parameters() if p.ndim == 2 and "embed" not in n]
     assert one["flops_per_token"] == 6 * sum(p.numel() for p in matrices)
-    assert one["seconds"] > 0
+    assert one["expand_seconds"] > 0
+    assert one["read_bytes"] == 2 * sum(p.numel() for p in source.parameters())
+
+
+PEAK = """
+import json, sys, pathlib, torch, transformers, growkern, growkern.growth.grow
+way, source, target = sys.argv[1:]
+def status(field):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+plan = growkern.plan(source, hidden_size=1024)
+estimate = plan.estimate()
+with torch.device("meta"):
+    large = transformers.LlamaForCausalLM._from_config(plan.target_config, dtype=plan.dtype)
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+base = status("VmRSS")
+if way == "rank":
+    growkern.grow_into(large, source)
+else:
+    growkern.grow_checkpoint(source, target, hidden_size=1024, progress=False)
+print(json.dumps([estimate[way + "_peak_bytes"], status("VmHWM") - base]))
+"""
+
+
+@pytest.mark.parametrize("way, least", [("stream", 0.2), ("rank", 0.8)])
+def test_memory_is_what_was_said_before(tmp_path, way, least):
+    """By the system's own account."""
+    sizes = {**LLAMA, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}
+    model = random_model(
+        "LlamaForCausalLM",
+        {**sizes, "vocab_size": 45_000, "intermediate_size": 5000},
+        dtype=torch.bfloat16,
+    )
+    model.save_pretrained(tmp_path / "source")
+    command = [sys.executable, "-c", PEAK, way, tmp_path / "source", tmp_path / "grown"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, taken = json.loads(done.stdout)
+    assert least * said < taken <= said
 
 
 # what the published models have
@@ -125,6 +167,14 @@ WIDER = {"hidden_size": 2048}
             1e8,
             "below 20 per parameter",
         ),
+        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 8}, 1e8, "than 'interleave', as you have"),
+        (
+            "LlamaForCausalLM",
+            BIG,
+            {"num_hidden_layers": 8, "depth": "identity"},
+            1e12,
+            "depth='interleave' was better than 'stack'",
+        ),
         ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, None, "equal gradients"),
         ("Qwen3ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, None, "no gradient"),
         ("Olmo2ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, None, "no gradient"),
@@ -141,4 +191,6 @@ def test_no_advice_where_none_applies():
     plan = growkern.plan(random_model("GPT2LMHeadModel", GPT2), n_embd=24, n_layer=3)
     assert plan.advice() == ()
     plan = growkern.plan(meta("LlamaForCausalLM", **BIG), num_hidden_layers=8)
+    assert plan.advice() == ()
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
     assert plan.advice(tokens=1e8) == ()

@@ -1,9 +1,11 @@
 """Checkpoints on disk: what comes out, and what bad input does (nothing)."""
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,6 +280,62 @@ def test_bad_checkpoints_are_refused_and_nothing_is_written(source, tmp_path, br
         grow(source, tmp_path / "grown")
     assert snapshot(source) == before
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_files_that_may_not_be_read_are_not_called_corrupt(sharded, tmp_path, monkeypatch, name):
+    if name == "model.safetensors":
+        save_source(sharded)
+        (sharded / "model.safetensors.index.json").unlink()
+    opened = Path.open
+
+    def refuse(self, *args, **kwargs):
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(growkern.GrowthError, match=f"^[^:]*{name}: Permission denied$"):
+        grow(sharded, tmp_path / "grown")
+
+
+def test_targets_that_the_system_refuses_are_refused(source, tmp_path, monkeypatch):
+    for name in ("x" * 300, "x" * 250):
+        with pytest.raises(growkern.GrowthError, match="File name too long"):
+            grow(source, tmp_path / name)
+    stat = Path.stat
+
+    def refuse(self, **kwargs):
+        if "closed" in self.parts[:-1]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return stat(self, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(growkern.GrowthError, match="closed/grown: Permission denied; give another"):
+        grow(source, tmp_path / "closed" / "grown")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_targets_inside_the_source_are_refused(source):
+    before = snapshot(source)
+    for target in (source / "grown", source / "a" / "b" / ".." / "grown"):
+        for overwrite in (False, True):
+            with pytest.raises(growkern.GrowthError, match=r"grown is inside the source .*beside"):
+                grow(source, target, overwrite=overwrite)
+    assert snapshot(source) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"])
+def test_dtypes_that_growth_does_not_write_are_refused(source, tmp_path, dtype):
+    for call in (growkern.plan, growkern.grow):
+        with pytest.raises(
+            growkern.GrowthError, match=f"dtype={dtype}: growth writes torch.float32,"
+        ):
+            call(source, hidden_size=48, dtype=dtype)
+    with pytest.raises(growkern.GrowthError, match=r"growth writes .*torch\.float64; convert"):
+        grow(source, tmp_path / "grown", dtype=dtype)
 
 
 def test_non_finite_weights_pass_when_asked_for(source, tmp_path):

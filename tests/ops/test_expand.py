@@ -474,6 +474,8 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
     [
         ({"weight": torch.ones(2, 2, 2)}, r"1 or 2 dimensions, got shape \(2, 2, 2\)"),
         ({"weight": torch.ones(3, 4).int()}, "weight must be one of .* got torch.int32"),
+        ({"weight": torch.ones(3, 4).to_sparse()}, r"weight is sparse_coo: weight\.to_dense\(\)"),
+        ({"row_scale": ONES.to_sparse()}, "row_scale is sparse_coo"),
         ({"rows": ROWS.int()}, r"rows must be an int64 tensor, got torch.int32: use rows.long"),
         ({"rows": [0, 1]}, "rows must be a tensor, got list"),
         ({"row_scale": [1.0]}, "row_scale must be a tensor, got list"),

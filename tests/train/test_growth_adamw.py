@@ -65,6 +65,44 @@ def test_five_steps_then_growth_then_five_is_ten_steps_then_growth(case):
     assert (outputs(target)["logits"] - after).abs().max() <= 1e-12 * after.abs().max()
 
 
+GEMMA = {key: x for key, x in LLAMA.items() if key != "mlp_bias"}
+
+
+@pytest.mark.parametrize("class_name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize("how", [GROUPS, {"hidden_size": 20}])
+def test_norms_that_multiply_by_1_plus_weight_decay_in_step(class_name, how):
+    """With weight decay on everything, norms too: they are pulled to where the source's 0 is."""
+    source = random_model(class_name, GEMMA, std=0.2, query_pre_attn_scalar=4)
+    decay = {**OPTIONS, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(source.named_parameters(), **decay)
+    train(source, optimizer, range(5))
+    target = growkern.grow(source, symmetry="none", **how)
+    new = growkern.GrowthAdamW(target.named_parameters(), target.growth_plan, **decay)
+    new.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan))
+    train(source, optimizer, range(5, 10))
+    train(target, new, range(5, 10))
+    again = dict(growkern.grow(source, symmetry="none", **how).named_parameters())
+    norms = [(n, p) for n, p in target.named_parameters() if "norm" in n]
+    assert len(norms) == 2 * (4 + 2 * ("3" in class_name)) + 1
+    for name, p in norms:
+        assert (p - again[name]).abs().max() <= 1e-12, name
+    before, after = outputs(source)["logits"], outputs(target)["logits"]
+    assert (after - before).abs().max() <= 1e-12 * before.abs().max()
+
+
+def test_where_nothing_enters_a_norm_decay_leaves_a_gain():
+    """To 0 the entries of a larger head could not learn; nowhere else there is anything to pull."""
+    source = random_model("Gemma3ForCausalLM", GEMMA, query_pre_attn_scalar=4)
+    plan = growkern.plan(source, head_dim=8, num_hidden_layers=3, depth="identity")
+    tasks = {task.name: task for task in plan.tasks}
+    for name, factors in growkern.growth_lr_multipliers(plan).items():
+        is_pulled = "norm" in name and ".1." not in name
+        assert bool(factors.centre) == is_pulled, tasks[name]
+        assert all((centre > -1).all() for centre in factors.centre)
+    plan = growkern.plan(random_model("LlamaForCausalLM", LLAMA), hidden_size=24)
+    assert not any(f.centre for f in growkern.growth_lr_multipliers(plan).values())
+
+
 @pytest.mark.parametrize("options", [{"matched": False}, {"eps": 1e-1}])
 def test_other_rates_drift(options):
     """The test above sees a missing factor, and a wrong eps."""
