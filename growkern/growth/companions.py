@@ -45,5 +45,5 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy them; `source` is the directory of the config."""
     for file in companions(source):
         copy = target / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, copy)

@@ -167,6 +167,10 @@ def _rounding(plan: GrowthPlan) -> list[Finding]:
     if rounded:
         why = f"weights are rounded to this dtype after scaling, such as {rounded[0]}"
         return [Finding("approximate", dtype, why)]
+    if is_widened and plan.dtype == torch.float16 and plan.options.symmetry != "split":
+        tiny = torch.finfo(torch.float16).tiny
+        why = f"what falls below {tiny:.2g} when it is divided loses digits; 'split' loses none"
+        return [Finding("approximate", dtype, why)]
     why = "copies sum to the source's weights bit for bit" if is_widened else "weights are copied"
     return [Finding("exact", dtype, why)]
 

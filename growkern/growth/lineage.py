@@ -158,11 +158,10 @@ class Lineage:
     def space(self, name: str, layer: Layer) -> Space:
         """A space as it was for the tensors of this source layer."""
         own = space_key(name, layer)
-        key = own if own in self.data["maps"] else name
         try:
-            return self._spaces(key)
+            return self._spaces(own if own in self.data["maps"] else name)
         except MALFORMED as error:
-            raise GrowthError(f"{self.file}: no map of {key}: {error!r}") from error
+            raise GrowthError(f"{self.file}: no map of {own}: {error!r}") from error
 
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -197,7 +196,12 @@ def read_lineage(path: Path) -> Lineage:
 
 
 def _read_config(data: Mapping[str, Any]) -> Any:
-    return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
+    try:
+        return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
+    except Exception as error:
+        # the library raises several kinds of error for a bad value
+        why = str(error).strip().splitlines()[-1].strip()
+        raise GrowthError(f"not a growth record: {why}") from error
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:

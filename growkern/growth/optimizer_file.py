@@ -11,6 +11,7 @@ import mmap
 import pickle
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def check_archive(file: Path) -> None:
             records = archive.infolist()
             # PyTorch leaves all of them 0 after torch.serialization.set_crc32_options(False)
             damaged = archive.testzip() if any(record.CRC for record in records) else None
-    except (OSError, *UNREADABLE, zipfile.BadZipFile) as error:
+    except (OSError, *UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise GrowthError(
             f"{file}: cannot be streamed: {error}; save it again: torch.save(torch.load(...), ...)"
         ) from error

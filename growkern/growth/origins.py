@@ -71,6 +71,8 @@ class Origin:
             raise ValueError(f"{found.source} has shapes {found.source_shape} and {found.shape}")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{found.source} has axes {found.axes}")
+        if found.norm is not None and len(found.norm) != 2:
+            raise ValueError(f"{found.source} leads between {found.norm}")
         return found
 
 
@@ -79,10 +81,11 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     layout, options, is_norm = plan.layout, plan.options, task.tensor.norm is not None
     sizes = [layout.family.axis_size(plan.source.config, axis) for axis in task.tensor.axes]
     copied = not options.is_baseline
-    has_noise = copied and not is_norm and options.symmetry == "noise"
+    is_zero = copied and not is_norm and task.identity == "zero"
+    has_noise = copied and not is_norm and not is_zero and options.symmetry == "noise"
     factor = norms.affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
     return Origin(
-        task.source,
+        "zero" if is_zero else task.source,
         tuple(sizes),
         task.shape,
         task.tensor.axes,
@@ -160,4 +163,9 @@ def space_from_dict(data: Mapping[str, Any]) -> Space:
     write, read = values
     if not len(write_index) == len(index) == len(write) == len(read):
         raise ValueError("maps of unequal length")
-    return Space(int(data["source"]), write_index, write, index, read, tuple(data["signs"]))
+    source, signs = int(data["source"]), tuple(data["signs"])
+    # beyond the source: one place per sign, or the two that carry units pass through
+    places = source + max(len(signs), 2)
+    if len(write) and max(int(write_index.max()), int(index.max())) >= places:
+        raise ValueError(f"an index beyond {places}")
+    return Space(source, write_index, write, index, read, signs)

@@ -44,8 +44,8 @@ def resolve_target(
     if target is None:
         sizes = _complete(family, source, asked)
         target = copy.deepcopy(source)
-        # the residual width first: the default of a null field may follow from it
-        for key in sorted(sizes, key=lambda key: key != "stream"):
+        # null fields last: their defaults follow from the others
+        for key in sorted(sizes, key=lambda key: family.config[key].default is not None):
             if family.size(target, key) != sizes[key]:
                 setattr(target, family.config_field(key), sizes[key] - family.config[key].plus)
     else:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# more units than any space of any model has: a longer vector is damage
+LONGEST = 1 << 26
+
 
 def index_text(index: Tensor) -> str:
     """Of whole numbers >= 0, (n,)."""
@@ -23,11 +26,10 @@ def index_text(index: Tensor) -> str:
 
 def read_index(text: str) -> Tensor:
     """(n,) int64. ValueError where the text is none."""
-    runs = []
-    for run in text.split():
-        first, _, last = run.partition("-")
-        runs.append(torch.arange(int(first), int(last or first) + 1))
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+    ends = [run.partition("-") for run in text.split()]
+    runs = [(int(first), int(last or first) + 1) for first, _, last in ends]
+    _check_lengths([stop - start for start, stop in runs])
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*run) for run in runs)])
 
 
 def value_text(values: Tensor) -> str:
@@ -40,9 +42,15 @@ def value_text(values: Tensor) -> str:
 def read_values(text: str) -> Tensor:
     """(n,) float64. ValueError where the text is none."""
     runs = [run.partition("x") for run in text.split()]
+    counts = [int(n or 1) for _, _, n in runs]
+    _check_lengths(counts)
     values = torch.tensor([float(x) for x, _, _ in runs], dtype=torch.float64)
-    counts = torch.tensor([int(n or 1) for _, _, n in runs], dtype=torch.int64)
-    return values.repeat_interleave(counts)
+    return values.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+
+
+def _check_lengths(lengths: list[int]) -> None:
+    if min(lengths, default=1) < 1 or sum(lengths) > LONGEST:
+        raise ValueError(f"runs of {min(lengths)} to {max(lengths)} numbers, {sum(lengths)} in all")
 
 
 def _runs(values: Tensor) -> tuple[Tensor, list[int]]:

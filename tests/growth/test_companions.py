@@ -79,10 +79,14 @@ def test_no_file_of_any_tokenizer_is_left_out(tmp_path):
 def test_folders_are_on_disk_before_they_are_published(source, tmp_path, monkeypatch):
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "a.jinja").write_text("{{ a }}")
+    (source / "additional_chat_templates" / "deep").mkdir()
+    (source / "additional_chat_templates" / "deep" / "b.jinja").write_text("{{ b }}")
     sync, synced = staging.sync, []
     monkeypatch.setattr(staging, "sync", lambda path: (synced.append(path.name), sync(path)))
     grow(source, tmp_path / "large")
-    assert {"a.jinja", "additional_chat_templates", "config.json", "lineage.json"} < set(synced)
+    wanted = {"a.jinja", "additional_chat_templates", "b.jinja", "config.json", "lineage.json"}
+    assert wanted < set(synced)
+    assert (tmp_path / "large" / "additional_chat_templates" / "deep" / "b.jinja").is_file()
 
 
 def test_they_lie_beside_the_config(source, tmp_path):

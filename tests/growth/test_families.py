@@ -259,6 +259,21 @@ def test_a_target_config_that_computes_something_else_is_refused(class_name, siz
         growkern.plan(source, target_config=given)
 
 
+@pytest.mark.parametrize("class_name", ["Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"])
+def test_a_head_dim_that_is_asked_for_is_that_of_the_target(class_name):
+    """Also where it is what the old number of heads would make of the new width."""
+    source = random_model(class_name, SQUARE, pad_token_id=0)
+    old = source.config.hidden_size // source.config.num_attention_heads
+    asked = {"hidden_size": 2 * source.config.hidden_size, "head_dim": 2 * old}
+    for how in (asked, dict(reversed(asked.items()))):
+        grown = growkern.grow(source, **how)
+        assert grown.growth_plan.size_changes()["head_dim"] == (old, 2 * old)
+        heads = grown.config.num_attention_heads
+        shape = list(grown.model.layers[0].self_attn.o_proj.weight.shape)
+        assert shape == [asked["hidden_size"], heads * 2 * old]
+        assert relative_error(source, grown) <= EXACT
+
+
 def test_what_follows_from_the_sizes_is_written_into_a_target_config():
     source = random_model("LlamaForCausalLM", LLAMA)
     target = type(source.config)(**{**source.config.to_dict(), "head_dim": 6})

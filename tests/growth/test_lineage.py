@@ -214,6 +214,17 @@ def test_what_is_no_lineage(tmp_path, raw):
         lambda d: d["maps"].pop("ffn"),
         lambda d: d["maps"]["ffn"].update(read="a lot"),
         lambda d: d["maps"]["ffn"].update(read="1.0x3"),
+        lambda d: d.pop("maps"),
+        # 80 GB, if it were believed
+        lambda d: d["maps"]["stream"].update(write="1.0x9999999999"),
+        lambda d: d["maps"]["stream"].update(read_index="0-9999999999"),
+        lambda d: d["maps"]["stream"].update(read_index="9-0 0-32"),
+        lambda d: d["maps"]["ffn"].update(
+            read_index=d["maps"]["ffn"]["read_index"].replace("0-", "100000-100001 2-", 1)
+        ),
+        lambda d: next(t for t in d["tensors"].values() if "norm" in t).update(norm=["stream"]),
+        lambda d: d["source_config"].update(bos_token_id="first"),
+        lambda d: d["target_config"].update(rope_parameters="fast"),
         lambda d: d["options"].update(noise="much"),
         lambda d: d["options"].update(method="magic"),
         lambda d: d["options"].update(more=1),

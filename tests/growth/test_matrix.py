@@ -209,6 +209,17 @@ def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, symme
     assert not exact and (error > EXACT or model_type == "gemma2")
 
 
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+def test_float16_has_numbers_too_small_to_halve(symmetry):
+    source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float64)
+    for parameter in source.parameters():
+        parameter.data *= 1e-3
+    source = source.half()
+    grown = growkern.grow(source, n_embd=48, symmetry=symmetry)
+    is_exact = relative_error(source.double(), grown.double()) <= EXACT
+    assert is_exact == grown.growth_plan.exact == (symmetry == "split")
+
+
 def test_depth_alone_rounds_nothing():
     class_name, sizes = FAMILIES["llama"]
     source = random_model(class_name, sizes, dtype=torch.bfloat16)

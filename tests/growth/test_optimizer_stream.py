@@ -410,6 +410,18 @@ def test_flipped_bits_are_seen(tmp_path):
     grow(source, tmp_path / "grown")
 
 
+def test_records_that_claim_to_be_compressed_are_refused(tmp_path):
+    source = saved(tmp_path)
+    raw = bytearray((source / "optimizer.pt").read_bytes())
+    at = -1
+    while (at := raw.find(b"PK\x01\x02", at + 1)) >= 0:
+        # the compression method of an entry of the central directory
+        spoilt = raw[: at + 10] + b"\x08" + raw[at + 11 :]
+        (source / "optimizer.pt").write_bytes(spoilt)
+        with pytest.raises(growkern.GrowthError, match=r"optimizer\.pt"):
+            grow(source, tmp_path / "grown")
+
+
 def test_archives_without_sums_are_taken(tmp_path):
     source = saved(tmp_path)
     state = load(source)
