@@ -57,6 +57,9 @@ def sources(draw, model_type):
         sizes[family.config_field(key)] = draw(st.integers(3, 24))
     for key in family.stacks.values():
         sizes[family.config_field(key)] = draw(st.integers(1, 3))
+    for field, key in family.classes[class_name].repeats.items():
+        # else transformers cannot run the source either
+        sizes[field] = sizes[family.config_field(key)]
     if "emb" in family.config:
         sizes["embedding_size"] = draw(st.sampled_from([hidden, 7]))
     if "layer_types" in family.per_layer:
