@@ -17,6 +17,14 @@ app = typer.Typer(
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the result if it exists.")]
+ShardSize = Annotated[str, typer.Option(help="Largest file of the result.")]
+MemoryLimit = Annotated[
+    str, typer.Option(help="Most that weights take up in memory, whatever the model.")
+]
+NoResume = Annotated[
+    bool, typer.Option("--no-resume", help="Start over where a run was interrupted.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -8,6 +8,10 @@ import typer
 
 from growkern.cli.app import (
     AsJson,
+    MemoryLimit,
+    NoResume,
+    Overwrite,
+    ShardSize,
     Source,
     Target,
     app,
@@ -50,19 +54,13 @@ def grow(
     source: Source,
     target: Target,
     growth: dict[str, Any],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST if it exists.")
-    ] = False,
+    overwrite: Overwrite = False,
     dtype: Annotated[
         str | None, typer.Option(help=f"{' | '.join(DTYPES)}; else the source's.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of the result.")] = "5GB",
-    memory_limit: Annotated[
-        str, typer.Option(help="Most that weights take up in memory, whatever the model.")
-    ] = "1GiB",
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start over where a run was interrupted.")
-    ] = False,
+    max_shard_size: ShardSize = "5GB",
+    memory_limit: MemoryLimit = "1GiB",
+    no_resume: NoResume = False,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
     ] = False,

@@ -6,10 +6,17 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import Source, Target, app, silence_transformers
+from growkern.cli.app import (
+    MemoryLimit,
+    NoResume,
+    Overwrite,
+    ShardSize,
+    Source,
+    Target,
+    app,
+    silence_transformers,
+)
 from growkern.cli.growth import dtype_of, print_growth
-
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the result if it exists.")]
 
 
 @app.command()
@@ -21,7 +28,7 @@ def fold(
     ] = None,
     overwrite: Overwrite = False,
     dtype: Annotated[str | None, typer.Option(help="Of the result; else the source's.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of the result.")] = "5GB",
+    max_shard_size: ShardSize = "5GB",
 ) -> None:
     """Fold the grown checkpoint DST, trained since or not, back into the source's sizes."""
     from growkern.growth.fold_checkpoint import fold as make
@@ -46,12 +53,8 @@ def replay(
     source: Source,
     target: Target,
     overwrite: Overwrite = False,
-    memory_limit: Annotated[
-        str, typer.Option(help="Most that weights take up in memory, whatever the model.")
-    ] = "1GiB",
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start over where a run was interrupted.")
-    ] = False,
+    memory_limit: MemoryLimit = "1GiB",
+    no_resume: NoResume = False,
 ) -> None:
     """Grow SRC into DST once more, as LINEAGE says: the same files to the byte."""
     from growkern.growth.replay import replay as make

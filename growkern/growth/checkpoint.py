@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers.initialization import no_init_weights
 
 from growkern.growth.companions import copy_companions
 from growkern.growth.files import INDEX_FILE
+from growkern.growth.materialise import untrained_model
 from growkern.growth.shards import ShardLayout
-
-
-def untrained_model(class_name: str, config: Any, dtype: torch.dtype) -> Any:
-    """A model of this class with memory, or on the meta device, whose numbers are not set."""
-    # some classes write into their config: BART's for questions sets num_labels
-    config = copy.deepcopy(config)
-    with no_init_weights():
-        return getattr(transformers, class_name)._from_config(config, dtype=dtype)
 
 
 def in_model_order(

@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.growth.apply import build_tensor
-from growkern.growth.checkpoint import complete, in_model_order, untrained_model
+from growkern.growth.checkpoint import complete, in_model_order
 from growkern.growth.checksums import write_checksums
 from growkern.growth.journal import Journal
 from growkern.growth.lineage import Settings, identity, source_files, write_lineage
+from growkern.growth.materialise import untrained_model
 from growkern.growth.optimizer_file import OPTIMIZER_FILE
 from growkern.growth.optimizer_stream import OptimizerStream
 from growkern.growth.pieces import MEMORY_LIMIT, workers_within

@@ -7,7 +7,6 @@ its calls of the initialisation functions are noted down instead of being carrie
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -17,13 +16,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import initialization
-from transformers.initialization import no_init_weights
 
 from growkern.errors import GrowthError
-from growkern.growth.materialise import persistent_buffers
+from growkern.growth.materialise import persistent_buffers, untrained_model
 
 # the functions are transformers' own table, one for all threads
 _patching = threading.Lock()
@@ -51,8 +48,8 @@ def initial_tensors(class_name: str, config: Any) -> dict[str, Initial]:
     Raises:
         GrowthError: the class initialises one of them in no way known here.
     """
-    with no_init_weights(), torch.device("meta"):
-        model = getattr(transformers, class_name)._from_config(copy.deepcopy(config))
+    with torch.device("meta"):
+        model = untrained_model(class_name, config)
     tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))
     found: dict[int, Initial] = {}
     with _noted(found, {id(tensor) for tensor in tensors.values()}):

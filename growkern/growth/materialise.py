@@ -1,16 +1,29 @@
-"""Models on the meta device, made real: memory of this process's part, ties, computed buffers."""
+"""Models whose numbers are not set yet, and models on the meta device, made real.
+
+Real means: memory of this process's part, ties, computed buffers.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.initialization import guard_torch_init_functions
+from transformers.initialization import guard_torch_init_functions, no_init_weights
+
+
+def untrained_model(class_name: str, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """A model of this class with memory, or on the meta device, whose numbers are not set."""
+    # some classes write into their config: BART's for questions sets num_labels
+    config, how = copy.deepcopy(config), {} if dtype is None else {"dtype": dtype}
+    with no_init_weights():
+        return getattr(transformers, class_name)._from_config(config, **how)
 
 
 def materialise(model: Any, device: torch.device | str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
+from growkern.growth.materialise import untrained_model
 from growkern.growth.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.optimizer_checks import (
     check_entries,
@@ -223,7 +224,7 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
 
 def _meta_model(plan: GrowthPlan, config: Any) -> Any:
     with torch.device("meta"):
-        return getattr(transformers, plan.source.class_name)._from_config(config)
+        return untrained_model(plan.source.class_name, config)
 
 
 def state_by_name(

@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import nll_loss
-from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
 from growkern.growth.files import METADATA_FILE
+from growkern.growth.materialise import untrained_model
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import Source
 
@@ -64,9 +64,7 @@ def load_source(source: Source, given: Any) -> Any:
     if source.directory is None or not (source.directory / METADATA_FILE).is_file():
         return load_model(given)
     # transformers reads no distributed checkpoint
-    with no_init_weights():
-        model_class = getattr(transformers, source.class_name)
-        model = model_class._from_config(source.config, dtype=torch.float32)
+    model = untrained_model(source.class_name, source.config, torch.float32)
     state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from growkern.growth.grow import GrowthReport, carry_out
 from growkern.growth.lineage import contradictions, plan_from_lineage, read_lineage, version_notes
+from growkern.growth.pieces import MEMORY_LIMIT
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import open_source
 
@@ -17,7 +18,7 @@ def replay(
     target_dir: str | Path,
     *,
     overwrite: bool = False,
-    memory_limit: int | str = "1GiB",
+    memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     progress: bool = True,
 ) -> GrowthReport:

@@ -1,4 +1,4 @@
-"""What a source must be before it is grown: its tensors, what they share, its sizes, its values."""
+"""What is refused of a source, its names, shapes, ties, sizes and values, and of grown values."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from growkern.growth import grow as grow_module
 from growkern.growth.optimizer_archive import archive_size, write_archive
 from growkern.growth.optimizer_file import check_archive
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.peak import measured
 
 CASES = {
     "GPT2LMHeadModel": (GPT2, {"n_embd": 20, "n_layer": 3, "depth": "identity"}),
@@ -260,22 +261,6 @@ def test_a_full_disk_is_seen_before_any_work(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------- memory
 
-PEAK = """
-import sys, pathlib, growkern.growth.grow
-source, target, limit = sys.argv[1:]
-def status(field):
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
-how = {"n_embd": 1024, "n_layer": 3}
-growkern.growth.grow._shapes(growkern.plan(source, **how))
-pathlib.Path("/proc/self/clear_refs").write_text("5")
-base = status("VmRSS")
-growkern.grow_checkpoint(
-    source, target, memory_limit=limit, progress=False, optimizer=source + "/optimizer.pt", **how
-)
-print(status("VmHWM") - base)
-"""
-
 
 def test_memory_stays_within_its_limit(tmp_path):
     """By the system's own account, with a state of twelve times that."""
@@ -287,11 +272,10 @@ def test_memory_stays_within_its_limit(tmp_path):
     optimizer.step()
     model.save_pretrained(tmp_path / "source")
     torch.save(optimizer.state_dict(), tmp_path / "source" / "optimizer.pt")
-    command = [sys.executable, "-c", PEAK, tmp_path / "source", tmp_path / "grown", "90MB"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    places = tmp_path / "source", tmp_path / "grown", "90MB", tmp_path / "source" / "optimizer.pt"
+    peak = measured(*places, n_embd=1024, n_layer=3)
     assert (tmp_path / "grown" / "optimizer.pt").stat().st_size > 780e6
-    assert float(done.stdout) < 90
+    assert peak < 90
 
 
 def test_too_small_a_limit_names_the_least(tmp_path, monkeypatch):

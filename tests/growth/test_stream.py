@@ -1,8 +1,6 @@
 """Streaming onto disk: the same bytes as saving the model grown in memory, whatever the pieces."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from growkern.growth import axes, checksums, extras, pieces, stream
 from growkern.growth.files import Header, read_headers
 from growkern.growth.shards import parse_size
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.peak import measured
 from tests.growth.small_pieces import cut_small
 
 CLASSES = {
@@ -133,21 +132,6 @@ def test_as_many_workers_as_fit(tmp_path, monkeypatch):
         pieces.workers_within(plan, least - 1)
 
 
-PEAK = """
-import sys, pathlib, growkern.growth.grow
-source, target, limit = sys.argv[1:]
-def status(field):
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
-how = {"hidden_size": 1024, "num_hidden_layers": 3}
-growkern.growth.grow._shapes(growkern.plan(source, **how))
-pathlib.Path("/proc/self/clear_refs").write_text("5")
-base = status("VmRSS")
-growkern.grow_checkpoint(source, target, memory_limit=limit, progress=False, **how)
-print(status("VmHWM") - base)
-"""
-
-
 def test_memory_stays_within_its_limit(tmp_path):
     """By the system's own account, in a process that writes four times that."""
     sizes = {**LLAMA, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}
@@ -158,11 +142,10 @@ def test_memory_stays_within_its_limit(tmp_path):
     config.save_pretrained(tmp_path / "source")
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
-    command = [sys.executable, "-c", PEAK, tmp_path / "source", tmp_path / "grown", "80MB"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    how = {"hidden_size": 1024, "num_hidden_layers": 3}
+    peak = measured(tmp_path / "source", tmp_path / "grown", "80MB", **how)
     assert (tmp_path / "grown" / "model.safetensors").stat().st_size > 300e6
-    assert float(done.stdout) < 80
+    assert peak < 80
 
 
 def test_threads_are_left_as_they_were(tmp_path):

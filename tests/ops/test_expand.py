@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from torch import library
 
 from growkern.errors import GrowthError
 from growkern.ops import _native
@@ -394,11 +395,11 @@ def test_opcheck(name, upper, noise, device):
     case = make_case(5, 7, 9, 12, torch.float32, device, upper=upper, noise=noise)
     out = torch.zeros(9, 12, device=device)
     args = op_args(case, torch.float32, name)
-    torch.library.opcheck(expand_out_op, (out, *args[:11], name))
+    library.opcheck(expand_out_op, (out, *args[:11], name))
     case["weight"].requires_grad_()
     if "upper" in case:
         case["upper"].requires_grad_()
-    torch.library.opcheck(expand_op, op_args(case, torch.float32, name))
+    library.opcheck(expand_op, op_args(case, torch.float32, name))
 
 
 @pytest.mark.parametrize("upper, noise", [*CASES, ("identity", "none"), ("identity", "col")])

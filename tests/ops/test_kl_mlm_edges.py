@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -237,7 +238,7 @@ def test_labels_that_count_lie_inside_the_vocabulary(device):
 
 def test_opcheck_of_the_labels(device):
     labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
-    torch.library.opcheck(checked_labels, (labels, kind, 9, ""))
+    library.opcheck(checked_labels, (labels, kind, 9, ""))
 
 
 @pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])

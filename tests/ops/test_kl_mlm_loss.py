@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+from torch import library
 
 import growkern
 from growkern.ops._kl_mlm_op import kl_mlm_rows_backward_op, kl_mlm_rows_op
@@ -262,11 +263,11 @@ def test_opcheck(backend, device):
     maths = [2.0, 0.0, 5.0, 0.3, 0.1, 1e-3]
     inputs = (student.requires_grad_(), teachers, labels, kind, 30, maths, False, "", backend)
     labels.clamp_(max=29)
-    torch.library.opcheck(kl_mlm_rows_op, inputs)
+    library.opcheck(kl_mlm_rows_op, inputs)
     rows, state = kl_mlm_rows_op(*inputs)
     drows = torch.ones_like(rows.detach())
     inputs = (drows, student.detach(), teachers, labels, kind, state, 30, maths, backend)
-    torch.library.opcheck(kl_mlm_rows_backward_op, inputs)
+    library.opcheck(kl_mlm_rows_backward_op, inputs)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)

@@ -3,6 +3,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import library
 from torch.nn import functional as F
 
 import growkern
@@ -558,7 +559,7 @@ def test_opcheck(per_row, backend, device):
     rows = (labels.clamp(min=0), kind, weights)
     flat = [x for pair in zip(*topk, strict=True) for x in pair]
     inputs = (student, flat, *rows, anchor_of(student), *settings)
-    torch.library.opcheck(topk_kl_mlm_op, inputs)
+    library.opcheck(topk_kl_mlm_op, inputs)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
