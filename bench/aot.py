@@ -3,8 +3,8 @@
 Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
 architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
 if a kernel spills, or loads or stores narrowly without saying why. A module of Triton kernels takes
-part by having ``aot_cases()``; CUDA kernels are in growkern/ops/_cuda_aot.py. Those are compiled by
-NVRTC down to machine code, so that no other tool has to understand its PTX; without NVRTC their
+part by having ``aot_cases()``; CUDA kernels are in bench/shared/cuda_cases.py. Those are compiled
+by NVRTC down to machine code, so that no other tool has to understand its PTX; without NVRTC their
 rows stay as they are.
 """
 
@@ -35,12 +35,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import growkern.ops
-from bench import report, results, roofline
-from bench.recorder import Recorder
-from bench.roofline import HotCode, estimate, read_gcn, read_sass
-from growkern.ops import _cuda, _cuda_aot
-from growkern.ops._cuda_aot import SHARED_LIMITS, CudaCase, cuda_cases
-from growkern.ops._launch import AotCase
+from bench.on_gpu.recorder import Recorder
+from bench.shared import harness, results, roofline
+from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
+from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
+from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
+from growkern.ops.backend import nvrtc
+from growkern.ops.backend.launch import AotCase
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -74,7 +75,7 @@ def ragged(case: AotCase) -> AotCase:
 
 
 def all_cases() -> list[AotCase]:
-    modules = (m.name for m in pkgutil.iter_modules(growkern.ops.__path__, "growkern.ops."))
+    modules = (m.name for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops."))
     cases = []
     for name in modules:
         found = getattr(importlib.import_module(name), "aot_cases", list)
@@ -149,10 +150,10 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
 
 def compile_cuda(case: CudaCase, arch: str) -> dict[str, Any]:
     """The same of a CUDA kernel, with shared memory as the launch asks for it."""
-    usage, code = _usage_of_cubin(_cuda.compile_cubin(case.kernel, arch))
+    usage, code = _usage_of_cubin(nvrtc.compile_cubin(case.kernel, arch))
     # where the width of an access is decided while it runs, all widths stand in the code, and it
     # cannot be counted
-    ragged = case.narrow == _cuda_aot.RAGGED
+    ragged = case.narrow == RAGGED_ROWS
     # every element is stored once
     elements = sum(width * count for width, count in code.stores.items()) / case.element_bytes
     return {
@@ -181,13 +182,13 @@ def _usage_of_cubin(cubin: bytes) -> tuple[dict[str, int], HotCode]:
         file.write(cubin)
         file.flush()
         command = [str(CUOBJDUMP), "-res-usage", "-sass", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
     if usage is None:
-        raise RuntimeError(f"no resource usage in the report of cuobjdump:\n{report[:2000]}")
+        raise RuntimeError(f"no resource usage in the report of cuobjdump:\n{printed[:2000]}")
     registers, stack, local = (int(x) for x in usage.groups())
     # what does not fit in registers goes to the stack or to local memory
-    return {"registers": registers, "spilled_bytes": stack + local}, read_sass(report)
+    return {"registers": registers, "spilled_bytes": stack + local}, read_sass(printed)
 
 
 def _usage_of_gcn(text: str) -> dict[str, int]:
@@ -233,7 +234,7 @@ def fingerprint(case: AotCase, arch: str) -> str:
 
 def cuda_fingerprint(case: CudaCase, arch: str) -> str:
     # the name of the cached machine code is of sources, flags, architecture and NVRTC
-    source = _cuda.cache_path(case.kernel, arch).name
+    source = nvrtc.cache_path(case.kernel, arch).name
     everything = (source, case._replace(kernel=None), arch, triton.__version__, _readers())
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 
@@ -246,7 +247,7 @@ def _jobs(only: str, archs: Sequence[str]) -> list[Job]:
         for arch in archs or ARCHS
         if only in case.name and (case.narrow != RAGGED or arch == RAGGED_ARCH)
     ]
-    if _cuda.nvrtc() is None:
+    if nvrtc.nvrtc() is None:
         return jobs
     return jobs + [
         (case.name, arch, cuda_fingerprint(case, arch))
@@ -281,7 +282,7 @@ def compile_all(
             known[row["fingerprint"]] = row
             each(row)
     rows = [known[mark] for _, _, mark in wanted]
-    if _cuda.nvrtc() is None:
+    if nvrtc.nvrtc() is None:
         rows += [row for row in kept if row["kernel"].startswith("CUDA") and only in row["kernel"]]
     return rows
 
@@ -296,7 +297,7 @@ def _compile_named(job: Job) -> dict[str, Any]:
 
 
 def compilers() -> dict[str, str | None]:
-    return {"triton": triton.__version__, "nvrtc": _cuda.nvrtc_version()}
+    return {"triton": triton.__version__, "nvrtc": nvrtc.nvrtc_version()}
 
 
 def run(recorder: Recorder) -> None:
@@ -322,7 +323,7 @@ def main(argv: list[str]) -> int:
     before = results.read(args.json)
     kept = [] if args.again else before.get("rows", [])
     rows = compile_all(args.only, args.arch, kept)
-    report.show(rows, Console(width=None if sys.stdout.isatty() else 200))
+    harness.show(rows, Console(width=None if sys.stdout.isatty() else 200))
     found = [fault for row in rows for fault in faults(row)]
     for fault in found:
         print(fault)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.check_expand import truth_rows
-from bench.report import (
+from bench.on_gpu.check_expand import truth_rows
+from bench.shared.harness import (
     Rows,
     compiled,
     interleaved_ms,
@@ -22,7 +22,7 @@ from bench.report import (
     require_green,
     show_and_save,
 )
-from growkern.ops.expand import expand
+from growkern.ops.expand.op import expand
 
 SOURCE, TARGET = 4096, 8192
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

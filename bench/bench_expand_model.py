@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bench import llama_growth, peers
-from bench.report import (
+from bench.shared import llama_growth, peers
+from bench.shared.harness import (
     Rows,
     compiled,
     interleaved_ms,
@@ -26,8 +26,8 @@ from bench.report import (
     require_green,
     show_and_save,
 )
-from growkern.growth.work import work_on
-from growkern.ops.expand import expand, expand_reference
+from growkern.ops.expand.op import expand, expand_reference
+from growkern.ops.expand.work import work_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # by device: what fits there and ends in a minute

@@ -28,7 +28,7 @@ import torch
 import transformers
 
 import growkern
-from bench.report import ROOT, Rows, machine, show_and_save
+from bench.shared.harness import ROOT, Rows, machine, show_and_save
 
 # hidden size of source and target, layers, vocabulary
 SIZES = {

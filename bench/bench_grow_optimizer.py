@@ -22,7 +22,7 @@ import transformers
 
 import growkern
 from bench.bench_grow_checkpoint import bytes_of, settle, status
-from bench.report import ROOT, Rows, machine, show_and_save
+from bench.shared.harness import ROOT, Rows, machine, show_and_save
 
 WIDTHS, LAYERS = (640, 1280), 12
 MEMORY_LIMIT = "100MB"

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from bench import peers
-from bench.loss_measure import DEVICE, Provider, gradient_error, in_turns
-from bench.report import Rows, machine, require_green, show_and_save
-from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
+from bench.shared import peers
+from bench.shared.harness import Rows, machine, require_green, show_and_save
+from bench.shared.loss_measure import DEVICE, Provider, gradient_error, in_turns
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # rows, vocabulary, student width, teacher width
 SHAPES = {

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import growkern
-from bench.loss_measure import gradient_error
-from bench.report import machine, require_green, show_and_save
+from bench.shared.harness import machine, require_green, show_and_save
+from bench.shared.loss_measure import gradient_error
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
-from growkern.train.cache_teacher import CacheHeader
+from growkern.train.cached_teacher.rows import topk_of_head
+from growkern.train.cached_teacher.write import CacheHeader
 from growkern.train.data import pack_text
 from growkern.train.head import align_labels, head_inputs
-from growkern.train.teacher_rows import topk_of_head
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 16
 TEACHER = {"n_embd": 128, "n_layer": 3, "n_head": 4}

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional as F
 
 from bench.bench_linear_kl_mlm_loss import DRIFT, make_inputs
-from bench.loss_measure import DEVICE, gradient_error, measure
-from bench.report import machine, require_green, show_and_save
-from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.ops.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.teacher_rows import topk_of_head
+from bench.shared.harness import machine, require_green, show_and_save
+from bench.shared.loss_measure import DEVICE, gradient_error, measure
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
+from growkern.train.cached_teacher.rows import topk_of_head
 
 # rows, vocabulary, student width, teacher width
 SHAPES = {

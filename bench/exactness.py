@@ -13,7 +13,7 @@ import torch
 
 import growkern
 from bench import bench_linear_kl_mlm_loss as linear
-from bench.report import Rows, machine, show_and_save
+from bench.shared.harness import Rows, machine, show_and_save
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 # hidden size and heads of the source, hidden size of the target, feed-forward sizes of both

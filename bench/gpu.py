@@ -27,9 +27,9 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import results
-from bench.pieces import PIECES, Piece, chosen
-from bench.processes import die_with_writer, gather, run_apart, run_here
+from bench.on_gpu.pieces import PIECES, Piece, chosen
+from bench.on_gpu.processes import die_with_writer, gather, run_apart, run_here
+from bench.shared import results
 
 MARKS = {"ok": "[green]ok[/]", "skipped": "[yellow]skipped[/]", "done": "[dim]done before[/]"}
 LOG_LINES = 12
@@ -63,7 +63,7 @@ def unpack_wheels(wheels: Path, site: Path) -> Path:
 
 def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
     """Asked in a child: this process never touches the GPU, so no piece can spoil it."""
-    code = "import json; from bench.results import machine; print(json.dumps(machine()))"
+    code = "import json; from bench.shared.results import machine; print(json.dumps(machine()))"
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:

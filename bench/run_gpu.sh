@@ -7,7 +7,7 @@
 # benchmarks, then training steps, tuning, compile-time figures) for SECONDS, 520 by default, and
 # leaves OUT/results.tgz: one file to bring home. At home, in the repository:
 #
-#   mkdir there && tar xzf results.tgz -C there && python -m bench.report --take there/bench/results
+#   mkdir there && tar xzf results.tgz -C there && python -m bench.shared.harness --take there/bench/results
 #
 # Nothing else has to be installed there than PyTorch, Triton and transformers; what needs more is
 # skipped and says so. It can come along as wheels, fetched where there is a network: what the ops'

@@ -2,7 +2,7 @@
 
 As a piece of `bench.gpu` it records every candidate's time, and whether its result is the
 default's. `python -m bench.tune bench/results/<gpu>` then writes what is faster into the table
-that the library ships, growkern/ops/_tuned.json.
+that the library ships, growkern/ops/backend/tuned.json.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import results
-from bench.check_expand import make_case
-from bench.check_loss import make_heads, make_labels, make_logits
-from bench.recorder import Recorder
-from bench.report import interleaved_ms
-from growkern.ops._launch import TUNED_FILE, forced_choice, tuned_key
-from growkern.ops.expand import expand
-from growkern.ops.kl_mlm_loss import kl_mlm_loss
-from growkern.ops.topk_kl_mlm_loss import topk_kl_mlm_loss
+from bench.on_gpu.check_expand import make_case
+from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
+from bench.on_gpu.recorder import Recorder
+from bench.shared import results
+from bench.shared.harness import interleaved_ms
+from growkern.ops.backend.launch import TUNED_FILE, forced_choice, tuned_key
+from growkern.ops.expand.op import expand
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 # a choice must save this share of the time: less is noise
 WORTH = 0.03

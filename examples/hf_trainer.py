@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from examples.inherited_loss import inherited_loss
-from growkern.train.checks import is_causal
 from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.load import is_causal
 
 
 class InheritingTrainer(Trainer):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.train.checks import is_causal
 from growkern.train.head import align_labels, head_inputs, head_swap, softcap_of
 from growkern.train.inheritance import loss_beside
+from growkern.train.load import is_causal
 
 
 def count_labels(batches: list[dict[str, Tensor]], model: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from growkern.ops._backend import Backend, describe_backends
+from growkern.ops.backend.choose import Backend, describe_backends
 
 PACKAGES = ("growkern", "torch", "transformers", "accelerate", "safetensors", "triton")
 

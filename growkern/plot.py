@@ -19,8 +19,9 @@ import transformers
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.outputs import load_model
+from growkern.growth.record.outputs import load_model
 from growkern.train.run import last_checkpoint
+from growkern.whole import write_whole
 
 STATE_FILE = "trainer_state.json"
 
@@ -219,10 +220,8 @@ def _new_figure() -> Any:
 
 
 def _save(figure: Any, out: Path) -> None:
-    part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(part, format="png", dpi=130)
-        part.replace(out)
+        write_whole(out, lambda partial: figure.savefig(partial, format="png", dpi=130))
     except OSError as error:
         raise GrowthError(f"{out}: {error.strerror or error}") from error

@@ -38,7 +38,7 @@ def plan(
     ] = None,
 ) -> None:
     """Show what growing would do, from the config and the file headers alone."""
-    from growkern.growth.plan import plan as make_plan
+    from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, **growth)
     if as_json:
@@ -109,7 +109,7 @@ def dtype_of(name: str | None) -> Any:
 
 
 def print_growth(report: Any) -> None:
-    from growkern.growth.show import human
+    from growkern.growth.plan.table import human
 
     for finding in report.plan.findings:
         print(finding.line())
@@ -119,7 +119,7 @@ def print_growth(report: Any) -> None:
 
 
 def print_moments(report: Any) -> None:
-    from growkern.growth.moments import moment_findings
+    from growkern.growth.optimizer.moments import moment_findings
 
     for finding in moment_findings(report.plan):
         print(finding.line())
@@ -144,7 +144,7 @@ def verify(
 
 def compare_checksums(source: Path, target: Path) -> None:
     """Show what is not as it was; a source that is gone is passed over."""
-    from growkern.growth.checksums import verify_checksums
+    from growkern.growth.disk.checksums import verify_checksums
 
     report = verify_checksums(target, source if source.exists() else None)
     for wrong in report.wrong:
@@ -158,7 +158,7 @@ def compare_checksums(source: Path, target: Path) -> None:
 
 def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
     """Show how the grown checkpoint compares; exit 1 if it is not what it should be."""
-    from growkern.growth.verify import verify as check
+    from growkern.growth.record.verify import verify as check
 
     report = check(source, target, **compared)
     show(report)
@@ -170,8 +170,8 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
     from transformers import AutoTokenizer
 
-    from growkern.growth.outputs import longest
-    from growkern.growth.source import open_source
+    from growkern.growth.record.outputs import longest
+    from growkern.growth.source.source import open_source
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
     from growkern.train.head import align_labels
 

@@ -31,8 +31,8 @@ def fold(
     max_shard_size: ShardSize = "5GB",
 ) -> None:
     """Fold the grown checkpoint DST, trained since or not, back into the source's sizes."""
-    from growkern.growth.fold_checkpoint import fold as make
-    from growkern.growth.show import human
+    from growkern.growth.plan.table import human
+    from growkern.growth.record.fold_checkpoint import fold as make
 
     silence_transformers()
     report = make(

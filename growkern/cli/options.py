@@ -10,7 +10,7 @@ import typer
 
 from growkern.families.load import load_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
-from growkern.growth.target import PAD_VOCAB, growable_fields
+from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 
 # the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {

@@ -29,11 +29,10 @@ def cache_teacher(
     """Run the teacher SRC once over the text and keep its k likeliest tokens per row."""
     from transformers import AutoTokenizer
 
-    from growkern.growth.show import human
-    from growkern.train.cache_teacher import cache_teacher as make
-    from growkern.train.checks import is_causal
+    from growkern.growth.plan.table import human
+    from growkern.train.cached_teacher.write import cache_teacher as make
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
-    from growkern.train.run import check_fits, load_language_model
+    from growkern.train.load import check_fits, is_causal, load_language_model
 
     silence_transformers()
     model = load_language_model(source)

@@ -15,7 +15,6 @@ import transformers
 from rich.console import Console
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-import growkern
 from growkern.demo.config import (
     CONTESTANTS,
     FULL,
@@ -31,9 +30,10 @@ from growkern.demo.stages import Stages, write_json
 from growkern.demo.training import Data, curve_from, curve_record, train_model
 from growkern.errors import GrowthError
 from growkern.growth.grow import grow_checkpoint
-from growkern.growth.plan import plan
-from growkern.growth.verify import verify
+from growkern.growth.plan.growth_plan import plan
+from growkern.growth.record.verify import verify
 from growkern.info import collect
+from growkern.package import version
 from growkern.plot import Curve, draw
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text
@@ -86,7 +86,7 @@ class _Demo:
             "config": asdict(config),
             "contestants": [asdict(contestant) for contestant in CONTESTANTS],
             "seed": seed,
-            "version": growkern.__version__,
+            "version": version(),
         }
         self.directory, self.config, self.seed, self.console = directory, config, seed, console
         self.stages = Stages(directory, identity)

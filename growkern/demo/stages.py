@@ -1,12 +1,12 @@
 """Marks of what is done: a demo that is killed at any moment goes on where it was."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.whole import PARTIAL, write_whole
 
 IDENTITY_FILE = "demo.json"
 
@@ -51,18 +51,14 @@ class Stages:
 
 def _is_empty(directory: Path) -> bool:
     """But for the identity that was being written when an earlier start was killed."""
-    return all(path.name == f".{IDENTITY_FILE}.part" for path in directory.iterdir())
+    return all(path.match(PARTIAL.format(name=IDENTITY_FILE)) for path in directory.iterdir())
 
 
 def write_json(file: Path, value: Any) -> None:
     """Write a file that is there whole or not at all."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.part")
-        with part.open("w", encoding="utf-8") as stream:
-            json.dump(value, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(file)
+        text = json.dumps(value, indent=1)
+        write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,40 +13,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.growth.apply import build_tensor
-from growkern.growth.checkpoint import complete, in_model_order
-from growkern.growth.checksums import write_checksums
-from growkern.growth.journal import Journal
-from growkern.growth.lineage import Settings, identity, source_files, write_lineage
-from growkern.growth.materialise import untrained_model
-from growkern.growth.optimizer_file import OPTIMIZER_FILE
-from growkern.growth.optimizer_stream import OptimizerStream
-from growkern.growth.pieces import MEMORY_LIMIT, workers_within
-from growkern.growth.plan import GrowthPlan, plan
-from growkern.growth.shards import lay_out, parse_size
-from growkern.growth.source_checks import refuse_overflow
-from growkern.growth.staging import Staging, check_space, check_target, refusing, sweep
-from growkern.growth.stream import Stream
-from growkern.growth.work import work_on
-
-
-@dataclass(frozen=True)
-class GrowthReport:
-    """What `grow_checkpoint` did.
-
-    Attributes:
-        directory: the new checkpoint.
-        plan: the plan it carried out.
-        bytes_written: size of the weights, bytes.
-        seconds: wall time of building and writing.
-        bytes_kept: how much of it an interrupted run had written already.
-    """
-
-    directory: Path
-    plan: GrowthPlan
-    bytes_written: int
-    seconds: float
-    bytes_kept: int = 0
+from growkern.growth.disk.checksums import write_checksums
+from growkern.growth.disk.companions import complete
+from growkern.growth.disk.journal import Journal
+from growkern.growth.disk.shards import lay_out
+from growkern.growth.disk.staging import Staging, check_space, check_target, refusing, sweep
+from growkern.growth.disk.stream import Stream
+from growkern.growth.models import in_model_order, untrained_model
+from growkern.growth.optimizer.file import OPTIMIZER_FILE
+from growkern.growth.optimizer.stream import OptimizerStream
+from growkern.growth.options import parse_size
+from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
+from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
+from growkern.growth.record.lineage import Settings, identity, source_files, write_lineage
+from growkern.growth.source.checks import refuse_overflow
+from growkern.growth.tensors.tensor import build_tensor
+from growkern.ops.expand.work import work_on
 
 
 def grow(

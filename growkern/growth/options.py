@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -85,3 +86,24 @@ class GrowthOptions:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_size(name: str, value: int | str) -> int:
+    """Bytes from a number, or from text such as "512MB" (10^6) or "1GiB" (2^30).
+
+    Raises:
+        GrowthError: neither of the two, or not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or not found or found[2].upper() not in UNITS:
+        raise GrowthError(f"{name}={value!r}: give bytes or a text like '512MB' or '1GiB'")
+    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size < 1:
+        raise GrowthError(f"{name}={value!r} must be positive")
+    return size

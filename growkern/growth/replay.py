@@ -5,11 +5,16 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from growkern.growth.grow import GrowthReport, carry_out
-from growkern.growth.lineage import contradictions, plan_from_lineage, read_lineage, version_notes
-from growkern.growth.pieces import MEMORY_LIMIT
-from growkern.growth.plan import GrowthPlan
-from growkern.growth.source import open_source
+from growkern.growth.grow import carry_out
+from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport
+from growkern.growth.plan.pieces import MEMORY_LIMIT
+from growkern.growth.record.lineage import (
+    contradictions,
+    plan_from_lineage,
+    read_lineage,
+    version_notes,
+)
+from growkern.growth.source.source import open_source
 
 
 def replay(

@@ -4,16 +4,12 @@ import os
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from growkern.errors import GrowthError
-from growkern.train.cached_teacher import CachedTeacher
+from growkern.train.cached_teacher.store import TeacherCache
+from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
 from growkern.train.inheritance import InheritanceSchedule, Teachers
-from growkern.train.teacher_cache import TeacherCache
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
@@ -42,19 +38,6 @@ def choose_teachers(
     if isinstance(teacher, TeacherCache):
         return CachedTeacher(teacher, inheritance)
     return Teachers(as_list(teacher), inheritance.teacher_weights)
-
-
-def is_causal(model: Any) -> bool:
-    """Whether a position predicts the next token; refuses what is no language model."""
-    names = {cls.__name__ for cls in type(model).__mro__}
-    causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-    masked = bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
-    if model.config.is_encoder_decoder or not (causal or masked):
-        raise GrowthError(
-            f"{type(model).__name__} is neither a masked nor a causal language model: "
-            "use a ...ForMaskedLM or ...ForCausalLM model"
-        )
-    return causal
 
 
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:

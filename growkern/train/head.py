@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.ops._kl_mlm_options import IGNORE_INDEX
+from growkern.ops.loss.rows.options import IGNORE_INDEX
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

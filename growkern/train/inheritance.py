@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from growkern.errors import GrowthError
-from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.head import HeadInputs, check_head, head_inputs, softcap_of
 
 KLRows = Literal["labels", "all"]

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
+from transformers import AutoTokenizer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
-from growkern.train.checks import is_causal
+from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
-from growkern.train.teacher_cache import TeacherCache
+from growkern.train.load import check_directory, check_fits, is_causal, load_language_model
 from growkern.train.trainer import TwoStageTrainer
 
 MARKER = "run.json"
@@ -49,7 +47,7 @@ def train(
     _batch_of_a_process(run)
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
     for name in _checkpoint_directories(run):
-        _check_directory(base / name)
+        check_directory(base / name)
     if run.output.tensorboard and find_spec("tensorboard") is None:
         raise GrowthError(
             "output.tensorboard is on and TensorBoard is not installed: set it to false, or "
@@ -121,22 +119,6 @@ def build_trainer(
         eval_dataset=eval_blocks,
         data_collator=collator,
     )
-
-
-def load_language_model(directory: Path) -> Any:
-    """The model of a checkpoint directory, in the class that its config names.
-
-    raises: GrowthError when the directory, the class or the weights are unfit.
-    """
-    _check_directory(directory)
-    names = AutoConfig.from_pretrained(directory).architectures or ["(none)"]
-    cls = getattr(transformers, names[0], None)
-    if cls is None:
-        raise GrowthError(f"{directory}: config.json names the architecture {names[0]}: unknown")
-    try:
-        return cls.from_pretrained(directory)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise GrowthError(f"{directory}: the weights cannot be loaded: {error}") from error
 
 
 def last_checkpoint(directory: Path) -> Path | None:
@@ -211,27 +193,6 @@ def _checkpoint_directories(run: Run) -> list[str]:
 def _input_directories(run: Run) -> list[str]:
     cache = run.teacher.cache if run.teacher else None
     return _checkpoint_directories(run) + ([cache] if cache else [])
-
-
-def _check_directory(directory: Path) -> None:
-    if not (directory / "config.json").is_file():
-        raise GrowthError(f"{directory} is no checkpoint directory: it has no config.json")
-
-
-def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
-    """Refuse blocks longer, or ids larger, than a model has embeddings for."""
-    config = AutoConfig.from_pretrained(directory)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise GrowthError(
-            f"the sequence length (data.sequence_length, --sequence-length) is {length}, "
-            f"{directory} has {positions} positions: give {positions} or less"
-        )
-    if len(tokenizer) > config.vocab_size:
-        raise GrowthError(
-            f"the tokenizer has {len(tokenizer)} ids, {directory} a vocabulary of "
-            f"{config.vocab_size}"
-        )
 
 
 def _has_tokenizer(directory: Path) -> bool:

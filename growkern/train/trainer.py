@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from growkern.train.checks import (
-    as_list,
-    check_arguments,
-    check_block_size,
-    choose_teachers,
-    is_causal,
-)
+from growkern.train.callbacks import Cues
+from growkern.train.checks import as_list, check_arguments, check_block_size, choose_teachers
 from growkern.train.config import TwoStageConfig
-from growkern.train.cues import Cues
 from growkern.train.flops import ModelCost
 from growkern.train.head import (
     IGNORE_INDEX,
@@ -31,6 +25,7 @@ from growkern.train.head import (
     softcap_of,
 )
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
+from growkern.train.load import is_causal
 from growkern.train.meter import Meter
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from bench import results
-from growkern.ops._launch import HAS_TRITON
+from bench.shared import results
+from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.bare import make_bare_python
 
 MISSING = ("xxhash", "accelerate", "pytest", "hypothesis", "matplotlib", "liger_kernel")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench import results
+from bench.shared import results
 
 ROOT = results.ROOT
 README = (ROOT / "README.md").read_text()

@@ -11,21 +11,20 @@ import pytest
 import torch
 import transformers
 
-from bench import (
+from bench import gpu
+from bench.on_gpu import (
     check_cuda,
     check_expand,
     check_loss,
     check_options,
     check_suite,
-    gpu,
-    llama_growth,
     pieces,
     processes,
-    results,
     sanitize,
 )
-from bench.recorder import Recorder, Skip
-from growkern.ops._launch import HAS_TRITON
+from bench.on_gpu.recorder import Recorder, Skip
+from bench.shared import llama_growth, results
+from growkern.ops.backend.launch import HAS_TRITON
 from tests.ops import cuda_emulator
 
 # masked lanes are inf - inf in NumPy, which says so; a kernel drops them
@@ -103,11 +102,11 @@ ENDS = {
 def test_a_piece_that_breaks_keeps_its_rows(status, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
-        "import bench.ceilings\n"
+        "import bench.on_gpu.ceilings\n"
         "def run(recorder):\n"
         "    recorder.add({'ceiling': 'before'})\n"
         f"    {ENDS[status]}\n"
-        "bench.ceilings.run = run\n"
+        "bench.on_gpu.ceilings.run = run\n"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     piece, path = TOY_PIECES["ceilings"], tmp_path / "ceilings.json"
@@ -121,12 +120,12 @@ def test_a_piece_that_breaks_keeps_its_rows(status, tmp_path):
 
 STARTS_A_CHILD = """
 import subprocess, sys, time
-import bench.ceilings
+import bench.on_gpu.ceilings
 def run(recorder):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     recorder.add({"ceiling": "before", "child": child.pid, "own": os.getpid()})
     time.sleep(600)
-bench.ceilings.run = run
+bench.on_gpu.ceilings.run = run
 """
 
 
@@ -176,15 +175,15 @@ def test_a_kill_leaves_no_child_behind_and_loses_no_row(forked, tmp_path):
 CRASHES_ONCE = """
 import os
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import bench.ceilings
-    right = bench.ceilings.run
+    import bench.on_gpu.ceilings
+    right = bench.on_gpu.ceilings.run
     def run(recorder):
         recorder.add({"ceiling": "before"})
         if not os.path.exists(FLAG):
             open(FLAG, "w").close()
             os.kill(os.getpid(), 11)
         right(recorder)
-    bench.ceilings.run = run
+    bench.on_gpu.ceilings.run = run
 """
 
 

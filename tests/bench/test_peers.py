@@ -6,9 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from bench import bench_linear_kl_mlm_loss, peers
-from bench.loss_measure import Provider, in_turns
-from bench.peers import Peer
+from bench import bench_linear_kl_mlm_loss
+from bench.shared import peers
+from bench.shared.loss_measure import Provider, in_turns
+from bench.shared.peers import Peer
 
 
 def fails():

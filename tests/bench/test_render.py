@@ -1,25 +1,26 @@
 """Tables and pictures say what the JSON says, and "not measured yet" where it says nothing."""
 
-from bench import render, results, tune
+from bench import report, tune
+from bench.shared import results
 from tests.bench.test_gpu import document
 
 ROOT = results.ROOT
 
 
 def test_without_results_nothing_is_claimed(tmp_path):
-    table = render.gpu_table(tmp_path)
+    table = report.gpu_table(tmp_path)
     lines = table.splitlines()[2:]
-    assert len(lines) == len(render.GPU_ROWS)
+    assert len(lines) == len(report.GPU_ROWS)
     assert all(line.endswith("| not measured yet |") for line in lines)
-    assert render.gpus(tmp_path) == []
+    assert report.gpus(tmp_path) == []
 
 
 def test_the_readme_is_what_the_results_say():
     text = (ROOT / "README.md").read_text()
-    assert render.with_blocks(text, results.RESULTS) == text, "run python -m bench.report"
-    assert all(f"<!-- {name} -->" in text for name in render.BLOCKS)
+    assert report.with_blocks(text, results.RESULTS) == text, "run python -m bench.report"
+    assert all(f"<!-- {name} -->" in text for name in report.BLOCKS)
     aot = (results.RESULTS / "aot.md").read_text()
-    assert render.aot_table(results.RESULTS) == aot, "run python -m bench.report"
+    assert report.aot_table(results.RESULTS) == aot, "run python -m bench.report"
 
 
 EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "yes", "of limit": 0.9}
@@ -29,12 +30,12 @@ EXPAND |= {"x eager": 6.0, "compiled ms": 0.3, "reused ms": 0.1}
 def test_figures_come_from_good_runs_of_real_sizes(tmp_path):
     path = tmp_path / "nvidia-h200" / "bench_expand.json"
     results.write(path, document(rows=[EXPAND]))
-    assert "0.90 of a copy, 6.0 x eager, 3.0 x torch.compile" in render.gpu_table(tmp_path)
-    assert "NVIDIA H200" in render.gpu_table(tmp_path).splitlines()[0]
+    assert "0.90 of a copy, 6.0 x eager, 3.0 x torch.compile" in report.gpu_table(tmp_path)
+    assert "NVIDIA H200" in report.gpu_table(tmp_path).splitlines()[0]
     for changes in ({"status": "failed"}, {"toy": True}):
         results.write(path, document(rows=[EXPAND], **changes))
-        assert "0.90" not in render.gpu_table(tmp_path)
-    assert "failed" not in render.gpu_table(tmp_path), "a dry run is no result"
+        assert "0.90" not in report.gpu_table(tmp_path)
+    assert "failed" not in report.gpu_table(tmp_path), "a dry run is no result"
 
 
 def test_a_failed_check_reads_failed(tmp_path):
@@ -42,7 +43,7 @@ def test_a_failed_check_reads_failed(tmp_path):
     why = ["bfloat16: error 1 | 2\nand more", "another"]
 
     def line():
-        return next(x for x in render.gpu_table(tmp_path).splitlines() if "`expand` against" in x)
+        return next(x for x in report.gpu_table(tmp_path).splitlines() if "`expand` against" in x)
 
     results.write(path, document(status="failed", failures=why))
     assert line().endswith("| failed: bfloat16: error 1 / 2 |")
@@ -69,7 +70,7 @@ def test_the_linear_loss_stands_beside_its_gemms(tmp_path):
         )
     ]
     results.write(tmp_path / "gpu" / "scaling.json", document(rows=rows))
-    assert "| 1.10 x its GEMMs alone |" in render.gpu_table(tmp_path)
+    assert "| 1.10 x its GEMMs alone |" in report.gpu_table(tmp_path)
 
 
 def test_pictures_of_the_sweep_over_sizes(tmp_path):
@@ -86,12 +87,12 @@ def test_pictures_of_the_sweep_over_sizes(tmp_path):
     ]
     results.write(tmp_path / "scaling.json", document(rows=rows))
     results.write(tmp_path / "ceilings.json", document(rows=ceilings))
-    made = render.draw(tmp_path)
+    made = report.draw(tmp_path)
     assert [path.name for path in made] == ["speed.png", "memory.png", "roofline.png"]
     assert all(path.stat().st_size > 10_000 for path in made)
-    assert abs(render.slope(rows[:3]) - 1) < 1e-9
+    assert abs(report.slope(rows[:3]) - 1) < 1e-9
     (tmp_path / "scaling.json").unlink()
-    assert render.draw(tmp_path) == []
+    assert report.draw(tmp_path) == []
 
 
 def test_only_choices_that_are_right_and_worth_it_are_shipped(tmp_path):

@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
-from growkern.growth.fold import fold_tensor
-from growkern.growth.origins import origin_of
+from growkern.growth.record.fold import fold_tensor
+from growkern.growth.record.origins import origin_of
 
 transformers.logging.set_verbosity_error()
 

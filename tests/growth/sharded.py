@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import growkern
-from growkern.growth import baselines
-from growkern.growth.distributed_checkpoint import StoredTensor
+from growkern.growth.source.distributed import StoredTensor
+from growkern.growth.tensors import baselines
 from tests.growth import sharded_optimizer
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_families import PYTHIA

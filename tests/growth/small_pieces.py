@@ -1,6 +1,7 @@
 """A few rows per piece, so that tiny models are cut as large ones are."""
 
-from growkern.growth import checksums, pieces, stream
+from growkern.growth.disk import checksums, stream
+from growkern.growth.plan import pieces
 
 BYTES = 500
 

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 import growkern
-from growkern.growth import baselines
-from growkern.growth.apply import build_tensor, source_index
-from growkern.growth.initialisation import initial_tensors
+from growkern.growth.plan.initialisation import initial_tensors
+from growkern.growth.tensors import baselines
+from growkern.growth.tensors.tensor import build_tensor, source_index
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_families import CASES
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import growkern
 from growkern.cli import app
-from growkern.growth import staging
-from growkern.growth.files import Header
-from growkern.growth.source import open_source
+from growkern.growth.disk import staging
+from growkern.growth.source.files import Header
+from growkern.growth.source.source import open_source
 from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
 from tests.growth.test_families import BART, MODERN, NEOX, ROTARY, T5
 from tests.growth.test_matrix import GROUPED

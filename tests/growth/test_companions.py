@@ -10,8 +10,8 @@ from torch.distributed import checkpoint as distributed
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import growkern
-from growkern.growth import staging
-from growkern.growth.companions import companions
+from growkern.growth.disk import staging
+from growkern.growth.disk.companions import companions
 from tests.growth.models import LLAMA, random_model
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 import growkern
-from growkern.growth.files import read_headers
+from growkern.growth.source.files import read_headers
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})

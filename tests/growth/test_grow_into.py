@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 import growkern
-from growkern.growth.distributed_checkpoint import runs_of
+from growkern.growth.source.distributed import runs_of
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.sharded import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_RANKS
 from tests.growth.test_families import CASES as FAMILIES

@@ -10,9 +10,9 @@ import transformers
 
 import growkern
 from growkern.families.load import load_family
-from growkern.growth.lineage import config_dict, read_lineage, record_of
-from growkern.growth.shards import lay_out
-from growkern.growth.vectors import index_text, read_index, read_values, value_text
+from growkern.growth.disk.shards import lay_out
+from growkern.growth.record.lineage import config_dict, read_lineage, record_of
+from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_families import BART
 from tests.growth.test_matrix import FAMILIES, deeper, width

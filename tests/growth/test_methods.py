@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth import maps
+from growkern.growth.space import maps
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 D, HEADS, FFN, HEAD_DIM, LAYERS = 12, 3, 20, 4, 3

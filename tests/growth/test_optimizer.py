@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.functional import cross_entropy
 
 import growkern
-from growkern.growth.optimizer import decay_names
+from growkern.growth.optimizer.state import decay_names
 from tests.growth.models import BERT, GPT2, LLAMA, Float64Everywhere, random_model
 from tests.growth.test_families import CASES as FAMILIES
 from tests.growth.test_families import HEAD_DIM, PYTHIA, ROTARY

@@ -13,10 +13,12 @@ import torch
 import transformers
 
 import growkern
-from growkern.growth import checksums, optimizer_archive, optimizer_stream
 from growkern.growth import grow as grow_module
-from growkern.growth.optimizer_archive import archive_size, write_archive
-from growkern.growth.optimizer_file import check_archive
+from growkern.growth.disk import checksums
+from growkern.growth.optimizer import archive as archive_module
+from growkern.growth.optimizer import stream
+from growkern.growth.optimizer.archive import archive_size, write_archive
+from growkern.growth.optimizer.file import check_archive
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.peak import measured
 
@@ -31,9 +33,7 @@ CASES = {
 def small_pieces(monkeypatch):
     """A few rows per piece, as of large models."""
     blocks = checksums.row_blocks
-    monkeypatch.setattr(
-        optimizer_stream, "row_blocks", lambda shape, size, _: blocks(shape, size, 300)
-    )
+    monkeypatch.setattr(stream, "row_blocks", lambda shape, size, _: blocks(shape, size, 300))
 
 
 def saved(tmp_path, class_name="GPT2LMHeadModel", sizes=GPT2, dtype=torch.float32, **options):
@@ -150,9 +150,9 @@ def test_archives_of_any_content_come_back(tmp_path):
 def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
     """Also with the longer header that records of more than 4 GB have."""
     if is_large:
-        record = optimizer_archive._record
+        record = archive_module._record
         monkeypatch.setattr(
-            optimizer_archive, "_record", lambda *a: (record(*a[:2], 1 << 31)[0], True)
+            archive_module, "_record", lambda *a: (record(*a[:2], 1 << 31)[0], True)
         )
     state = {n: torch.full((n,), float(n)) for n in range(1, 40)}
     write_archive(state, tmp_path / "file", lambda x: [x])
@@ -221,7 +221,7 @@ def test_half_a_file_of_a_killed_run_is_not_published(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer_stream, "grow_moment", interrupted)
+        patched.setattr(stream, "grow_moment", interrupted)
         with pytest.raises(KeyboardInterrupt):
             grow(source, target)
     assert (tmp_path / ".grown.growing" / "checkpoint" / "optimizer.pt").exists()
@@ -280,7 +280,7 @@ def test_memory_stays_within_its_limit(tmp_path):
 
 def test_too_small_a_limit_names_the_least(tmp_path, monkeypatch):
     source = saved(tmp_path)
-    monkeypatch.setattr(optimizer_stream, "FIXED_BYTES", 2 << 30)
+    monkeypatch.setattr(stream, "FIXED_BYTES", 2 << 30)
     with pytest.raises(
         growkern.GrowthError, match=r"limit=1073.*MB.* optimizer .* at least 2148MB"
     ):
@@ -426,7 +426,7 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch):
         growkern.GrowthError, match=r"old\.pt: cannot be streamed: .* save it again"
     ):
         grow(source, tmp_path / "grown", optimizer=source / "old.pt")
-    monkeypatch.setattr(optimizer_archive, "sys", SimpleNamespace(byteorder="big"))
+    monkeypatch.setattr(archive_module, "sys", SimpleNamespace(byteorder="big"))
     write_archive(state, source / "optimizer.pt", list)
     with pytest.raises(growkern.GrowthError, match="another byte order"):
         grow(source, tmp_path / "grown")

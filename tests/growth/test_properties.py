@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import growkern
 from growkern.families.load import load_family
-from growkern.growth.lineage import plan_from_lineage, read_lineage
-from growkern.growth.source import open_source
+from growkern.growth.record.lineage import plan_from_lineage, read_lineage
+from growkern.growth.source.source import open_source
 from tests.growth.models import fold_back, random_model, relative_error
 from tests.growth.test_families import turning
 from tests.growth.test_matrix import FAMILIES, GROUPED_QUERIES

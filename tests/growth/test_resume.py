@@ -13,10 +13,11 @@ import torch
 
 import growkern
 from growkern.growth import grow as grow_module
-from growkern.growth import pieces, stream
-from growkern.growth.files import read_headers
-from growkern.growth.staging import Staging
-from growkern.growth.target_file import TargetFile
+from growkern.growth.disk import stream
+from growkern.growth.disk.staging import Staging
+from growkern.growth.disk.target_file import TargetFile
+from growkern.growth.plan import pieces
+from growkern.growth.source.files import read_headers
 from tests.growth.models import LLAMA, random_model
 from tests.growth.small_pieces import BYTES, cut_small
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growkern.growth import maps
-from growkern.growth.apply import build_tensor
-from growkern.growth.axes import axis_map
-from growkern.growth.plan import plan
-from growkern.growth.shares import partial_sums, take_shares
-from growkern.growth.spaces import signed_split
-from growkern.ops._launch import HAS_TRITON
+from growkern.growth.plan.axes import axis_map
+from growkern.growth.plan.growth_plan import plan
+from growkern.growth.space import maps
+from growkern.growth.space.shares import partial_sums, take_shares
+from growkern.growth.space.spaces import signed_split
+from growkern.growth.tensors.tensor import build_tensor
+from growkern.ops.backend.launch import HAS_TRITON
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 NARROW = [torch.bfloat16, torch.float16]

@@ -10,9 +10,11 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
-from growkern.growth import axes, checksums, extras, pieces, stream
-from growkern.growth.files import Header, read_headers
-from growkern.growth.shards import parse_size
+from growkern.growth.disk import checksums, stream
+from growkern.growth.options import parse_size
+from growkern.growth.plan import axes, pieces
+from growkern.growth.source.files import Header, read_headers
+from growkern.growth.tensors import extras
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.peak import measured
 from tests.growth.small_pieces import cut_small

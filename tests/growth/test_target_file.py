@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth import target_file
-from growkern.growth.target_file import BLOCK_BYTES, Buffer, TargetFile
+from growkern.growth.disk import target_file
+from growkern.growth.disk.target_file import BLOCK_BYTES, Buffer, TargetFile
 from tests.growth.models import LLAMA, random_model
 
 SIZE = 40 * BLOCK_BYTES + 123

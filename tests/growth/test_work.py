@@ -7,11 +7,10 @@ import transformers
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth import grow as grow_module
-from growkern.growth import grow_into as grow_into_module
-from growkern.growth.apply import build_tensor
-from growkern.growth.work import work_on
-from growkern.ops._expand_many import WorkList
-from growkern.ops._launch import HAS_TRITON
+from growkern.growth.sharded import grow_into as grow_into_module
+from growkern.growth.tensors.tensor import build_tensor
+from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand.work import WorkList, work_on
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from growkern.ops._cuda import Grid, Kernel, source_folder
+from growkern.ops.backend.nvrtc import Grid, Kernel, source_folder
 
 HERE = Path(__file__).parent
 WRAPPER = """#include "{name}.cu"

@@ -230,7 +230,7 @@ T __shfl_xor_sync(unsigned, T x, int lane_mask) {
     return x;
 }
 
-// ------------------------------------------------- the twins of cuda_device.h
+// ------------------------------------------------- the twins of device.h
 
 namespace growkern {
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.results import read
-from bench.roofline import HotCode, estimate, read_gcn, read_sass
-from growkern.ops import _cuda
-from growkern.ops._launch import HAS_TRITON
+from bench.shared.results import read
+from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
+from growkern.ops.backend import nvrtc
+from growkern.ops.backend.launch import HAS_TRITON
 
 if HAS_TRITON:
     import triton
@@ -57,7 +57,7 @@ def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path
     kept = {(row["kernel"], row["arch"]): row for row in document["rows"]}
     assert kept.keys() == {(row["kernel"], row["arch"]) for row in compiled[1]}, UPDATE
     # NVRTC is told by the first two numbers of its version: the third may differ in a digit
-    here = {"triton": triton.__version__, "nvrtc": _cuda.nvrtc_version()}
+    here = {"triton": triton.__version__, "nvrtc": nvrtc.nvrtc_version()}
     if document["machine"] == here | {"nvrtc": here["nvrtc"] or document["machine"]["nvrtc"]}:
         assert document["rows"] == compiled[1], UPDATE
 
@@ -92,7 +92,7 @@ ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_table_that_was_edited_is_noticed(name, compiled, tmp_path):
     """One of the rows made for real: fingerprints alone would believe the table."""
-    if name.startswith("CUDA") and _cuda.nvrtc() is None:
+    if name.startswith("CUDA") and nvrtc.nvrtc() is None:
         pytest.skip("no NVRTC: pip install -r requirements-dev.txt")
     lines = "from bench import aot, results; from pathlib import Path; import sys\n"
     lines += f"rows = aot.compile_all('{name}', ['sm_90'])\n"

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.shared.cuda_cases import cuda_cases
 from growkern.errors import GrowthError
-from growkern.ops import _cuda
-from growkern.ops._cuda import Grid
-from growkern.ops._cuda_aot import cuda_cases
-from growkern.ops._cuda_rows import RowsArgs, plan, rows_kernel
-from growkern.ops._kl_mlm_options import Maths, Rows
-from growkern.ops._kl_mlm_state import Steps, n_numbers
+from growkern.ops.backend import nvrtc
+from growkern.ops.backend.nvrtc import Grid
+from growkern.ops.loss.rows.on_cuda import RowsArgs, plan, rows_kernel
+from growkern.ops.loss.rows.options import Maths, Rows
+from growkern.ops.loss.rows.state import Steps, n_numbers
 from tests.ops.cuda_emulator import emulate
 from tests.ops.loss_inputs import make_logits
 
@@ -38,7 +38,7 @@ def test_nvcc_agrees_that_nothing_is_spilled(name, tmp_path, record_property):
     kernel, registers = CASES[name].kernel, CASES[name].registers
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (90, 100)]
     flags = [*kernel.flags, "-fatbin", "-Xptxas=-v", *targets]
-    source = _cuda.source_folder() / f"{kernel.name}.cu"
+    source = nvrtc.source_folder() / f"{kernel.name}.cu"
     command = [NVCC, *flags, "-o", str(tmp_path / "kernel.fatbin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -51,52 +51,52 @@ def test_nvcc_agrees_that_nothing_is_spilled(name, tmp_path, record_property):
     assert max(used) <= registers, done.stderr
 
 
-@pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+@pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 @pytest.mark.parametrize("name", CASES)
 def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
     kernel = CASES[name].kernel
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cubin = _cuda.cached_cubin(kernel, "sm_90")
+    cubin = nvrtc.cached_cubin(kernel, "sm_90")
     assert cubin[:4] == b"\x7fELF" and kernel.name.encode() in cubin
     # the second time it comes from the disk
-    monkeypatch.setattr(_cuda, "compile_cubin", None)
-    assert _cuda.cached_cubin(kernel, "sm_90") == cubin
+    monkeypatch.setattr(nvrtc, "compile_cubin", None)
+    assert nvrtc.cached_cubin(kernel, "sm_90") == cubin
     assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.*")))
 
 
-@pytest.mark.skipif(_cuda.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+@pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 def test_nvrtc_says_why_it_does_not_compile():
     with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
-        _cuda.compile_cubin(rows_kernel({"TEACHERS": 1, "STUDENT": "quad"}), "sm_90")
+        nvrtc.compile_cubin(rows_kernel({"TEACHERS": 1, "STUDENT": "quad"}), "sm_90")
 
 
 def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
     """In pip's packages, in CUDA_HOME, and beside an nvcc, also one that is a script."""
     packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: packages)
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: packages)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CUDA_PATH", raising=False)
     nvcc = tmp_path / "local" / "bin" / "nvcc"
-    monkeypatch.setattr(_cuda.shutil, "which", lambda name: str(nvcc))
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: str(nvcc))
     expected = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "home/lib64", "local/lib64"]
     expected += ["local/cuda/lib64"]
-    found = list(_cuda._nvrtc_folders("13"))
+    found = list(nvrtc._nvrtc_folders("13"))
     assert [f for f in found if str(f.relative_to(tmp_path)) in expected] == [
         tmp_path / folder for folder in expected
     ]
     # from every one of them: both halves, the second of which the first opens by name alone
     opened = []
-    monkeypatch.setattr(_cuda.ctypes, "CDLL", lambda path: opened.append(path) or path)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda path: opened.append(path) or path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for folder in reversed(found):
         folder.mkdir(parents=True)
         for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
             (folder / name).touch()
         opened.clear()
-        assert _cuda.nvrtc.__wrapped__() == str(folder / "libnvrtc.so.13")
+        assert nvrtc.nvrtc.__wrapped__() == str(folder / "libnvrtc.so.13")
         assert opened[0] == str(folder / "libnvrtc-builtins.so.13.0")
-    monkeypatch.setattr(_cuda, "_nvrtc_folders", lambda major: [tmp_path])
-    assert _cuda.nvrtc.__wrapped__() == "libnvrtc.so.13"
+    monkeypatch.setattr(nvrtc, "_nvrtc_folders", lambda major: [tmp_path])
+    assert nvrtc.nvrtc.__wrapped__() == "libnvrtc.so.13"
 
 
 class FakeDriver:
@@ -144,16 +144,16 @@ def launched(monkeypatch):
     made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
     assert made.grid.cluster == 2
     driver = FakeDriver(made.kernel)
-    for cached in (_cuda._function, _cuda._allow):
+    for cached in (nvrtc._function, nvrtc._allow):
         cached.cache_clear()
-    monkeypatch.setattr(_cuda, "_driver", lambda: driver)
-    monkeypatch.setattr(_cuda, "cached_cubin", lambda kernel, arch: arch.encode())
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda kernel, arch: arch.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     stream = SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
     yield made, state_SN, driver
-    for cached in (_cuda._function, _cuda._allow):
+    for cached in (nvrtc._function, nvrtc._allow):
         cached.cache_clear()
 
 
@@ -161,9 +161,9 @@ def test_launch_reaches_the_kernel_through_the_driver(launched):
     made, state_SN, driver = launched
     device = torch.device("cuda", 0)
     for _ in range(2):
-        _cuda.launch(made.kernel, made.grid, made.args, device)
+        nvrtc.launch(made.kernel, made.grid, made.args, device)
     assert driver.calls.count("cuModuleLoadData") == 1 and b"kl_mlm_rows" in driver.calls
-    assert driver.attributes == {_cuda.MAX_DYNAMIC_SHARED_BYTES: made.grid.shared_bytes}
+    assert driver.attributes == {nvrtc.MAX_DYNAMIC_SHARED_BYTES: made.grid.shared_bytes}
     assert driver.stream == 77
     assert state_SN[7].tolist() == [100.0, 100.0]
     # a thread that has no context gets one
@@ -172,25 +172,25 @@ def test_launch_reaches_the_kernel_through_the_driver(launched):
 
 def test_a_large_cluster_asks_for_leave(launched):
     made, _, driver = launched
-    _cuda._allow(made.kernel, 0, 1000, 16)
-    assert driver.attributes[_cuda.NON_PORTABLE_CLUSTERS] == 1
+    nvrtc._allow(made.kernel, 0, 1000, 16)
+    assert driver.attributes[nvrtc.NON_PORTABLE_CLUSTERS] == 1
 
 
 def test_what_the_driver_refuses_is_told(launched, monkeypatch):
     made, _, driver = launched
     monkeypatch.setattr(driver, "cuModuleLoadData", lambda *args: 209, raising=False)
     with pytest.raises(RuntimeError, match=r"loading kl_mlm_rows: no binary for this GPU \(209\)"):
-        _cuda.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
+        nvrtc.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
 
 
 def test_reasons(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no NVIDIA GPU" in _cuda.reason()
+    assert "no NVIDIA GPU" in nvrtc.reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_cuda, "nvrtc", lambda: None)
-    assert "pip install nvidia-cuda-nvrtc" in _cuda.reason()
-    monkeypatch.setattr(_cuda, "source_folder", lambda: None)
-    assert "sources of csrc" in _cuda.reason()
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    assert "pip install nvidia-cuda-nvrtc" in nvrtc.reason()
+    monkeypatch.setattr(nvrtc, "source_folder", lambda: None)
+    assert "sources of csrc" in nvrtc.reason()
 
 
 def test_structures_are_laid_out_alike():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops._cuda_expand import by_source, plan
-from growkern.ops._expand_checks import check_expand
-from growkern.ops.expand import expand_reference
+from growkern.ops.expand.checks import check_expand
+from growkern.ops.expand.on_cuda import by_source, plan
+from growkern.ops.expand.op import expand_reference
 from tests.ops.cuda_emulator import emulate
 from tests.ops.test_expand import CASES, in_runs, layouts, make_case, op_args
 

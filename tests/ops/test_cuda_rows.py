@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops import _cuda_rows
-from growkern.ops._cuda_rows import cluster_size, rows_on_cuda
-from growkern.ops._kl_mlm_options import Maths, Rows
-from growkern.ops._kl_mlm_rows import read_slices
-from growkern.ops._kl_mlm_state import Steps, n_numbers, terms
-from growkern.ops.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_reference
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_reference
+from growkern.ops.loss.rows import on_cuda
+from growkern.ops.loss.rows.on_cuda import cluster_size, rows_on_cuda
+from growkern.ops.loss.rows.options import Maths, Rows
+from growkern.ops.loss.rows.read import read_slices
+from growkern.ops.loss.rows.state import Steps, n_numbers, terms
 from tests.numerics import assert_no_worse_than_eager
 from tests.ops.cuda_emulator import emulate
 from tests.ops.loss_inputs import IGNORED, make_logits, relative_error
@@ -36,12 +36,12 @@ def emulated(monkeypatch):
     def launch(*args):
         emulate(*args, eager=Device.eager)
 
-    monkeypatch.setattr(_cuda_rows, "why_not", lambda: "")
-    monkeypatch.setattr(_cuda_rows, "_too_old", lambda device: "")
-    monkeypatch.setattr(_cuda_rows, "shared_limit", lambda device: Device.limit)
-    monkeypatch.setattr(_cuda_rows, "launch", launch)
+    monkeypatch.setattr(on_cuda, "why_not", lambda: "")
+    monkeypatch.setattr(on_cuda, "_too_old", lambda device: "")
+    monkeypatch.setattr(on_cuda, "shared_limit", lambda device: Device.limit)
+    monkeypatch.setattr(on_cuda, "launch", launch)
     monkeypatch.setattr(
-        "growkern.ops.kl_mlm_loss.choose_backend",
+        "growkern.ops.loss.kl_mlm_loss.choose_backend",
         lambda requested, *_, **__: requested or "reference",
     )
     return Device
@@ -49,7 +49,7 @@ def emulated(monkeypatch):
 
 def limit_for(blocks, V, sizes):
     """Shared memory in which two blocks of `blocks` fit, and no two of fewer."""
-    limit = 2 * _cuda_rows.shared_bytes(V, blocks, sizes) + _cuda_rows.RESERVED_BYTES
+    limit = 2 * on_cuda.shared_bytes(V, blocks, sizes) + on_cuda.RESERVED_BYTES
     assert cluster_size(V, sizes, limit) == blocks
     return limit
 

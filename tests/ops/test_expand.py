@@ -5,12 +5,12 @@ import torch
 from torch import library
 
 from growkern.errors import GrowthError
-from growkern.ops import _native
-from growkern.ops._backend import describe_backends
-from growkern.ops._expand_checks import DTYPES
-from growkern.ops._expand_cpu import expand_cpu
-from growkern.ops._hash_noise import hash_noise, line_keys
-from growkern.ops.expand import expand, expand_op, expand_out_op, expand_reference
+from growkern.ops.backend import native
+from growkern.ops.backend.choose import describe_backends
+from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.noise import hash_noise, line_keys
+from growkern.ops.expand.on_cpu import expand_cpu
+from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
 
 LIVE = [b.name for b in describe_backends() if b.live]
@@ -164,7 +164,7 @@ PATHS += [(40, 300, 1030, 2051, DTYPES[:1])]
 
 
 @pytest.mark.parametrize("R, C, M, N, dtypes", PATHS)
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes):
     for dtype, (upper, noise) in itertools.product(dtypes, (CASES[0], CASES[-2], CASES[-1])):
         case = make_case(R, C, M, N, dtype, "cpu", upper=upper, noise=noise)
@@ -178,7 +178,7 @@ def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes)
             assert torch.equal(out, expected), (dtype, upper, noise)
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 def test_exponents_of_every_bfloat16_add_up(isa):
     """Scales of powers of 2 skip the product where numbers stay normal, and only there."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

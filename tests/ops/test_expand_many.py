@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops._expand_many import ExpandJob, _Lines, _Packed, expand_many
-from growkern.ops._hash_noise import line_keys
-from growkern.ops._launch import HAS_TRITON
-from growkern.ops.expand import expand
+from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand.call import ExpandJob
+from growkern.ops.expand.many import _Lines, _Packed, expand_many
+from growkern.ops.expand.noise import line_keys
+from growkern.ops.expand.op import expand
 from tests.ops.test_expand import layouts, make_case
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

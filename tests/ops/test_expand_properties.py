@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growkern.ops._expand_checks import DTYPES
-from growkern.ops._fold import folded
-from growkern.ops.expand import expand
+from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.op import expand, folded
 from tests.ops.test_expand import LIVE
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

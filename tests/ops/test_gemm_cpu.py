@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from growkern.ops import _native
-from growkern.ops._gemm_cpu import AVX512, gemm_cpu, has_bfloat16, multiplies
+from growkern.ops.backend import native
+from growkern.ops.loss.linear.gemm_compiled import AVX512, gemm_cpu, has_bfloat16, multiplies
 from tests.ops.loss_inputs import relative_error
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -52,7 +52,7 @@ def test_factors_that_are_strided_both_ways_are_copied():
 
 
 def test_only_what_is_narrower_than_the_sum_is_taken():
-    here = AVX512 in _native.available_isas()
+    here = AVX512 in native.available_isas()
     assert multiplies(BF16, F32) == multiplies(F32, F64) == here
     assert not multiplies(F32, F32) and not multiplies(F64, F64) and not multiplies(F32, BF16)
     assert not has_bfloat16() or here

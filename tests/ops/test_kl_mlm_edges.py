@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import growkern
-from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops._kl_mlm_labels import checked_labels, row_kinds
-from growkern.ops._kl_mlm_options import Maths, Options
-from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
+from growkern.ops.loss.linear import sweep as sweep_module
+from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.rows.labels import checked_labels, row_kinds
+from growkern.ops.loss.rows.options import Maths, Options
 from tests.ops.loss_inputs import BACKENDS, make_logits
 from tests.ops.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 

@@ -5,8 +5,8 @@ import torch
 from torch import library
 
 import growkern
-from growkern.ops._kl_mlm_op import kl_mlm_rows_backward_op, kl_mlm_rows_op
-from growkern.ops.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.rows.op import kl_mlm_rows_backward_op, kl_mlm_rows_op
 from tests.numerics import assert_no_worse_than_eager
 from tests.ops.loss_inputs import (
     BACKENDS,

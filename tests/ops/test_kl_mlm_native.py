@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
-from growkern.ops import _kl_mlm_cpu as cpu_module
-from growkern.ops import _native
-from growkern.ops._kl_mlm_cpu import rows_on_cpu
-from growkern.ops._kl_mlm_native import library_takes, rows_in_library
-from growkern.ops._kl_mlm_options import Maths, Rows
-from growkern.ops._kl_mlm_state import Steps, n_numbers, terms
-from growkern.ops.kl_mlm_loss import kl_mlm_rows_reference
+from growkern.ops.backend import native
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_rows_reference
+from growkern.ops.loss.rows import on_cpu as cpu_module
+from growkern.ops.loss.rows.on_cpu import rows_on_cpu
+from growkern.ops.loss.rows.on_cpu_compiled import library_takes, rows_in_library
+from growkern.ops.loss.rows.options import Maths, Rows
+from growkern.ops.loss.rows.state import Steps, n_numbers, terms
 from tests.ops.loss_inputs import make_logits, relative_error
 
 ONCE = Steps(sums=True, grad=True)
@@ -63,7 +63,7 @@ def truth_of(rows):
     return found.detach(), torch.autograd.grad(total, z)[0]
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 @pytest.mark.parametrize("maths", MATHS, ids=str)
 @pytest.mark.parametrize("N, V, K", [(7, 1300, 1), (14, 513, 2), (3, 40, 0), (1, 1, 1)])
 @pytest.mark.parametrize("dtype, bar", [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
@@ -83,7 +83,7 @@ def test_is_the_reference(dtype, bar, N, V, K, maths, isa):
     assert torch.equal(again, grad)
 
 
-@pytest.mark.parametrize("isa", [*_native.available_isas(), "pytorch"])
+@pytest.mark.parametrize("isa", [*native.available_isas(), "pytorch"])
 def test_the_sum_at_the_temperature_needs_no_teacher(isa):
     """The top-k loss reads its tail without one."""
     rows = make_rows(7, 600, 0, Maths(2.0), torch.float64)
@@ -99,7 +99,7 @@ def test_the_sum_at_the_temperature_needs_no_teacher(isa):
     torch.testing.assert_close(state[2, live], expected[live])
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 @pytest.mark.parametrize(
     "dtype, narrow, bar",
     [(torch.float32, torch.bfloat16, 2.5e-3), (torch.float64, torch.float32, 1e-7)],
@@ -112,7 +112,7 @@ def test_a_narrow_gradient_overwrites_the_logits(dtype, narrow, bar, isa):
     assert relative_error(grad, truth) <= bar
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_infinite_and_missing_numbers(dtype, isa):
     rows = make_rows(3, 600, 1, Maths(), dtype)
@@ -130,7 +130,7 @@ def test_infinite_and_missing_numbers(dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("isa", native.available_isas())
 def test_exponentials_keep_their_digits(dtype, isa):
     """Two columns: d_T is 1 + exp(x), a gradient of both signs, over the whole range of x."""
     x = -torch.cat([torch.linspace(0, 40, 4001), torch.linspace(40, 800, 500)]).to(dtype)
@@ -154,6 +154,6 @@ def test_what_the_library_has_no_code_for_is_pytorch():
     assert not library_takes(rows, state, ONCE, torch.empty(3, 40))
     # and gives the same numbers
     rows_on_cpu(rows, state, Steps(sums=True))
-    if _native.loaded() is not None:
+    if native.loaded() is not None:
         expected, _ = run(rows._replace(student_NV=rows.student_NV.contiguous()), 0)
         torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)

@@ -4,8 +4,8 @@ import re
 import pytest
 import torch
 
-from growkern.ops import _launch
-from growkern.ops._launch import TUNED_FILE, forced_choice, launch_choice
+from growkern.ops.backend import launch
+from growkern.ops.backend.launch import TUNED_FILE, forced_choice, launch_choice
 
 DEFAULT = {"BLOCK": 512, "num_warps": 4}
 
@@ -26,8 +26,8 @@ def test_a_kernel_that_does_not_ask_is_noticed():
 
 def test_the_table_answers_for_its_gpu_dtype_and_size(monkeypatch):
     table = {"some sm_90 bfloat16 32768": {"num_warps": 8}}
-    monkeypatch.setattr(_launch, "_tuned", lambda: table)
-    monkeypatch.setattr(_launch, "_arch", lambda device: "sm_90")
+    monkeypatch.setattr(launch, "_tuned", lambda: table)
+    monkeypatch.setattr(launch, "_arch", lambda device: "sm_90")
 
     class OnGpu:
         is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda", 0)

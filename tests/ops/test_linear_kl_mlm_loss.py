@@ -7,12 +7,12 @@ from torch import library
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops import _native
-from growkern.ops._kl_mlm_options import Maths
-from growkern.ops._linear_kl_mlm_heads import Settings, Sizes, _has_fast_float64
-from growkern.ops._linear_kl_mlm_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
-from growkern.ops.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.backend import native
+from growkern.ops.loss.linear import sweep as sweep_module
+from growkern.ops.loss.linear.heads import Settings, Sizes, _has_fast_float64
+from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.rows.options import Maths
 from tests.ops.loss_inputs import (
     BACKENDS,
     IGNORED,
@@ -146,7 +146,7 @@ def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
 def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
     """With the compiled GEMM and rows and without; no size is a multiple of anything."""
     if not compiled:
-        monkeypatch.setattr(_native, "loaded", lambda: None)
+        monkeypatch.setattr(native, "loaded", lambda: None)
     student, teachers, labels = make_heads(N, 1021, 35, dtype, "cpu", K=2)
     options = options | {"temperature": 1.5, "kl_rows": "all"}
     in64 = [[x.double() for x in head] for head in (student, *teachers)]
@@ -163,7 +163,7 @@ def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
 def test_gradients_beside_a_close_teacher_without_the_library(dtype, bar, monkeypatch):
-    monkeypatch.setattr(_native, "loaded", lambda: None)
+    monkeypatch.setattr(native, "loaded", lambda: None)
     test_gradients_beside_a_close_teacher(dtype, bar, 1.0, 0.01, "cpu")
 
 

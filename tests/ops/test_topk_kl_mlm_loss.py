@@ -7,12 +7,12 @@ from torch import library
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops import _linear_kl_mlm_sweep as sweep_module
-from growkern.ops._kl_mlm_options import Maths
-from growkern.ops._linear_kl_mlm_heads import Settings, Sizes
-from growkern.ops._linear_kl_mlm_op import anchor_of
-from growkern.ops._topk_kl_mlm_op import topk_kl_mlm_op
-from growkern.ops.topk_kl_mlm_loss import topk_kl_mlm_loss
+from growkern.ops.loss.linear import sweep as sweep_module
+from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.linear.op import anchor_of
+from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.topk.op import topk_kl_mlm_op
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from tests.ops.loss_inputs import BACKENDS, IGNORED, relative_error
 from tests.ops.test_linear_kl_mlm_loss import (  # noqa: F401
     NAMES,

@@ -83,7 +83,7 @@ def test_nothing_is_read_once_the_teacher_is_gone(tmp_path, monkeypatch):
         ({"model": build("bert", layers=2, width=8, vocab_size=40)}, "over 48 tokens"),
         ({"model": build("bert", layers=2, width=8, vocab_size=64)}, "over 48 tokens"),
     ],
-    ids=str,
+    ids=["temperature", "kl_rows", "teachers", "collator", "vocabulary below", "vocabulary above"],
 )
 def test_a_cache_that_does_not_fit_is_refused_before_training(change, message, tmp_path):
     make(tmp_path / "c", k=4)

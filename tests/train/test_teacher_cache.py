@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
-from growkern.train import cache_teacher as writer
+from growkern.train.cached_teacher import write as writer
+from growkern.train.cached_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
 from growkern.train.head import align_labels, head_inputs
-from growkern.train.teacher_cache import pack_ids, rows_of, unpack_ids, write_tensors
 from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 

@@ -1,0 +1,98 @@
+"""The CUDA C++ kernels on the device against float64, by the checks that the Triton kernels pass.
+
+Without a GPU their source runs in the tests' emulation of one.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from bench.on_gpu import check_expand, check_loss
+from bench.on_gpu.check_expand import check_case, in_nan, make_case
+from bench.on_gpu.recorder import Recorder, Skip
+from growkern.ops.backend import nvrtc
+from growkern.ops.expand import on_cuda as expand_on_cuda
+from growkern.ops.loss.rows import on_cuda as rows_on_cuda
+
+# what one block may have on sm_90, and so little that the toy rows go to two
+LIMIT, SHARED_ROWS = 227 << 10, 2600
+
+
+def run(recorder: Recorder) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    with _kernels(recorder):
+        for check in (_matrices, _host):
+            check(recorder, "cuda")
+        # each is a kernel of its own dtypes, and compiling it is most of a dry run
+        check_expand.random_layouts(recorder, "cuda", trials=recorder.pick(60, 2))
+        if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+            recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
+            return
+        for check in check_loss.CHECKS:
+            check(recorder, "cuda")
+
+
+@contextlib.contextmanager
+def _kernels(recorder: Recorder) -> Iterator[None]:
+    """The kernels on this device, or emulated."""
+    if recorder.device == "cuda":
+        if missing := nvrtc.why_not():
+            raise Skip(missing)
+        yield
+        return
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise Skip("needs a GPU, or a C++ compiler for the emulation of one")
+    from tests.ops.cuda_emulator import emulate
+
+    with contextlib.ExitStack() as patches:
+        for module in (expand_on_cuda, rows_on_cuda):
+            patches.enter_context(mock.patch.object(module, "why_not", lambda: ""))
+            patches.enter_context(mock.patch.object(module, "launch", emulate))
+        limits = {rows_on_cuda: SHARED_ROWS, expand_on_cuda: LIMIT}
+        for module, limit in limits.items():
+            given = mock.patch.object(module, "shared_limit", lambda device, n=limit: n)
+            patches.enter_context(given)
+        patches.enter_context(mock.patch.object(rows_on_cuda, "_too_old", lambda device: ""))
+        for op in ("loss.kl_mlm_loss", "loss.linear_kl_mlm_loss", "expand.op"):
+            name = f"growkern.ops.{op}.choose_backend"
+            patches.enter_context(mock.patch(name, lambda requested, *_, **__: requested))
+        yield
+
+
+def _matrices(recorder: Recorder, backend: str) -> None:
+    """Sizes of real models: rows that are whole 16-byte pieces, and rows that are not."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    sizes = recorder.pick(
+        [(4096, 4096, 8192, 8192), (4095, 4098, 8191, 8190), (30_522, 768, 30_522, 1024)],
+        [(9, 16, 20, 32)],
+    )
+    dtypes = recorder.pick(check_expand.DTYPES[:3], check_expand.DTYPES[:1])
+    kinds = recorder.pick(((False, ""), (True, "col"), (True, "row")), ((True, "col"),))
+    for size in sizes:
+        for dtype in dtypes:
+            for upper, noise in kinds:
+                case = make_case(size, dtype, rng, upper=upper, noise=noise)
+                out = in_nan(size[2:], dtype, rng, "dense")
+                name = f"{dtype}{', upper' * upper}{f', {noise} noise' * bool(noise)}"
+                check_case(recorder, name.removeprefix("torch."), case, out, backend)
+    small, large = recorder.pick(((32_768, 16_384), (65_560, 32_808)), ((9, 17), (20, 33)))
+    case = make_case((*small, *large), torch.bfloat16, rng)
+    out = in_nan(large, torch.bfloat16, rng, "dense")
+    check_case(recorder, "2**31 out", case, out, backend)
+
+
+def _host(recorder: Recorder, backend: str) -> None:
+    """A weight in pinned memory of the host, read over the bus: the bits of one on the device."""
+    if recorder.device == "cpu":
+        return
+    rng = torch.Generator(recorder.device).manual_seed(1)
+    case = make_case((4096, 4096, 8192, 8192), torch.bfloat16, rng, upper=True, noise="col")
+    case |= {name: case[name].cpu().pin_memory() for name in ("weight", "upper")}
+    out = in_nan((8192, 8192), torch.bfloat16, rng, "dense")
+    there = {name: case[name].cuda() for name in ("weight", "upper")}
+    check_case(recorder, "weight on the host", case, out, backend, truth=case | there)

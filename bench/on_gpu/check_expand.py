@@ -1,0 +1,277 @@
+"""`expand` on the device against float64, at the sizes and in the layouts that break kernels.
+
+The output is NaN before every call; afterwards exactly what lies outside of it still is. The
+truth is plain indexing in float64, a few rows at a time; the noise comes from `hash_noise`, which
+the op's tests compare with Python's integers.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.on_gpu.recorder import Recorder
+from bench.shared.llama_growth import expand_calls
+from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.expand.call import ExpandJob
+from growkern.ops.expand.many import expand_many
+from growkern.ops.expand.noise import hash_noise, line_keys
+from growkern.ops.expand.op import expand
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+# rows compared with float64; every element is looked at for NaN
+SAMPLE_ROWS = 192
+# elements looked at in one go
+PART = 1 << 28
+
+
+def run(recorder: Recorder) -> None:
+    for check in (_matrices, _past_int32, random_layouts, _many, _whole_model):
+        check(recorder)
+
+
+# ---------------------------------------------------------------------- truth
+
+
+def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
+    """Rows `at` of the result in float64: equations (1) to (3) of expand.py, by plain indexing."""
+    weight, upper = case["weight"], case.get("upper")
+    R, C = weight.shape
+    rows, cols = case.get("rows"), case.get("cols")
+    row = at if rows is None else rows[at]
+    col = torch.arange(C, device=at.device) if cols is None else cols
+    x = weight[row % R].double()[:, col % C]
+    if upper is not None:
+        second = (row >= R)[:, None] | (col >= C)
+        x = torch.where(second, upper[row % R].double()[:, col % C], x)
+    if case.get("row_scale") is not None:
+        x = x * case["row_scale"][at].double()[:, None]
+    if case.get("col_scale") is not None:
+        x = x * case["col_scale"].double()
+    seed = case.get("seed", 0)
+    if case.get("col_noise") is not None:
+        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
+        x = x * (1 + case["col_noise"].double() * hash_noise(key, mult, col.int()))
+    if case.get("row_noise") is not None:
+        key, mult = line_keys(len(col), 0, seed, at.device)
+        xi = hash_noise(key, mult, row.int()[:, None])
+        x = x * (1 + case["row_noise"][at].double()[:, None] * xi)
+    return x
+
+
+def worst_error(actual: Tensor, truth: Tensor) -> float:
+    """Largest error relative to each element; NaN if there is one."""
+    floor = torch.finfo(actual.dtype).tiny
+    error = (actual.double() - truth).abs() / truth.abs().clamp(min=floor)
+    return float("nan") if error.isnan().any() else error.max().item()
+
+
+def allowed(weight: Tensor, out: torch.dtype, noise: bool) -> float:
+    """Half a step of the output dtype, and a step of the arithmetic per factor of (1) to (4)."""
+    eps = torch.finfo(acc_torch_dtype(weight)).eps
+    if out == torch.bfloat16:
+        # a kernel goes there by way of float32
+        eps = max(eps, torch.finfo(torch.float32).eps)
+    # Triton's interpreter truncates to bfloat16, a device rounds
+    whole = out == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
+    # below a noise of 1/2 the larger of two replicas is at most 3 times the smaller, whose own
+    # rounding comes on top of the larger's
+    return (4 if noise else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def make_case(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    rng: torch.Generator,
+    *,
+    upper: bool = False,
+    noise: str = "",
+    scales: bool = True,
+) -> dict[str, Any]:
+    """Arguments of `expand` on the generator's device; every kind of source index occurs."""
+    R, C, M, N = sizes
+    made = {"generator": rng, "device": rng.device}
+
+    def index(n: int, m: int) -> Tensor:
+        last = 2 * n if upper else n
+        drawn = torch.randint(last, (m,), **made)
+        # the last source index in the last place: where an overflow would show
+        drawn[-1] = last - 1
+        return drawn
+
+    def factor(n: int) -> Tensor:
+        return torch.rand(n, **made) + 0.25
+
+    case: dict[str, Any] = {"weight": torch.randn(R, C, **made).to(dtype), "seed": 0x1234_89ABCDEF}
+    case |= {"rows": index(R, M), "cols": index(C, N)}
+    if upper:
+        case["upper"] = torch.randn(R, C, **made).to(dtype)
+    if scales:
+        case |= {"row_scale": factor(M), "col_scale": factor(N)}
+    if noise:
+        case[f"{noise}_noise"] = factor(M if noise == "row" else N) - 0.75
+    return case
+
+
+def in_nan(shape: tuple[int, int], dtype: torch.dtype, rng: torch.Generator, layout: str) -> Tensor:
+    """A place for a result inside of NaN: dense, or with random gaps, offset and orientation."""
+    M, N = shape
+    if layout == "dense":
+        return torch.full(shape, float("nan"), dtype=dtype, device=rng.device)
+    draw = torch.randint(0, 7, (4,), generator=rng, device=rng.device).tolist()
+    step_m, step_n = 1 + draw[0] % 3, 1 + draw[1] % 3 * (layout == "strided")
+    first = draw[2]
+    size = (M * step_m + first, N * step_n + draw[3] + first)
+    if layout == "turned":
+        base = torch.full(size[::-1], float("nan"), dtype=dtype, device=rng.device).t()
+    else:
+        base = torch.full(size, float("nan"), dtype=dtype, device=rng.device)
+    return base[first : first + M * step_m : step_m, first : first + N * step_n : step_n]
+
+
+def count_nan(x: Tensor) -> int:
+    flat = x.reshape(-1) if x.is_contiguous() else x.t().reshape(-1)
+    return sum(int(part.isnan().sum()) for part in flat.split(PART))
+
+
+def check_case(
+    recorder: Recorder,
+    name: str,
+    case: dict[str, Any],
+    out: Tensor,
+    backend: str = "triton",
+    *,
+    truth: dict[str, Any] | None = None,
+) -> None:
+    """One call into `out`, which lies in NaN: all of it written, nothing beside it, all right.
+
+    `truth` stands for the case where its tensors are not on the device.
+    """
+    expand(**case, out=out, backend=backend)
+    check_result(recorder, name, truth or case, out)
+
+
+def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tensor) -> None:
+    base = out if out._base is None else out._base
+    M = out.shape[0]
+    rng = torch.Generator().manual_seed(M)
+    sample = torch.randint(M, (min(M, SAMPLE_ROWS),), generator=rng)
+    sample[:2] = torch.tensor([0, M - 1])[: len(sample)]
+    at = sample.unique().to(out.device)
+    error = worst_error(out[at], truth_rows(case, at))
+    gaps = base.numel() - out.numel()
+    if (found := count_nan(base)) != gaps:
+        recorder.fail(f"{name}: {found} NaN after the call, {gaps} lie outside of the output")
+    shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
+    noise = any(case.get(f"{axis}_noise") is not None for axis in ("row", "col"))
+    recorder.check(name, error, allowed(case["weight"], out.dtype, noise), shape=shape)
+
+
+def _matrices(recorder: Recorder) -> None:
+    """Sizes of real models, every dtype, with and without the layer above and noise."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    square = recorder.pick((4096, 4096, 8192, 8192), (9, 17, 20, 33))
+    # an embedding: no map over its rows
+    embedding = recorder.pick((262_144, 2048, 262_144, 3072), (9, 16, 9, 24))
+    for dtype in recorder.pick(DTYPES, DTYPES[:2]):
+        for upper, noise in ((False, ""), (True, ""), (True, "col"), (False, "row")):
+            case = make_case(square, dtype, rng, upper=upper, noise=noise)
+            name = f"{dtype}{', upper' * upper}{f', {noise} noise' * bool(noise)}"
+            out = in_nan(square[2:], dtype, rng, "dense")
+            check_case(recorder, name.removeprefix("torch."), case, out)
+    for dtype in recorder.pick(DTYPES[:2], DTYPES[:1]):
+        case = make_case(embedding, dtype, rng) | {"rows": None}
+        out = in_nan(embedding[2:], dtype, rng, "dense")
+        check_case(recorder, f"embedding, {dtype}", case, out)
+
+
+def _past_int32(recorder: Recorder) -> None:
+    """More than 2**31 elements in the output, then in the weight."""
+    rng = torch.Generator(recorder.device).manual_seed(1)
+    small, large = recorder.pick(((32_768, 16_384), (65_560, 32_808)), ((9, 17), (20, 33)))
+    case = make_case((*small, *large), torch.bfloat16, rng)
+    check_case(recorder, "2**31 out", case, in_nan(large, torch.bfloat16, rng, "dense"))
+    wide = recorder.pick((30_000, 30_008), (9, 17))
+    case = make_case((*wide, *wide), torch.bfloat16, rng, scales=False)
+    apart = (2 * wide[0], 2 * wide[1])
+    out = in_nan(apart, torch.bfloat16, rng, "dense")[::2, 1::2]
+    check_case(recorder, "2**31 between first and last of out", case, out)
+    del case, out
+    rows = recorder.pick(4096, 12)
+    case = make_case((*large, rows, large[1]), torch.bfloat16, rng) | {"cols": None}
+    out = in_nan((rows, large[1]), torch.bfloat16, rng, "dense")
+    check_case(recorder, "2**31 in", case, out)
+
+
+def random_layouts(
+    recorder: Recorder, backend: str = "triton", *, trials: int | None = None
+) -> None:
+    """Ragged sizes, any dtype in and out, gaps and transposes on both sides."""
+    rng = torch.Generator(recorder.device).manual_seed(2)
+    high = recorder.pick(1500, 30)
+    for trial in range(trials or recorder.pick(60, 3)):
+        R, C, M, N, pick = torch.randint(1, high, (5,), generator=rng, device=rng.device).tolist()
+        dtype, out_dtype = DTYPES[pick % 4], DTYPES[pick // 4 % 4]
+        if out_dtype == torch.float16 != dtype:
+            # rounded below its normal range: says nothing about layouts
+            out_dtype = torch.float32
+        upper, noise = pick // 16 % 2 == 1, ("", "row", "col")[pick // 32 % 3]
+        case = make_case((R, C, M, N), dtype, rng, upper=upper, noise=noise)
+        layout = ("strided", "padded", "turned")[trial % 3]
+        for name in ("weight", "upper")[: 1 + upper]:
+            place = in_nan((R, C), dtype, rng, layout)
+            case[name] = place.copy_(case[name])
+        out = in_nan((M, N), out_dtype, rng, ("padded", "turned", "strided")[trial // 3 % 3])
+        name = f"layout {trial}: {layout}, {dtype} to {out_dtype}".replace("torch.", "")
+        check_case(recorder, name, case, out, backend)
+
+
+def _many(recorder: Recorder) -> None:
+    """A work list of all kinds of tensors, in few launches; past 2**31 elements in all of them."""
+    rng = torch.Generator(recorder.device).manual_seed(4)
+    sizes = recorder.pick(
+        [(2048, 4096, 4096, 8192), (1, 4096, 1, 8192), (30_522, 768, 30_522, 1024), (5, 7, 9, 11)],
+        [(9, 16, 20, 32), (1, 9, 1, 17)],
+    )
+    kinds = ((False, ""), (True, "col"), (False, "row"))
+    cases, jobs = [], []
+    for number in range(recorder.pick(24, 6)):
+        size, dtype = sizes[number % len(sizes)], DTYPES[number // 3 % 2]
+        upper, noise = kinds[number % 3]
+        case = make_case(size, dtype, rng, upper=upper, noise=noise)
+        cases.append(case | {"rows": None} if size[0] == size[2] and not upper else case)
+        layout = ("dense", "strided", "padded")[number // 2 % 3]
+        jobs.append(ExpandJob(in_nan(size[2:], dtype, rng, layout), **cases[-1]))
+    huge = recorder.pick((32_768, 16_384, 65_560, 32_808), (9, 17, 20, 33))
+    cases.append(make_case(huge, torch.bfloat16, rng))
+    jobs.append(ExpandJob(in_nan(huge[2:], torch.bfloat16, rng, "dense"), **cases[-1]))
+    launches, kinds = expand_many(jobs), len({job.kind for job in jobs})
+    if launches != kinds:
+        recorder.fail(f"work list: {launches} launches for {kinds} kinds of tensors")
+    for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
+        check_result(recorder, f"work list, tensor {number}", case, job.out)
+
+
+def _whole_model(recorder: Recorder) -> None:
+    """Every call that grows a Llama of 1B to 3B; one row per method, the worst tensor in it."""
+    for method in ("fpi", "aki"):
+        rng = torch.Generator(recorder.device).manual_seed(3)
+        worst, where, count, elements = 0.0, "", 0, 0
+        for call in expand_calls(recorder.pick("1B to 3B", "toy"), method):
+            case = call.arguments(torch.bfloat16, rng)
+            shape = call.shape
+            out = in_nan(shape, torch.bfloat16, rng, "dense")
+            expand(**case, out=out, backend="triton")
+            at = torch.randint(shape[0], (8,), generator=rng, device=rng.device)
+            error = worst_error(out[at], truth_rows(case, at))
+            error = float("nan") if count_nan(out) else error
+            count, elements = count + 1, elements + out.numel()
+            if not error <= worst:
+                worst, where = error, call.name
+        facts = {"shape": f"{count} tensors, {elements:.3g} elements", "worst": where}
+        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, noise=True)
+        recorder.check(f"Llama 1B to 3B, {method}", worst, bound, **facts)

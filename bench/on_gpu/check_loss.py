@@ -1,0 +1,235 @@
+"""Both losses on the device against float64: vocabularies to 262 144, logits past 2**31 elements.
+
+The truth is torch's own cross-entropy and KL in float64, a few rows at a time. What is not
+written is NaN: memory is filled with it wherever it is allocated.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.on_gpu.recorder import Recorder
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+
+IGNORED = -100
+ALPHA, T = 0.7, 2.0
+DRIFT = 0.05
+# a gradient's relative Frobenius error, by dtype of the inputs
+BARS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+# float64 logits made at a time, elements
+PART = 1 << 26
+
+
+def run(recorder: Recorder) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for check in CHECKS:
+        check(recorder, "triton")
+
+
+# ---------------------------------------------------------------------- truth
+
+
+def loss_sum(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
+    """Sum over the labelled rows of (1 - alpha) MLM + alpha T^2 KL, in the dtype of z."""
+    live = labels != IGNORED
+    mlm = F.cross_entropy(z, labels, ignore_index=IGNORED, reduction="sum")
+    log_q, log_p = ((x[live] / T).log_softmax(-1) for x in (z, u))
+    kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    return (1 - ALPHA) * mlm + ALPHA * T**2 * kl
+
+
+def frobenius(actual: Tensor, truth: Tensor) -> float:
+    return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
+def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
+    labels = torch.randint(V, (N,), generator=rng, device=rng.device)
+    labels[1::3] = IGNORED
+    labels[0], labels[-1] = V - 1, 0
+    return labels
+
+
+def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Beside each other, as a grown student and its teacher are; the largest come last."""
+    teacher = torch.empty(N, V, dtype=dtype, device=rng.device)
+    student = torch.empty_like(teacher)
+    for i in range(0, N, step := max(1, PART // V)):
+        part = 3 * torch.randn(min(step, N - i), V, generator=rng, device=rng.device)
+        teacher[i : i + step] = part
+        student[i : i + step] = part + 3 * DRIFT * torch.randn(
+            part.shape, generator=rng, device=rng.device
+        )
+    teacher[:, -1], student[:, -1] = 17, 16
+    return student, teacher
+
+
+# ----------------------------------------------------------------- ready logits
+
+
+def check_rows(
+    recorder: Recorder,
+    name: str,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    backend: str = "triton",
+) -> None:
+    """One call, forward and backward, against float64 row by row."""
+    N, V = student.shape
+    z = student.detach().requires_grad_()
+    loss = kl_mlm_loss(
+        z, teacher, labels, alpha=ALPHA, temperature=T, reduction="sum", backend=backend
+    )
+    (grad,) = torch.autograd.grad(loss, z)
+    truth, squares, norm = 0.0, 0.0, 0.0
+    step = max(1, PART // V)
+    for i in range(0, N, step):
+        part = slice(i, i + step)
+        z64 = student[part].double().requires_grad_()
+        total = loss_sum(z64, teacher[part].double(), labels[part])
+        (grad64,) = torch.autograd.grad(total, z64)
+        truth += total.item()
+        squares += (grad[part].double() - grad64).square().sum().item()
+        norm += grad64.square().sum().item()
+    facts = {"shape": f"{N}x{V}", "dtype": str(student.dtype).removeprefix("torch.")}
+    # a sum of differences of logsumexps of size 20: each has float32's last digit
+    recorder.check(f"{name}: loss", abs(loss.item() / truth - 1), 1e-5, **facts)
+    bar = BARS[student.dtype]
+    recorder.check(f"{name}: gradient", (squares / norm) ** 0.5, bar, **facts)
+    ignored = grad[labels == IGNORED]
+    if ignored.numel() and not bool((ignored == 0).all()):
+        recorder.fail(f"{name}: rows without a label have a gradient")
+
+
+def _rows(recorder: Recorder, backend: str) -> None:
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    # BERT's and GPT-2's vocabularies are no multiples of 16; the last two pass 2**31 elements
+    vocabularies = recorder.pick((30_522, 50_257, 128_256, 262_144, 262_145), (50, 4097))
+    for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
+        for V in vocabularies:
+            student, teacher = make_logits(recorder.pick(256, 3), V, dtype, rng)
+            labels = make_labels(len(student), V, rng)
+            check_rows(recorder, "rows", student, teacher, labels, backend)
+    for N, V in recorder.pick(((16_900, 128_256), (8_200, 262_144)), ((5, 33),)):
+        student, teacher = make_logits(N, V, torch.bfloat16, rng)
+        labels = make_labels(N, V, rng)
+        check_rows(recorder, "2**31 logits", student, teacher, labels, backend)
+
+
+def _near(recorder: Recorder, backend: str) -> None:
+    """What the KL's gradient keeps of its digits beside a teacher at 1, 5 and 20 % drift."""
+    rng = torch.Generator(recorder.device).manual_seed(3)
+    for V in recorder.pick((1000, 30_522, 262_144), (1000,)):
+        for drift in (0.01, 0.05, 0.2):
+            teacher = 3 * torch.randn(recorder.pick(64, 2), V, generator=rng, device=rng.device)
+            moved = torch.randn(teacher.shape, generator=rng, device=rng.device)
+            labels = torch.zeros(len(teacher), dtype=torch.int64, device=rng.device)
+            grads = []
+            for dtype, way in ((torch.float32, backend), (torch.float64, "")):
+                z = (teacher + drift * moved).to(dtype).requires_grad_()
+                if way:
+                    loss = kl_mlm_loss(
+                        z, teacher, labels, alpha=1.0, temperature=T, reduction="sum", backend=way
+                    )
+                else:
+                    log_q, log_p = ((x / T).log_softmax(-1) for x in (z, teacher.double()))
+                    loss = T**2 * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+                grads += torch.autograd.grad(loss, z)
+            error = frobenius(*grads)
+            recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
+
+
+def _padded_and_strided(recorder: Recorder, backend: str) -> None:
+    """Vocabularies padded unequally, with NaN as padding; rows apart, columns apart."""
+    rng = torch.Generator(recorder.device).manual_seed(1)
+    N, V = recorder.pick((64, 50_257), (3, 41))
+    for dtype in recorder.pick(tuple(BARS), (torch.float32,)):
+        labels = make_labels(N, V, rng)
+        student, teacher = make_logits(N, V, dtype, rng)
+        for name, wide in (("padded", (N, V + 47)), ("columns apart", (N, 2 * V))):
+            place = torch.full(wide, float("nan"), dtype=dtype, device=rng.device)
+            z = place[:, :V] if name == "padded" else place[:, ::2]
+            z.copy_(student)
+            check_rows(recorder, name, z, teacher, labels, backend)
+        padded = torch.full((N, V + 47), float("nan"), dtype=dtype, device=rng.device)
+        padded[:, :V] = student
+        padded.requires_grad_()
+        options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": backend}
+        loss = kl_mlm_loss(padded, teacher, labels, **options)
+        (grad,) = torch.autograd.grad(loss, padded)
+        facts = {"dtype": str(dtype).removeprefix("torch.")}
+        recorder.check("gradient of padding", grad[:, V:].abs().max().item(), 0.0, **facts)
+
+
+# -------------------------------------------------------------------- the heads
+
+
+def make_heads(
+    N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A student that is its teacher widened, then moved by DRIFT: (hidden, weight) of each."""
+    made = {"generator": rng, "device": rng.device}
+    extra = torch.randint(H_t, (H - H_t,), **made)
+    columns = torch.cat([torch.arange(H_t, device=rng.device), extra])
+    hidden, weight = torch.randn(N, H_t, **made), 3 / H_t**0.5 * torch.randn(V, H_t, **made)
+    wide = [hidden[:, columns], weight[:, columns] / columns.bincount()[columns]]
+    student = [x + DRIFT * x.std() * torch.randn(x.shape, **made) for x in wide]
+    return [x.to(dtype) for x in student], [x.to(dtype) for x in (hidden, weight)]
+
+
+def linear_truth(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor
+) -> tuple[float, Tensor, Tensor]:
+    """Loss, dX and dW of the labelled rows' sum in float64, some rows at a time."""
+    x, w = (t.double() for t in student)
+    x_t, w_t = (t.double() for t in teacher)
+    dx, dw, loss = torch.zeros_like(x), torch.zeros_like(w), 0.0
+    step = max(1, PART // len(w))
+    for i in range(0, len(x), step):
+        part = slice(i, i + step)
+        z = (x[part] @ w.t()).requires_grad_()
+        total = loss_sum(z, x_t[part] @ w_t.t(), labels[part])
+        (dz,) = torch.autograd.grad(total, z)
+        dx[part] = dz @ w
+        dw.addmm_(dz.t(), x[part])
+        loss += total.item()
+    return loss, dx, dw
+
+
+def _linear(recorder: Recorder, backend: str) -> None:
+    """The whole op: compaction, GEMMs into float32, rows in place, accumulation of dW."""
+    rng = torch.Generator(recorder.device).manual_seed(2)
+    shapes = recorder.pick(
+        [(9830, 30_522, 768, 512), (4096, 128_256, 2048, 1024), (512, 262_144, 1024, 768)],
+        [(7, 50, 12, 8)],
+    )
+    for N, V, H, H_t in shapes:
+        for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
+            student, teacher = make_heads(N, V, H, H_t, dtype, rng)
+            labels = make_labels(N, V, rng)
+            truth = linear_truth(student, teacher, labels)
+            live = int((labels != IGNORED).sum())
+            inputs = [x.requires_grad_() for x in student]
+            facts = {"shape": f"{N}x{V}x{H}/{H_t}", "dtype": str(dtype).removeprefix("torch.")}
+            # one chunk as it chooses, then many; the second without room for ignored rows
+            for name, limits in (("", {}), (", chunks", {"chunk_bytes": 8 * V * max(2, N // 5)})):
+                loss = linear_kl_mlm_loss(
+                    *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
+                    backend=backend, max_rows=live if limits else None,
+                    # a device's default, also where one is emulated
+                    logits_dtype=torch.float32, **limits,
+                )  # fmt: skip
+                grads = torch.autograd.grad(loss, inputs)
+                # its mean over the labelled rows
+                error = abs(loss.item() * live / truth[0] - 1)
+                recorder.check(f"linear{name}: loss", error, 1e-4, **facts)
+                for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
+                    error = frobenius(grad, grad64 / live)
+                    recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
+
+
+CHECKS = (_rows, _near, _padded_and_strided, _linear)

@@ -1,0 +1,43 @@
+"""The ops' own tests on this device: every test is a row if it fails, and they are counted."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from bench.on_gpu.recorder import Recorder, needs
+from bench.shared.results import ROOT
+
+
+def run(recorder: Recorder) -> None:
+    needs("pytest", "hypothesis")
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+        command += [f"--junitxml={report}"]
+        # most of the time goes into compiling kernels, one per process
+        if importlib.util.find_spec("xdist") and not recorder.toy:
+            command += ["-n", str(min(8, os.cpu_count() or 1))]
+        # at toy sizes the way there counts, not the tests
+        command += recorder.pick(["tests/ops"], ["tests/ops/test_expand.py", "-k", "test_empty"])
+        code = subprocess.run(command, cwd=ROOT, env=dict(os.environ)).returncode
+        if not report.exists():
+            raise RuntimeError(f"pytest left no report, exit code {code}")
+        suite = ElementTree.parse(report).getroot()
+    files: dict[str, dict[str, int]] = {}
+    for case in suite.iter("testcase"):
+        name = case.get("classname", "")
+        counts = files.setdefault(name, dict.fromkeys(("passed", "failed", "skipped"), 0))
+        broken = [child for child in case if child.tag in ("failure", "error")]
+        if broken:
+            message = (broken[0].get("message") or "").splitlines()[:1]
+            recorder.fail(f"{name}::{case.get('name')}: {''.join(message)[:300]}")
+        outcome = "failed" if broken else "passed" if case.find("skipped") is None else "skipped"
+        counts[outcome] += 1
+    for name, counts in files.items():
+        recorder.add({"case": name, **counts})
+    if code and not recorder.document["failures"]:
+        recorder.fail(f"pytest ends with exit code {code}")

@@ -1,0 +1,199 @@
+"""A piece of `bench.gpu` in a process of its own, which ends with whoever started it.
+
+The process writes its document after every row, so that what it had done stays whatever happens.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.on_gpu.pieces import Piece, chosen
+from bench.on_gpu.recorder import Recorder, Skip
+from bench.shared import results
+
+
+def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
+    """Run a piece in this process and leave its document at `path`: its status."""
+    recorder = Recorder(piece.name, path, toy=toy)
+    try:
+        piece.run(recorder)
+    except Skip as reason:
+        recorder.document |= {"status": "skipped", "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        recorder.fail(f"{type(error).__name__}: {error}"[:2000])
+    return recorder.finish()
+
+
+def die_when(ended: Callable[[], Any]) -> None:
+    """Kill this process and all of its session as soon as `ended` returns.
+
+    prctl(PR_SET_PDEATHSIG) would kill this process alone and leave the compilers and tests that it
+    has started.
+    """
+
+    def wait() -> None:
+        ended()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def die_with_writer(descriptor: int) -> None:
+    """The other end of the pipe is open in whoever started this process, and nowhere else."""
+    os.set_inheritable(descriptor, False)
+    die_when(lambda: os.read(descriptor, 1))
+
+
+# ------------------------------------------------------------------- starting
+
+# what every piece imports; not the library, whose kernels are interpreted or not from then on
+PRELOADED = ["torch", "torch._dynamo", "triton", "bench.shared.harness"]
+
+
+class _Forked:
+    """A piece in a fork of a Python that has imported PyTorch already, to be used like Popen.
+
+    For dry runs: imports were most of their time. On a GPU nothing may be shared.
+    """
+
+    def __init__(self, piece: Piece, path: Path, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        arguments = (piece.name, path, log)
+        self._process = context.Process(target=_run_forked, args=arguments)
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a piece", timeout or 0)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+
+def _run_forked(name: str, path: Path, log: Path) -> None:
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    die_when(parent.join)
+    os.chdir(results.ROOT)
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    (piece,) = chosen([name])
+    sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
+
+
+class _Started(subprocess.Popen):
+    """A piece in a Python of its own, with the reading end of a pipe that closes when we end."""
+
+    def __init__(self, piece: Piece, path: Path, log: Path, env: dict[str, str], toy: bool) -> None:
+        theirs, self._ours = os.pipe()
+        command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
+        command += ["--alive", str(theirs)]
+        if piece.own_python:
+            # Triton decides at its first import, which comes before the piece's own lines
+            env = {name: value for name, value in env.items() if name != "TRITON_INTERPRET"}
+        with log.open("w") as out:
+            super().__init__(
+                command + ["--toy"] * toy,
+                cwd=results.ROOT,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs,),
+                start_new_session=True,
+            )
+        os.close(theirs)
+
+    def close(self) -> None:
+        os.close(self._ours)
+
+
+def run_apart(
+    piece: Piece,
+    path: Path,
+    *,
+    env: dict[str, str],
+    toy: bool,
+    limit_s: float,
+    console: Console | None = None,
+    forked: bool = False,
+) -> dict[str, Any]:
+    """Run a piece in a process of its own, and end that with all it started: its document."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log, start = path.with_suffix(".log"), time.perf_counter()
+    path.unlink(missing_ok=True)
+    if forked and not piece.own_python:
+        child: Any = _Forked(piece, path, log)
+    else:
+        child = _Started(piece, path, log, env, toy)
+    try:
+        timed_out = _wait(child, piece, path, start + limit_s, console)
+    finally:
+        # what it has started (compilers, tests) is in its session
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        if isinstance(child, _Started):
+            child.close()
+    why = f"stopped after {limit_s:.0f} s" if timed_out else f"exit code {child.returncode}"
+    document = ended(path, piece.name, "timeout" if timed_out else "crashed", why)
+    document["seconds"] = round(time.perf_counter() - start, 1)
+    return document
+
+
+def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
+    """The document of a process that is no more; `status` and `why` if it could not say itself."""
+    document = results.read(path) or {"piece": name, "rows": [], "failures": []}
+    if document.get("status", "running") == "running":
+        document["status"] = status
+        document["failures"].append(why)
+    if document["status"] not in ("ok", "skipped"):
+        with contextlib.suppress(OSError):
+            text = path.with_suffix(".log").read_text(errors="replace")
+            document["log"] = text.splitlines()[-60:]
+    return document
+
+
+def gather(running: Path, where: Path) -> None:
+    """Keep what a run that was killed has left behind."""
+    for path in sorted(running.glob("*.json")):
+        document = ended(path, path.stem, "crashed", "killed together with `bench.gpu`")
+        if document["rows"] or document["failures"]:
+            results.keep(where / path.name, document)
+        path.unlink()
+
+
+def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console | None) -> bool:
+    """Wait for the child and show how far it is; True when its time was up first."""
+    start = time.perf_counter()
+    with console.status(piece.name) if console else contextlib.nullcontext() as status:
+        while (now := time.perf_counter()) < end:
+            try:
+                child.wait(timeout=min(1.0, end - now))
+                return False
+            except subprocess.TimeoutExpired:
+                if status:
+                    rows = len(results.read(path).get("rows", ()))
+                    status.update(f"{piece.name}: {now - start:.0f} s, {rows} rows  {piece.about}")
+    return child.poll() is None

@@ -1,0 +1,41 @@
+"""compute-sanitizer over the checks at toy sizes: accesses out of bounds, races,
+memory that is read before it is written, and barriers that not all threads reach."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.on_gpu.recorder import Recorder, Skip
+from bench.shared import results
+from bench.shared.results import ROOT
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CHECKS = ("check_expand", "check_loss", "check_cuda")
+FOUND = 86
+
+
+def run(recorder: Recorder) -> None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    if sanitizer is None:
+        raise Skip("compute-sanitizer is neither under CUDA_HOME nor on the PATH")
+    # PyTorch's own allocator hands out parts of large blocks: nothing would be out of bounds
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        for check in CHECKS:
+            with tempfile.TemporaryDirectory() as scratch:
+                document = Path(scratch) / "document.json"
+                command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+                command += [sys.executable, "-m", "bench.gpu", "--here", check]
+                command += ["--toy", "--document", str(document)]
+                code = subprocess.run(command, cwd=ROOT, env=env).returncode
+                status = results.read(document).get("status", "no result")
+            recorder.add({"tool": tool, "check": check, "exit code": code, "status": status})
+            if code == FOUND:
+                recorder.fail(f"{tool} found an error in {check}: see the log")
+            elif code or status != "ok":
+                recorder.fail(f"{check} under {tool}: exit code {code}, {status}")

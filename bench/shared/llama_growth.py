@@ -1,0 +1,145 @@
+"""The list of `expand` calls that grows a Llama: what a growth plan asks for, without weights."""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from growkern.ops.expand.op import expand
+
+# source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
+SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "1B to 3B": (
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        {"hidden_size": 3072, "num_hidden_layers": 20},
+    ),
+    "100M to 200M": (
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+        {"hidden_size": 1152, "num_hidden_layers": 12},
+    ),
+    "tiny": (
+        {
+            "vocab_size": 16,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        {"hidden_size": 24},
+    ),
+    "toy": (
+        {
+            "vocab_size": 16,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        {"hidden_size": 24, "num_hidden_layers": 3},
+    ),
+}
+TENSORS = ("rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
+
+
+@dataclass(frozen=True)
+class ExpandCall:
+    """One call of `expand`: shapes of what is random, and everything else as the plan has it."""
+
+    name: str
+    source: tuple[int, ...]
+    has_upper: bool
+    given: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        maps = (self.given.get("rows"), self.given.get("cols"))
+        sizes = zip(self.source, maps, strict=True)
+        return tuple(n if index is None else len(index) for n, index in sizes)
+
+    def bytes_moved(self, element: int) -> int:
+        """Least possible: each source element that is used read once, each target written once."""
+        used = torch.Size(self.source).numel() * (1 + self.has_upper)
+        return (used + torch.Size(self.shape).numel()) * element
+
+    def arguments(self, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
+        """Arguments of `expand` with random weights, on the generator's device."""
+
+        def weight() -> Tensor:
+            drawn = torch.randn(self.source, generator=rng, device=rng.device)
+            return drawn.to(dtype)
+
+        moved = {k: v.to(rng.device) if k in TENSORS else v for k, v in self.given.items()}
+        return {"weight": weight()} | ({"upper": weight()} if self.has_upper else {}) | moved
+
+
+def expand_calls(size: str, method: str) -> list[ExpandCall]:
+    """The calls of a growth by `method`, in its order. A vector is a matrix of one row."""
+    # three seconds that only this function needs
+    import transformers
+
+    import growkern.growth.tensors.tensor as apply
+    from growkern.growth.plan.growth_plan import plan
+
+    source, target = SIZES[size]
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**source, tie_word_embeddings=True)
+        )
+    grown = plan(model, method=method, depth="stack", **target)
+    # vectors are read on the CPU, wherever the work is done
+    weights = {
+        name: x if x.ndim > 1 else torch.zeros(x.shape) for name, x in model.state_dict().items()
+    }
+    calls: list[ExpandCall] = []
+    name = ""
+
+    def keep(weight: Tensor, *, upper: Tensor | None = None, **rest: Any) -> Tensor:
+        out, dtype = rest.pop("out", None), rest.pop("out_dtype", None)
+        rest.pop("backend", None)
+        # what is None or 0 is the default
+        given = {k: v for k, v in rest.items() if v is not None and not _is_zero(v)}
+        if "row_offset" in given or "col_offset" in given:
+            raise ValueError(f"{name} is built in parts: teach ExpandCall offsets")
+        shape = tuple(weight.shape)
+        if len(shape) == 1:
+            # as `expand` itself does it
+            shape = (1, *shape)
+            given = {k.replace("row", "col"): v for k, v in given.items()}
+        calls.append(ExpandCall(name, shape, upper is not None, given))
+        made = torch.empty(calls[-1].shape[2 - weight.ndim :], dtype=dtype, device="meta")
+        return made if out is None else out
+
+    work = mock.Mock(expand=keep)
+    with contextlib.ExitStack() as patches:
+        for module in [m for k, m in sys.modules.items() if k.startswith("growkern.growth.")]:
+            if getattr(module, "expand", None) is expand:
+                patches.enter_context(mock.patch.object(module, "expand", keep))
+        for task in grown.tasks:
+            name = task.name
+            out = torch.empty(task.shape, dtype=grown.dtype, device="meta")
+            apply.build_tensor(grown, task, read=weights.__getitem__, out=out, work=work)
+    return calls
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, int) and x == 0

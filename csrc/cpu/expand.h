@@ -1,0 +1,69 @@
+// What the caller passes to expand, and the plan the kernels work from.
+//
+// The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
+// weight; M, N those of the output. A "virtual" row or column runs past the end of the weight into
+// `upper`: 0 .. 2R-1 and 0 .. 2C-1.
+#pragma once
+#include <cmath>
+
+#include "native.h"
+
+namespace growkern {
+
+// mirrored field by field in growkern/ops/expand/on_cpu.py
+struct ExpandArgs {
+    const void* weight;        // (R, C), columns contiguous
+    const void* upper;         // (R, C), columns contiguous; null: no index passes the end
+    void* out;                 // (M, N)  out, any strides
+    const int64_t* rows;       // (M,); null: 0 .. M-1
+    const int64_t* cols;       // (N,); null: 0 .. N-1
+    const void* row_scale;     // (M,) float, double for a double weight; null: 1
+    const void* col_scale;     // (N,)
+    const void* row_noise;     // (M,)
+    const void* col_noise;     // (N,)
+    const int32_t* line_key;   // (M,) with col_noise, (N,) with row_noise
+    const int32_t* line_mult;  // like line_key
+    int64_t R, C, M, N;
+    int64_t weight_stride, upper_stride, out_stride_m, out_stride_n;  // in elements
+    int32_t in_type, out_type;
+    int32_t threads;
+    int32_t isa;
+};
+
+// columns from .. from + n - 1 of the output read virtual columns source, source + 1, ...
+struct Run {
+    int64_t from, n, source;
+};
+
+struct ExpandPlan {
+    const ExpandArgs* args;
+    int64_t n_sources;        // virtual rows that are read
+    const int64_t* source;    // (n_sources,) which ones, ascending
+    const int64_t* first;     // (n_sources + 1,) where the targets of each begin in `target`
+    const int64_t* target;    // (M,) output rows, grouped by source
+    const int32_t* cols;      // (N + 32,) virtual columns, padded with 0
+    const Run* runs;          // by `from`; null: the columns are gathered one by one
+    int64_t n_runs;
+    int64_t virtual_columns;  // 1 + the largest virtual column that is read
+    const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: not all have one
+    bool streaming;           // write past the caches
+};
+
+// static: compiled once for each instruction set
+namespace {
+
+// what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false for any other scale
+inline bool power_step(double scale, int16_t& step) {
+    int exponent;
+    if (std::frexp(scale, &exponent) != 0.5 || exponent < -125 || exponent > 127) return false;
+    step = static_cast<int16_t>((exponent - 1) * 128);
+    return true;
+}
+
+}  // namespace
+
+void expand_portable(const ExpandPlan&);
+void expand_avx2(const ExpandPlan&);
+void expand_avx512(const ExpandPlan&);
+
+}  // namespace growkern

@@ -1,0 +1,344 @@
+// The kernels of expand: compiled once for each instruction set, GROWKERN_ISA names which.
+//
+// Work is dealt out in blocks of source rows. For 256 or 1024 output columns at a time, the source
+// elements are found (as runs in the weight itself, or gathered into a tile that stays in the L1
+// cache), converted and scaled once, and written to every output row that wants them.
+#include <cstdlib>
+
+#include "expand.h"
+#include "simd.h"
+
+namespace growkern {
+namespace {
+
+constexpr int64_t GATHERED_COLUMNS = 256;  // a tile of 64-byte lines: 16 KiB, half of an L1 cache
+constexpr int64_t RUN_COLUMNS = 1024;
+constexpr int64_t MAX_COLUMNS = RUN_COLUMNS;
+
+template <class T>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+    using type = uint32_t;
+};
+template <>
+struct BitsOf<double> {
+    using type = uint64_t;
+};
+template <>
+struct BitsOf<bf16> {
+    using type = uint16_t;
+};
+template <>
+struct BitsOf<f16> {
+    using type = uint16_t;
+};
+
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ------------------------------------------------------------------- noise
+
+// (3) of growkern/ops/expand/noise.py
+inline float xi(uint32_t key, uint32_t mult, uint32_t src) {
+    uint32_t x = key + src * mult;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return static_cast<float>(static_cast<int32_t>(x)) * 0x1p-31f;
+}
+
+// (3) for row i, columns j0 .. j0 + n - 1; src: the virtual row that row i reads
+template <class Acc>
+void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* drawn) {
+    const ExpandArgs& a = *p.args;
+    if (a.col_noise) {
+        const Acc* noise = static_cast<const Acc*>(a.col_noise) + j0;
+        const int32_t* cols = p.cols + j0;
+        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
+        for (int64_t j = 0; j < n; ++j) drawn[j] = noise[j] * xi(key, mult, cols[j]);
+    } else {
+        const Acc noise = static_cast<const Acc*>(a.row_noise)[i];
+        const int32_t* key = a.line_key + j0;
+        const int32_t* mult = a.line_mult + j0;
+        for (int64_t j = 0; j < n; ++j) drawn[j] = noise * xi(key[j], mult[j], src);
+    }
+}
+
+// ----------------------------------------------------------------- scaling
+
+// (4): the larger of two opposites, to be rounded; then what it is here, but for its last rounding.
+// Both cases are computed, as a loop of vectors needs it.
+template <class Acc>
+inline Acc larger_of_two(Acc x, Acc noise) {
+    return x * (1 + std::fabs(noise));
+}
+template <class Acc>
+inline Acc one_of_two(Acc x, Acc noise, Acc larger) {
+    const Acc smaller = x + x - larger;
+    return noise < 0 ? smaller : larger;
+}
+template <class Out, class Acc>
+inline Acc with_noise(Acc x, Acc noise) {
+    return one_of_two<Acc>(x, noise, decode(encode<Out>(larger_of_two(x, noise))));
+}
+
+// (1) in its order: element, row scale, column scale, noise. Null: 1, and no noise.
+template <class In, class Out, class Acc>
+void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
+    if constexpr (same<In, f16>) {
+        float floats[MAX_COLUMNS];
+        decode_halves(x, n, floats);
+        return convert<float, Out, Acc>(floats, n, row, col, noise, y);
+    } else if constexpr (same<Out, f16>) {
+        float floats[MAX_COLUMNS];
+        convert<In, float, Acc>(x, n, row, col, nullptr, floats);
+        if (noise) {
+            float larger[MAX_COLUMNS];
+            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two<float>(floats[j], noise[j]);
+            encode_halves(larger, n, y);
+            decode_halves(y, n, larger);
+            for (int64_t j = 0; j < n; ++j) {
+                floats[j] = one_of_two<float>(floats[j], noise[j], larger[j]);
+            }
+        }
+        return encode_halves(floats, n, y);
+    }
+    if (noise && col) {
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]));
+        }
+    } else if (noise) {
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, noise[j]));
+        }
+    } else if (col) {
+        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
+    } else {
+        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
+    }
+}
+
+// convert where the one factor is a power of 2: sums of exponents in 16 bits, where products are
+// taken in 32. False, and y is undefined, where a number is not 0 and not normal before and after:
+// rounding, infinities and NaN are left to the product.
+inline bool add_steps(const bf16* x, int64_t n, int16_t row, const int16_t* col, bf16* y) {
+    uint16_t odd = 0;
+    for (int64_t j = 0; j < n; ++j) {
+        const uint16_t bits = x[j].bits, rest = bits & 0x7fff;
+        const uint16_t step = static_cast<uint16_t>(col ? col[j] : row), moved = rest + step;
+        const bool normal = (static_cast<uint16_t>(rest - 0x80) < 0x7f00) &
+                            (static_cast<uint16_t>(moved - 0x80) < 0x7f00);
+        y[j].bits = rest ? bits + step : bits;
+        odd |= static_cast<uint16_t>(!normal & (rest != 0));
+    }
+    return !odd;
+}
+template <class In, class Out>
+bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
+    return false;
+}
+
+template <class Out>
+void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
+    const ExpandArgs& a = *p.args;
+    Out* to = static_cast<Out*>(a.out) + i * a.out_stride_m + j0 * a.out_stride_n;
+    if (a.out_stride_n != 1) {
+        for (int64_t j = 0; j < n; ++j) to[j * a.out_stride_n] = from[j];
+    } else if (p.streaming) {
+        stream_bytes(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
+                     n * static_cast<int64_t>(sizeof(Out)));
+    } else {
+        std::memcpy(to, from, n * sizeof(Out));
+    }
+}
+
+// n source elements that lie together and go to columns `from` ...
+template <class In>
+struct Piece {
+    const In* x;
+    int64_t from, n;
+};
+
+// writes output columns j0 .. j0 + n - 1, made of `pieces`, to all targets of the s-th source row
+template <class In, class Out, class Acc>
+void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>* pieces,
+          int64_t n_pieces) {
+    const ExpandArgs& a = *p.args;
+    const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
+    const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
+    const bool noisy = a.row_noise || a.col_noise;
+    const bool copies = same<In, Out> && !row_scale && !col_scale && !noisy;
+    alignas(64) Out y[MAX_COLUMNS];
+    alignas(64) Acc noise[MAX_COLUMNS];
+    for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
+        const int64_t i = p.target[k];
+        if (copies) {
+            for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
+                put(p, i, q->from, q->n, reinterpret_cast<const Out*>(q->x));
+            }
+            continue;
+        }
+        const Acc row = row_scale ? row_scale[i] : 1;
+        int16_t step = 0;
+        const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
+        const bool stepped = one_factor && !noisy;
+        if (noisy) draw_noise<Acc>(p, i, p.source[s], j0, n, noise);
+        // replicas with the same factors are the same numbers: converted once, written often
+        const bool repeated = k > p.first[s] && !noisy &&
+                              (!row_scale || row == row_scale[p.target[k - 1]]);
+        for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
+            const int64_t at = q->from - j0;
+            const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
+            if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
+            convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
+                                  noisy ? noise + at : nullptr, y + at);
+        }
+        put(p, i, j0, n, y);
+    }
+}
+
+// -------------------------------------------------------------------- rows
+
+// where virtual columns 0 .. C-1 and C .. 2C-1 of a virtual row lie
+template <class In>
+struct Source {
+    const In *low, *high;
+
+    Source(const ExpandArgs& a, int64_t row) {
+        const In* weight = static_cast<const In*>(a.weight);
+        const In* upper = static_cast<const In*>(a.upper);
+        const int64_t r = row < a.R ? row : row - a.R;
+        high = upper ? upper + r * a.upper_stride : nullptr;
+        low = row < a.R ? weight + r * a.weight_stride : high;
+    }
+    const In* at(int64_t col, int64_t C) const { return col < C ? low + col : high + (col - C); }
+};
+
+template <class In, class Out, class Acc>
+void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
+    const ExpandArgs& a = *p.args;
+    const Source<In> source(a, p.source[s]);
+    int64_t run = 0;
+    for (int64_t j0 = 0; j0 < a.N; j0 += RUN_COLUMNS) {
+        const int64_t end = smaller(a.N, j0 + RUN_COLUMNS);
+        int64_t n_pieces = 0;
+        for (int64_t j = j0; j < end;) {
+            const Run& r = p.runs[run];
+            const int64_t n = smaller(r.from + r.n, end) - j;
+            pieces[n_pieces++] = {source.at(r.source + j - r.from, a.C), j, n};
+            j += n;
+            if (j == r.from + r.n) ++run;
+        }
+        emit<In, Out, Acc>(p, s, j0, end - j0, pieces, n_pieces);
+    }
+}
+
+template <class In>
+struct Scratch {
+    using Bits = typename BitsOf<In>::type;
+    static constexpr int64_t LINE = LINE_BYTES / sizeof(In);
+    alignas(64) Bits tile[LINE * GATHERED_COLUMNS];
+    Piece<In> pieces[MAX_COLUMNS];
+    Bits* packed;  // (virtual columns, LINE); null, for want of memory too: gathered one by one
+
+    explicit Scratch(const ExpandPlan& p) : packed(nullptr) {
+#if defined(__AVX2__)
+        const size_t bytes = LINE_BYTES * p.virtual_columns;
+        if (!p.runs) packed = static_cast<Bits*>(std::aligned_alloc(LINE_BYTES, bytes));
+#endif
+    }
+    ~Scratch() { std::free(packed); }
+};
+
+// source rows s .. s + n_rows - 1, at most one line of them
+template <class In, class Out, class Acc>
+void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>& scratch) {
+    using Bits = typename Scratch<In>::Bits;
+    constexpr int64_t LINE = Scratch<In>::LINE;
+    const ExpandArgs& a = *p.args;
+    const Bits* low[LINE];
+    const Bits* high[LINE];
+    for (int64_t q = 0; q < LINE; ++q) {
+        const Source<In> source(a, p.source[s + smaller(q, n_rows - 1)]);
+        low[q] = reinterpret_cast<const Bits*>(source.low);
+        high[q] = reinterpret_cast<const Bits*>(source.high);
+    }
+    bool packed = false;
+#if defined(__AVX2__)
+    // packing costs a whole line whatever the number of rows
+    packed = scratch.packed && 4 * n_rows >= LINE;
+    if (packed) {
+        const int64_t in_weight = smaller(a.C, p.virtual_columns);
+        pack_lines(low, in_weight, scratch.packed);
+        pack_lines(high, p.virtual_columns - in_weight, scratch.packed + in_weight * LINE);
+    }
+#endif
+    for (int64_t j0 = 0; j0 < a.N; j0 += GATHERED_COLUMNS) {
+        const int64_t n = smaller(GATHERED_COLUMNS, a.N - j0);
+        const int32_t* cols = p.cols + j0;
+#if defined(__AVX2__)
+        if (packed) gather_lines(scratch.packed, cols, n, scratch.tile, GATHERED_COLUMNS);
+#endif
+        for (int64_t q = 0; q < n_rows; ++q) {
+            Bits* tile = scratch.tile + q * GATHERED_COLUMNS;
+            for (int64_t j = 0; j < n && !packed; ++j) {
+                const int64_t c = cols[j];
+                tile[j] = c < a.C ? low[q][c] : high[q][c - a.C];
+            }
+            const Piece<In> piece = {reinterpret_cast<const In*>(tile), j0, n};
+            emit<In, Out, Acc>(p, s + q, j0, n, &piece, 1);
+        }
+    }
+}
+
+template <class In, class Out, class Acc>
+void expand_typed(const ExpandPlan& p) {
+    constexpr int64_t LINE = Scratch<In>::LINE;
+    const int64_t step = p.runs ? 4 : LINE;
+    const int64_t n_blocks = (p.n_sources + step - 1) / step;
+#pragma omp parallel num_threads(p.args->threads)
+    {
+        Scratch<In> scratch(p);
+#pragma omp for schedule(dynamic)
+        for (int64_t block = 0; block < n_blocks; ++block) {
+            const int64_t s = block * step, n_rows = smaller(step, p.n_sources - s);
+            if (!p.runs) expand_gathered<In, Out, Acc>(p, s, n_rows, scratch);
+            for (int64_t q = 0; q < n_rows && p.runs; ++q) {
+                expand_runs<In, Out, Acc>(p, s + q, scratch.pieces);
+            }
+        }
+        if (p.streaming) end_of_streaming();
+    }
+}
+
+template <class In, class Acc>
+void expand_from(const ExpandPlan& p) {
+    switch (p.args->out_type) {
+        case F32: return expand_typed<In, float, Acc>(p);
+        case BF16: return expand_typed<In, bf16, Acc>(p);
+        case F16: return expand_typed<In, f16, Acc>(p);
+        default: return expand_typed<In, double, Acc>(p);
+    }
+}
+
+}  // namespace
+
+#define NAME_OF(isa) expand_##isa
+#define NAME(isa) NAME_OF(isa)
+
+void NAME(GROWKERN_ISA)(const ExpandPlan& p) {
+    switch (p.args->in_type) {
+        case F32: return expand_from<float, float>(p);
+        case BF16: return expand_from<bf16, float>(p);
+        case F16: return expand_from<f16, float>(p);
+        default: return expand_from<double, double>(p);
+    }
+}
+
+}  // namespace growkern

@@ -1,0 +1,29 @@
+// What the caller passes to the GEMM: c = a b or c += a b, a (m, k), b (k, n), c (m, n).
+//
+// It is here for what BLAS lacks: products of bfloat16 that leave in float32, and float32 factors
+// multiplied in float64, neither with a copy of a factor in the other type.
+#pragma once
+#include "native.h"
+
+namespace growkern {
+
+// mirrored field by field in growkern/ops/loss/linear/gemm_compiled.py; strides are in elements
+struct GemmArgs {
+    const void* a;
+    const void* b;
+    void* c;  // float, double with F64 products; columns contiguous
+    int64_t m, n, k;
+    int64_t a_m, a_k;  // strides; one of the two is 1
+    int64_t b_k, b_n;
+    int64_t c_m;
+    int32_t a_type, b_type;
+    int32_t product;  // F32, F64, or BF16 (of factors in bfloat16)
+    int32_t add;      // 0: c is overwritten
+    int32_t threads, isa;
+};
+
+// 0: done; 1: out of memory; 2: no such product here
+int gemm_avx512(const GemmArgs&);
+int gemm_avx512bf16(const GemmArgs&);
+
+}  // namespace growkern

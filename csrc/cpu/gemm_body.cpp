@@ -1,0 +1,273 @@
+// The GEMM: compiled for AVX-512 with and without bfloat16 products, GROWKERN_ISA names which.
+//
+// The output is dealt out in blocks. For some steps along k at a time, both factors are converted
+// and packed into lines: 64 bytes are one step along k of the 16 (or, of doubles, 8) neighbouring
+// rows of a or columns of b. Registers hold 8 rows by 3 lines of the output, 24 of 32: enough to
+// hide an addition's latency. A "step" of bfloat16 is two numbers: its instruction adds two products.
+#include "gemm.h"
+
+#include <atomic>
+#include <cstdlib>
+
+#include "simd.h"
+
+namespace growkern {
+namespace {
+
+constexpr int64_t STEPS = 128;       // three lines of b for so many are 24 KiB: they stay in L1
+// of a and of b: with the block of the output 576 KiB of floats, 672 KiB of doubles, for an L2 of 1 MiB
+constexpr int64_t BLOCK_ROWS = 192, BLOCK_LINES = 24;
+constexpr int TILE_ROWS = 8, TILE_LINES = 3;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// --------------------------------------------------------------- arithmetic
+
+struct Floats {
+    using Step = float;  // what is packed
+    using Sum = float;
+    using Bits = uint32_t;
+    using Vector = __m512;
+    static constexpr int64_t PER_STEP = 1;
+    static Vector zero() { return _mm512_setzero_ps(); }
+    static Vector load(const Sum* x) { return _mm512_loadu_ps(x); }
+    static void store(Sum* x, Vector v) { _mm512_storeu_ps(x, v); }
+    static Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); }
+    static Vector step(const Step* x) { return _mm512_load_ps(x); }
+    static Vector multiply_add(Step a, Vector b, Vector sum) {
+        return _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum);
+    }
+};
+
+struct Doubles {
+    using Step = double;
+    using Sum = double;
+    using Bits = uint64_t;
+    using Vector = __m512d;
+    static constexpr int64_t PER_STEP = 1;
+    static Vector zero() { return _mm512_setzero_pd(); }
+    static Vector load(const Sum* x) { return _mm512_loadu_pd(x); }
+    static void store(Sum* x, Vector v) { _mm512_storeu_pd(x, v); }
+    static Vector add(Vector x, Vector y) { return _mm512_add_pd(x, y); }
+    static Vector step(const Step* x) { return _mm512_load_pd(x); }
+    static Vector multiply_add(Step a, Vector b, Vector sum) {
+        return _mm512_fmadd_pd(_mm512_set1_pd(a), b, sum);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    using Step = uint32_t;  // two neighbours along k
+    using Sum = float;
+    using Bits = uint32_t;
+    using Vector = __m512;
+    static constexpr int64_t PER_STEP = 2;
+    static Vector zero() { return _mm512_setzero_ps(); }
+    static Vector load(const Sum* x) { return _mm512_loadu_ps(x); }
+    static void store(Sum* x, Vector v) { _mm512_storeu_ps(x, v); }
+    static Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); }
+    static __m512i step(const Step* x) { return _mm512_load_si512(x); }
+    static Vector multiply_add(Step a, __m512i b, Vector sum) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(a));
+    }
+};
+#endif
+
+template <class P>
+constexpr int64_t LINE = LINE_BYTES / sizeof(typename P::Step);
+
+// ------------------------------------------------------------------ packing
+
+// n numbers to steps, the rest of `room` steps to 0
+template <class P, class In>
+inline void convert(const In* x, int64_t n, int64_t room, typename P::Step* y) {
+    int64_t j = 0;
+    if constexpr (P::PER_STEP == 1) {
+        for (; j < n; ++j) y[j] = decode(x[j]);
+    } else {
+        for (; j < n / 2; ++j) y[j] = x[2 * j].bits | static_cast<uint32_t>(x[2 * j + 1].bits) << 16;
+        if (n % 2) y[j++] = x[n - 1].bits;
+    }
+    for (; j < room; ++j) y[j] = 0;
+}
+
+// n numbers of step s, from row 2 s and, if there is one, row 2 s + 1 of a pair
+template <class P, class In>
+inline void convert_line(const In* x, const In* next, int64_t n, typename P::Step* line) {
+    if constexpr (P::PER_STEP == 1) {
+        for (int64_t q = 0; q < n; ++q) line[q] = decode(x[q]);
+    } else if (next) {
+        for (int64_t q = 0; q < n; ++q) {
+            line[q] = x[q].bits | static_cast<uint32_t>(next[q].bits) << 16;
+        }
+    } else {
+        for (int64_t q = 0; q < n; ++q) line[q] = x[q].bits;
+    }
+    for (int64_t q = n; q < LINE<P>; ++q) line[q] = 0;
+}
+
+// packed[(group * STEPS + s) * LINE + q]: step s of the number q of a group, 0 past either end.
+// `n` numbers `stride` apart, each of k numbers `k_stride` apart.
+template <class P, class In>
+void pack(const In* x, int64_t n, int64_t stride, int64_t k, int64_t k_stride,
+          typename P::Step* packed) {
+    using Step = typename P::Step;
+    using Bits = typename P::Bits;
+    constexpr int64_t L = LINE<P>;
+    const int64_t steps = blocks_of(k, P::PER_STEP);
+    for (int64_t group = 0; group < n; group += L, packed += STEPS * L) {
+        const int64_t here = smaller(L, n - group);
+        if (k_stride != 1) {
+            for (int64_t s = 0; s < steps; ++s) {
+                const In* row = x + group + s * P::PER_STEP * k_stride;
+                const bool pair = (s + 1) * P::PER_STEP <= k;
+                convert_line<P>(row, pair ? row + k_stride : nullptr, here, packed + s * L);
+            }
+            continue;
+        }
+        alignas(64) Step rows[L][STEPS];
+        const Bits* row[L];
+        for (int64_t q = 0; q < L; ++q) {
+            convert<P>(x + (group + q) * stride, q < here ? k : 0, steps, rows[q]);
+            row[q] = reinterpret_cast<const Bits*>(rows[q]);
+        }
+        pack_lines(row, steps, reinterpret_cast<Bits*>(packed));
+    }
+}
+
+template <class P>
+void pack(const void* x, int32_t type, int64_t first, int64_t n, int64_t stride, int64_t k0,
+          int64_t k, int64_t k_stride, typename P::Step* packed) {
+    const int64_t skip = first * stride + k0 * k_stride;
+    if constexpr (P::PER_STEP == 2) {
+        pack<P>(static_cast<const bf16*>(x) + skip, n, stride, k, k_stride, packed);
+    } else if (type == F32) {
+        pack<P>(static_cast<const float*>(x) + skip, n, stride, k, k_stride, packed);
+    } else if (type == BF16) {
+        pack<P>(static_cast<const bf16*>(x) + skip, n, stride, k, k_stride, packed);
+    } else {
+        pack<P>(static_cast<const f16*>(x) + skip, n, stride, k, k_stride, packed);
+    }
+}
+
+// ------------------------------------------------------------------- blocks
+
+// rows and columns of c that are there; the packed factors are 0 beyond
+template <class P>
+struct Tile {
+    typename P::Sum* c;
+    int64_t stride, rows, columns;
+    bool add;
+};
+
+template <class P, int lines>
+void multiply(int64_t steps, const typename P::Step* a, const typename P::Step* b,
+              const Tile<P>& tile) {
+    using Sum = typename P::Sum;
+    constexpr int64_t L = LINE<P>;
+    typename P::Vector sum[TILE_ROWS][lines];
+#pragma GCC unroll 8
+    for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 3
+        for (int j = 0; j < lines; ++j) sum[i][j] = P::zero();
+    for (int64_t s = 0; s < steps; ++s, a += L, b += L) {
+        decltype(P::step(b)) line[lines];
+#pragma GCC unroll 3
+        for (int j = 0; j < lines; ++j) line[j] = P::step(b + j * STEPS * L);
+#pragma GCC unroll 8
+        for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 3
+            for (int j = 0; j < lines; ++j) sum[i][j] = P::multiply_add(a[i], line[j], sum[i][j]);
+    }
+    if (tile.columns == lines * L && tile.rows == TILE_ROWS) {
+#pragma GCC unroll 8
+        for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 3
+            for (int j = 0; j < lines; ++j) {
+                Sum* c = tile.c + i * tile.stride + j * L;
+                P::store(c, tile.add ? P::add(P::load(c), sum[i][j]) : sum[i][j]);
+            }
+        return;
+    }
+    alignas(64) Sum all[TILE_ROWS][lines * L];
+#pragma GCC unroll 8
+    for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 3
+        for (int j = 0; j < lines; ++j) P::store(&all[i][j * L], sum[i][j]);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+        Sum* c = tile.c + i * tile.stride;
+        for (int64_t j = 0; j < tile.columns; ++j) c[j] = tile.add ? c[j] + all[i][j] : all[i][j];
+    }
+}
+
+template <class P>
+void multiply_block(int64_t steps, const typename P::Step* a, const typename P::Step* b,
+                    const Tile<P>& block) {
+    constexpr int64_t L = LINE<P>;
+    for (int64_t j = 0; j < block.columns; j += TILE_LINES * L) {
+        const int64_t columns = smaller(TILE_LINES * L, block.columns - j);
+        const auto* b_lines = b + j * STEPS;
+        for (int64_t i = 0; i < block.rows; i += TILE_ROWS) {
+            const auto* a_rows = a + i / L * L * STEPS + i % L;
+            const Tile<P> tile = {block.c + i * block.stride + j, block.stride,
+                                  smaller(TILE_ROWS, block.rows - i), columns, block.add};
+            switch (blocks_of(columns, L)) {
+                case 1: multiply<P, 1>(steps, a_rows, b_lines, tile); break;
+                case 2: multiply<P, 2>(steps, a_rows, b_lines, tile); break;
+                default: multiply<P, 3>(steps, a_rows, b_lines, tile);
+            }
+        }
+    }
+}
+
+template <class P>
+int multiply_all(const GemmArgs& g) {
+    using Step = typename P::Step;
+    constexpr int64_t L = LINE<P>, K = STEPS * P::PER_STEP;
+    int64_t width = BLOCK_LINES * L;
+    const int64_t m_blocks = blocks_of(g.m, BLOCK_ROWS);
+    // narrow outputs too give every thread a block
+    while (m_blocks * blocks_of(g.n, width) < g.threads && width > TILE_LINES * L) width /= 2;
+    const int64_t n_blocks = blocks_of(g.n, width);
+    std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(g.threads)
+    {
+        // a whole number of lines, as LINE divides BLOCK_ROWS
+        void* room = std::aligned_alloc(64, (BLOCK_ROWS + width) * STEPS * sizeof(Step));
+        if (!room) failed = true;
+        Step* a = static_cast<Step*>(room);
+        Step* b = a + BLOCK_ROWS * STEPS;
+#pragma omp for schedule(dynamic)
+        for (int64_t block = 0; block < m_blocks * n_blocks; ++block) {
+            const int64_t i = block / n_blocks * BLOCK_ROWS, j = block % n_blocks * width;
+            const int64_t rows = smaller(BLOCK_ROWS, g.m - i), columns = smaller(width, g.n - j);
+            for (int64_t k = 0; k < g.k && room; k += K) {
+                const int64_t depth = smaller(K, g.k - k);
+                pack<P>(g.a, g.a_type, i, rows, g.a_m, k, depth, g.a_k, a);
+                pack<P>(g.b, g.b_type, j, columns, g.b_n, k, depth, g.b_k, b);
+                multiply_block<P>(blocks_of(depth, P::PER_STEP), a, b,
+                                  {static_cast<typename P::Sum*>(g.c) + i * g.c_m + j, g.c_m, rows,
+                                   columns, g.add || k > 0});
+            }
+        }
+        std::free(room);
+    }
+    return failed;
+}
+
+}  // namespace
+
+#define NAME_OF(isa) gemm_##isa
+#define NAME(isa) NAME_OF(isa)
+
+int NAME(GROWKERN_ISA)(const GemmArgs& g) {
+    if (g.product == F32) return multiply_all<Floats>(g);
+    if (g.product == F64) return multiply_all<Doubles>(g);
+#if defined(__AVX512BF16__)
+    if (g.product == BF16) return multiply_all<Pairs>(g);
+#endif
+    return 2;
+}
+
+}  // namespace growkern

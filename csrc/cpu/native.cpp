@@ -1,0 +1,92 @@
+// What this library is and can do here, and the functions that need no more than the right kernel.
+#include "native.h"
+
+#include "gemm.h"
+#include "kl_mlm.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace growkern {
+
+bool supports(int32_t isa) {
+#if defined(GROWKERN_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (isa == AVX2) return avx2;
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq");
+    if (isa == AVX512) return avx512;
+#if defined(GROWKERN_BF16)
+    if (isa == AVX512BF16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+#endif
+    return isa == PORTABLE;
+}
+
+}  // namespace growkern
+
+extern "C" {
+
+// changes with the arguments, so that a library left over from another version is not called
+__attribute__((visibility("default"))) int growkern_abi() { return 2; }
+
+// the best instruction set on this processor
+__attribute__((visibility("default"))) int growkern_best_isa() {
+    int isa = growkern::AVX512BF16;
+    while (!growkern::supports(isa)) --isa;
+    return isa;
+}
+
+// 1 if built with OpenMP
+__attribute__((visibility("default"))) int growkern_has_openmp() {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// asks for 2-MiB pages: the first touch of 256 MiB costs 127 ms on 4-KiB pages, 30 ms on these
+__attribute__((visibility("default"))) void growkern_advise_huge(void* start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 2 << 20;
+    const uintptr_t low = (reinterpret_cast<uintptr_t>(start) + PAGE - 1) & ~(PAGE - 1);
+    const uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(PAGE - 1);
+    if (high > low) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
+}
+
+// 0: done; 1: out of memory; 2: no such product on this processor
+__attribute__((visibility("default"))) int growkern_gemm(const growkern::GemmArgs* args) {
+    if (!growkern::supports(args->isa)) return 2;
+#if defined(GROWKERN_BF16)
+    if (args->isa == growkern::AVX512BF16) return growkern::gemm_avx512bf16(*args);
+#endif
+#if defined(GROWKERN_X86)
+    if (args->isa == growkern::AVX512) return growkern::gemm_avx512(*args);
+#endif
+    return 2;
+}
+
+// 0: done; 2: this processor lacks the instructions asked for
+__attribute__((visibility("default"))) int growkern_kl_mlm(const growkern::KlMlmArgs* args) {
+    if (!growkern::supports(args->isa)) return 2;
+#if defined(GROWKERN_X86)
+    if (args->isa >= growkern::AVX512) {
+        growkern::kl_mlm_avx512(*args);
+        return 0;
+    }
+    if (args->isa == growkern::AVX2) {
+        growkern::kl_mlm_avx2(*args);
+        return 0;
+    }
+#endif
+    growkern::kl_mlm_portable(*args);
+    return 0;
+}
+}

@@ -1,0 +1,208 @@
+// expand on a GPU: one block for each row of the weight, which is read once, wherever it is.
+//
+// The row is copied into shared memory in one go, also from pinned memory of the host, over which
+// every byte counts. Columns are gathered from there once for all output rows that repeat the row,
+// and 16 bytes of the output are written at a time. The formulas are (1) to (4) of
+// growkern/ops/expand/op.py. Letters: R, C rows and columns of the weight; M, N those of the output.
+// Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
+#include "device.h"
+
+// what the launch decides (growkern/ops/expand/on_cuda.py); these let the file compile by itself
+#ifndef IN
+#define IN bf16      // types of weight and output: float, bf16, f16, double
+#define OUT bf16
+#define ACC float    // double for a double weight
+#define UPPER 0      // whether there is an `upper`
+#define NOISE 0      // 1: on the rows, 2: on the columns
+#define THREADS 256
+#endif
+
+namespace growkern {
+
+// columns a thread takes at a time: 16 bytes of the output
+constexpr int WIDTH = 16 / sizeof(OUT);
+
+// mirrored field by field in growkern/ops/expand/on_cuda.py; strides are in elements. A "virtual" row
+// or column runs past the end of the weight into `upper`: 0 .. 2R-1 and 0 .. 2C-1.
+struct ExpandRowsArgs {
+    const IN* weight;         // (R, C), columns contiguous; on the device or pinned on the host
+    const IN* upper;          // (R, C), likewise
+    OUT* out;                 // (M, N)  out, any strides
+    const i32* first;         // (R + 1,) where the output rows of each weight row begin in `target`
+    const i32* target;        // (M,) output rows by the weight row they read
+    const i32* rows;          // (M,) virtual rows; null: 0 .. M-1
+    const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
+    const ACC* row_scale;     // (M,); null: 1
+    const ACC* col_scale;     // (N,)
+    const ACC* noise;         // (M,) or (N,), on the axis that is read
+    const i32* line_key;      // (N,) with noise on the rows, (M,) with noise on the columns
+    const i32* line_mult;     // like line_key
+    i64 weight_stride, upper_stride, out_stride_m, out_stride_n;
+    i32 R, C, M, N;
+    i32 blocks_per_row;  // that share the columns of the output
+    i32 staged;          // whether a row (of both) fits into shared memory
+    i32 reads_upper_beside;  // whether any virtual column passes the end
+};
+
+__device__ inline double to_acc(double x) { return x; }
+template <class T>
+__device__ inline float to_acc(T x) {
+    return to_float(x);
+}
+
+// the noise of growkern/ops/expand/noise.py, (3) but for its last factor
+__device__ inline float xi(u32 key, u32 mult, u32 src) {
+    u32 x = key + src * mult;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return static_cast<float>(static_cast<i32>(x));
+}
+
+constexpr float XI_UNIT = 4.656612873077393e-10f;  // 2**-31, that factor
+
+// n of the columns from j on, `other` where there is no vector or no column
+template <class T, class U>
+__device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)[WIDTH]) {
+    if (from && (ALIGNED || j + WIDTH <= N) && is_aligned(from, alignof(Pack<T, WIDTH>))) {
+        const Pack<T, WIDTH> pack = *reinterpret_cast<const Pack<T, WIDTH>*>(from + j);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) x[k] = pack.x[k];
+    } else {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) x[k] = from && j + k < N ? from[j + k] : other;
+    }
+}
+
+// what is the same for all output rows: the columns from j on
+struct Columns {
+    i32 source[WIDTH];
+    ACC scale[WIDTH], noise[WIDTH];
+    i32 key[WIDTH], mult[WIDTH];
+
+    __device__ Columns(const ExpandRowsArgs& a, int j) {
+        load_columns(a.cols, j, a.N, 0, source);
+        if (!a.cols)
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
+        if (a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
+        if (NOISE == 1) {
+            load_columns(a.line_key, j, a.N, 0, key);
+            load_columns(a.line_mult, j, a.N, 0, mult);
+        }
+        if (NOISE == 2) {
+            load_columns(a.noise, j, a.N, ACC(0), noise);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * XI_UNIT;
+        }
+    }
+};
+
+// whether the columns lie together in the weight, at a place that one load can read; the map
+// decides that, of which ALIGNED promises nothing
+__device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
+    bool together = reinterpret_cast<u64>(weight + source[0]) % alignof(Pack<IN, WIDTH>) == 0;
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k) together &= source[k] == source[0] + k;
+    return together;
+}
+
+// (2) of virtual rows r (low) and R + r (high), r being the row that `weight` and `upper` begin at
+__device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const IN* upper,
+                              const Columns& columns, ACC (&low)[WIDTH], ACC (&high)[WIDTH]) {
+    if (!UPPER && is_run(weight, columns.source)) {
+        // structured maps: threads that read an element each, 16 bytes apart, meet in the banks
+        const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(weight + columns.source[0]);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) low[k] = to_acc(pack.x[k]);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        const int c = columns.source[k];
+        if (UPPER) {
+            const int rest = c < a.C ? c : c - a.C;
+            // without columns past the end, only high rows read `upper`
+            high[k] = upper ? to_acc(upper[rest]) : ACC(0);
+            low[k] = c < a.C ? (weight ? to_acc(weight[c]) : ACC(0)) : high[k];
+        } else {
+            low[k] = to_acc(weight[c]);
+        }
+    }
+}
+
+// (4) but for its last rounding
+__device__ inline ACC with_noise(ACC x, ACC noise) {
+    const ACC larger = to_acc(from_acc<OUT>(x * (1 + (noise < 0 ? -noise : noise))));
+    return noise < 0 ? x + x - larger : larger;
+}
+
+// (1) in its order, of output row i
+__device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
+                             ACC (&x)[WIDTH]) {
+    const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
+    const u32 key = NOISE == 2 ? a.line_key[i] : 0, mult = NOISE == 2 ? a.line_mult[i] : 0;
+    const ACC size = NOISE == 1 ? a.noise[i] * XI_UNIT : ACC(0);
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        if (a.row_scale) x[k] = x[k] * row_scale;
+        if (a.col_scale) x[k] = x[k] * columns.scale[k];
+        if (NOISE == 1) x[k] = with_noise(x[k], size * xi(columns.key[k], columns.mult[k], r));
+        if (NOISE == 2)
+            x[k] = with_noise(x[k], columns.noise[k] * xi(key, mult, columns.source[k]));
+    }
+}
+
+__device__ inline void store(const ExpandRowsArgs& a, int i, int j, const ACC (&x)[WIDTH]) {
+    OUT* to = a.out + i * a.out_stride_m + j * a.out_stride_n;
+    Pack<OUT, WIDTH> pack;
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) pack.x[k] = from_acc<OUT>(x[k]);
+    if (ALIGNED || (a.out_stride_n == 1 && j + WIDTH <= a.N && is_aligned(to, 16)))
+        *reinterpret_cast<Pack<OUT, WIDTH>*>(to) = pack;
+    else
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k)
+            if (j + k < a.N) to[k * a.out_stride_n] = pack.x[k];
+}
+
+}  // namespace growkern
+
+// a grid of R * blocks_per_row blocks
+extern "C" __global__ void __launch_bounds__(THREADS)
+expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
+    using namespace growkern;
+    const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
+    const int begin = a.first[row], end = a.first[row + 1];
+    if (begin == end) return;
+    // targets are in the order of their virtual rows
+    const bool any_low = !UPPER || !a.rows || a.rows[a.target[begin]] < a.R;
+    const bool any_high = UPPER && a.rows && a.rows[a.target[end - 1]] >= a.R;
+
+    const IN* weight = any_low ? a.weight + row * a.weight_stride : nullptr;
+    const IN* upper = nullptr;
+    if (UPPER && (any_high || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
+    if (a.staged) {
+        IN* shared = static_cast<IN*>(dynamic_shared());
+        IN* beside = shared + (a.C + 7) / 8 * 8;
+        if (weight) copy_row(shared, weight, a.C), weight = shared;
+        if (upper) copy_row(beside, upper, a.C), upper = beside;
+        commit_copies();
+        wait_copies(0);
+        __syncthreads();
+    }
+    const int step = WIDTH * THREADS;
+    for (int j = part * step + WIDTH * threadIdx.x; j < a.N; j += a.blocks_per_row * step) {
+        const Columns columns(a, j);
+        ACC low[WIDTH], high[WIDTH], x[WIDTH];
+        gather(a, weight, upper, columns, low, high);
+        for (int t = begin; t < end; ++t) {
+            const int i = a.target[t], r = a.rows ? a.rows[i] : i;
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) x[k] = UPPER && r >= a.R ? high[k] : low[k];
+            scale(a, columns, i, r, x);
+            store(a, i, j, x);
+        }
+    }
+}

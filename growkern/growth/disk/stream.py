@@ -1,0 +1,227 @@
+"""Carries a plan out onto disk within a memory limit.
+
+Every target tensor is cut into pieces of whole rows (`growth.source.files.row_blocks`). Each
+worker takes a piece, builds it in its own buffer while the source rows it needs are mapped, sums it
+and writes it to its place; so reading, expanding and writing overlap between workers. Meanwhile
+what is written is put on disk and then into the journal, again and again, as fast as the disk takes
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from growkern.errors import GrowthError
+from growkern.growth.disk.checksums import sum_pieces, sum_rows
+from growkern.growth.disk.journal import Journal, Mark
+from growkern.growth.disk.shards import ShardLayout
+from growkern.growth.disk.target_file import Buffer, TargetFile
+from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.plan.pieces import Piece, pieces_of
+from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
+from growkern.growth.source.files import row_blocks
+from growkern.growth.source.source import Source
+from growkern.growth.tensors.tensor import build_tensor
+
+
+class SourceReader:
+    """Reads source tensors for several workers; checks and sums each before its first use.
+
+    Attributes:
+        sums: source tensor -> its sum, as far as they have been read.
+    """
+
+    def __init__(self, source: Source, known: Mapping[str, str], allow_nonfinite: bool) -> None:
+        self.sums: dict[str, str] = {}
+        self._headers, self._known = source.headers, known
+        self._allow_nonfinite = allow_nonfinite
+        self._locks = {name: threading.Lock() for name in source.headers}
+
+    def __call__(self, name: str) -> Tensor:
+        self.check(name)
+        return self._headers[name].read()
+
+    def check(self, name: str) -> None:
+        """Sum it, unless that is done.
+
+        Raises:
+            GrowthError: NaN or Inf; other bytes than an interrupted run read.
+        """
+        with self._locks[name]:
+            if name not in self.sums:
+                self.sums[name] = self._scan(name)
+
+    def _scan(self, name: str) -> str:
+        header = self._headers[name]
+        sums = []
+        for block in row_blocks(header.shape, header.dtype.itemsize):
+            rows = header.rows(*block)
+            if not self._allow_nonfinite:
+                refuse_nonfinite(name, rows)
+            sums.append(sum_rows(rows))
+        total = sum_pieces(sums)
+        if self._known.get(name, total) != total:
+            raise GrowthError(
+                f"{header.file}: {name} is not what the interrupted run read; start over with "
+                "resume=False (--no-resume)"
+            )
+        return total
+
+
+# ------------------------------------------------------------------ writing
+
+
+class Stream:
+    """One growth onto disk.
+
+    Attributes:
+        reader: reads and sums the source.
+        sums: (tensor, first row, past the last row) -> sum of what is written.
+        bytes_kept: how much of it an interrupted run had written.
+    """
+
+    def __init__(
+        self,
+        plan: Blueprint,
+        layout: ShardLayout,
+        directory: Path,
+        journal: Journal,
+        *,
+        allow_nonfinite: bool,
+        backend: str | None,
+    ) -> None:
+        self.plan, self.layout, self.directory, self.journal = plan, layout, directory, journal
+        self.backend = backend
+        self._may_overflow = bool(plan.narrowed) and not allow_nonfinite
+        self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
+        self.sums: dict[Mark, str] = {}
+        self.bytes_kept = 0
+        self._files: dict[str, TargetFile] = {}
+        self._own = threading.local()
+
+    def run(self, workers: int, *, progress: bool) -> None:
+        """Write all tensors that the journal does not vouch for; on an error, note what is done."""
+        order = {name: i for i, name in enumerate(self.layout.tensors)}
+        pieces = sorted(pieces_of(self.plan), key=lambda piece: order[piece.task.name])
+        total = sum(map(self._bytes, pieces))
+        what = "resuming" if self.journal.marks else "growing"
+        threads = torch.get_num_threads()
+        with ExitStack() as stack:
+            self._open_files(stack)
+            bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
+            stack.enter_context(bar)
+            # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
+            # and the default for later threads, which has to be put back
+            stack.callback(torch.set_num_threads, threads)
+            share = max(1, threads // workers)
+            committer = stack.enter_context(ThreadPoolExecutor(1))
+            pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
+            stack.enter_context(pool)
+            # what an interrupted run wrote is made of what it read: all of that must be here still
+            read_before = self.journal.source_sums.keys() & self.plan.source.headers.keys()
+            list(pool.map(self.reader.check, read_before))
+            self._collect(pieces, pool, committer, bar)
+
+    def _collect(
+        self,
+        pieces: list[Piece],
+        pool: ThreadPoolExecutor,
+        committer: ThreadPoolExecutor,
+        bar: Any,
+    ) -> None:
+        written: list[Future[tuple[Piece, str, bool]]] = []
+        new: dict[Mark, str] = {}
+        commit: Future[None] = committer.submit(lambda: None)
+        try:
+            written.extend(pool.submit(self._write, piece) for piece in pieces)
+            for future in as_completed(written):
+                piece, total, was_built = future.result()
+                self.sums[piece.mark] = total
+                if was_built:
+                    new[piece.mark] = total
+                else:
+                    self.bytes_kept += self._bytes(piece)
+                bar.update(self._bytes(piece))
+                if commit.done() and new:
+                    commit.result()
+                    commit, new = committer.submit(self._commit, new), {}
+        finally:
+            # after an error too: what was in other workers' hands is finished, and all is kept
+            pool.shutdown(cancel_futures=True)
+            done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
+            late = {piece.mark: total for piece, total, _ in (f.result() for f in done)}
+            new |= {mark: total for mark, total in late.items() if mark not in self.sums}
+            committer.submit(self._commit, new).result()
+            commit.result()
+
+    def _commit(self, marks: dict[Mark, str]) -> None:
+        """Data first, then the marks that speak of it."""
+        for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
+            self._files[file].sync()
+        known = self.journal.source_sums
+        sources = {name: s for name, s in list(self.reader.sums.items()) if name not in known}
+        self.journal.add(marks, sources)
+
+    def tensor_sums(self) -> dict[str, str]:
+        """The sum of every tensor, once all is written."""
+        tensors = {}
+        for task in self.plan.tasks:
+            blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
+            tensors[task.name] = sum_pieces(self.sums[task.name, a, b] for a, b in blocks)
+        return tensors
+
+    # ---- a piece
+
+    def _bytes(self, piece: Piece) -> int:
+        start, stop = piece.rows
+        return (stop - start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
+
+    def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
+        """The piece, its sum, and whether it had to be built: rows on disk count if unharmed."""
+        header = self.layout.tensors[piece.task.name]
+        before = self.journal.marks.get(piece.mark)
+        if before is not None:
+            stored = dataclasses.replace(header, file=str(self.directory / header.file))
+            if sum_rows(stored.rows(*piece.rows)) == before:
+                return piece, before, False
+        start, stop = piece.rows
+        size = self._bytes(piece)
+        at = header.start + start * (size // (stop - start))
+        data = self._buffer().room(size, at)
+        rows = (stop - start,) if piece.task.shape else ()
+        built = build_tensor(
+            self.plan,
+            piece.task,
+            read=self.reader,
+            backend=self.backend,
+            part=piece.part,
+            out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
+        )
+        if self._may_overflow:
+            refuse_overflow(piece.task.name, built)
+        total = sum_rows(data)
+        self._files[header.file].write(data, at)
+        return piece, total, True
+
+    def _buffer(self) -> Buffer:
+        """This worker's own."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = Buffer()
+        return self._own.buffer
+
+    def _open_files(self, stack: ExitStack) -> None:
+        for name, size in self.layout.sizes.items():
+            file = TargetFile(self.directory / name, size, self.layout.heads[name])
+            stack.callback(file.close)
+            self._files[name] = file

@@ -1,0 +1,165 @@
+"""AdamW for a grown model: copies keep step with their source, and new entries are eased in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from growkern.errors import GrowthError
+from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
+from growkern.growth.optimizer.state import decay_names
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.sharded.placement import local_part, local_tensor
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Named parameter groups as `transformers.Trainer` makes them: no decay of norms and biases."""
+    decays = decay_names(model)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [x for x in named if x[0] in decays], "weight_decay": weight_decay},
+        {"params": [x for x in named if x[0] not in decays], "weight_decay": 0.0},
+    ]
+
+
+class GrowthAdamW(torch.optim.AdamW):
+    """AdamW with a learning rate and an eps for every entry, as the growth of a model asks.
+
+    A grown weight that is divided by C needs a C-th of the step to do to the function what its
+    source's step did, but AdamW's steps have one size. With `matched`, lr is multiplied by u and
+    eps by g of `optimizer.moments` (2), decay is lr times weight_decay as always, of norms
+    that multiply by 1 + weight towards the place of (4), and with moments from
+    `growkern.grow_optimizer` the target takes the very steps that the source would have taken,
+    wherever `moment_findings` calls the moments exact. That includes copies that stay equal, so use
+    it with symmetry="noise" or "split" for training.
+
+    Its state is AdamW's, and a count of steps since growth. Parameters may be DTensors.
+
+    Args:
+        params: named: `model.named_parameters()` or groups of it, see `decay_groups`.
+        plan: the growth of the model, its `growth_plan`.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        matched: apply u, g and (4).
+        rewarm_steps: entries that the source did not have, new rows, columns and layers, climb in
+            as many equal steps to `rewarm_peak` times the learning rate and stay there: whatever
+            schedule the rate follows, they follow it. 0: they learn like the others.
+        rewarm_peak: SPARKLING's is 1.3, after 250 steps.
+
+    Raises:
+        GrowthError: unnamed parameters, or one that the plan does not know; numbers out of range.
+
+    Source: `matched` is derived from the chain rule, the re-warm-up of new slices after SPARKLING.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        plan: GrowthPlan,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        matched: bool = True,
+        rewarm_steps: int = 0,
+        rewarm_peak: float = 1.3,
+    ) -> None:
+        if rewarm_steps < 0 or not 0 < rewarm_peak < float("inf"):
+            raise GrowthError(
+                f"rewarm_steps={rewarm_steps}, rewarm_peak={rewarm_peak}: give 0 or more steps and "
+                "a positive peak"
+            )
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
+        factors = growth_lr_multipliers(plan)
+        self._factors: dict[Tensor, EntryFactors] = {}
+        for group in self.param_groups:
+            for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+                name = name.replace("_orig_mod.", "").removeprefix("module.")
+                if name not in factors:
+                    raise GrowthError(f"the plan has no parameter {name}; pass the grown model's")
+                self._factors[p] = _local_factors(factors[name], name, p)
+            if "param_names" not in group:
+                raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure` as in `torch.optim.AdamW`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step_one(group, p, p.grad)
+        return loss
+
+    def _step_one(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        state, factors = self.state[p], self._factors[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        # not in a state that another optimizer saved, or growth made
+        state.setdefault("growth_step", torch.tensor(0.0))
+        state["step"] += 1
+        state["growth_step"] += 1
+        # the counts are on the CPU
+        step, grown_for = state["step"].item(), state["growth_step"].item()
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        gradient, value = local_tensor(grad), local_tensor(p)
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_()
+        update = mean / (1 - beta1**step)
+        too_far = value
+        if self.matched:
+            update = _times(update, factors.lr)
+            root += _times(torch.full_like(root, group["eps"]), factors.eps)
+            too_far = value - factors.centre[0] if factors.centre else value
+        else:
+            root += group["eps"]
+        update = update.div_(root).add_(too_far, alpha=group["weight_decay"])
+        share = self._share_of_new(grown_for)
+        if share != 1:
+            is_old = _times(torch.ones_like(update, dtype=torch.bool), factors.old)
+            update = torch.where(is_old, update, update * share)
+        value.sub_(update, alpha=lr)
+
+    def _share_of_new(self, grown_for: float) -> float:
+        """What entries the source did not have get of the learning rate."""
+        if not self.rewarm_steps:
+            return 1.0
+        return self.rewarm_peak * min(1.0, grown_for / self.rewarm_steps)
+
+
+def _times(x: Tensor, vectors: tuple[Tensor, ...]) -> Tensor:
+    for vector in vectors:
+        x = x * vector
+    return x
+
+
+def _local_factors(factors: EntryFactors, name: str, p: Tensor) -> EntryFactors:
+    """The factors of this process's part of a parameter, on its device and in its dtype."""
+    shape = tuple(max(n) for n in zip(*(v.shape for v in factors.lr), strict=True))
+    if shape != tuple(p.shape):
+        raise GrowthError(f"{name} is {list(p.shape)}, the plan's is {list(shape)}")
+    part = local_part(name, p)
+    device = p.to_local().device if isinstance(p, DTensor) else p.device
+
+    def here(vectors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        cut = (v.swapaxes(0, d)[part[d]].swapaxes(0, d) for d, v in enumerate(vectors))
+        return tuple(v.to(device, dtype) for v in cut)
+
+    return EntryFactors(
+        here(factors.lr, p.dtype),
+        here(factors.eps, p.dtype),
+        here(factors.old, torch.bool),
+        here(factors.centre, p.dtype),
+    )

@@ -1,0 +1,245 @@
+"""`grow_optimizer`: the state of Adam or AdamW along with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from growkern.errors import GrowthError, nearest
+from growkern.growth.models import untrained_model
+from growkern.growth.optimizer.checks import (
+    check_entries,
+    check_moments,
+    check_state_dict,
+    count_of,
+)
+from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
+from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.growth_plan import GrowthPlan
+
+State = Mapping[str, Mapping[str, Any]]
+# (the source's state, target parameter, key, is it zero) -> its value
+MakeMoment = Callable[[State, Task, str, bool], Tensor]
+
+
+@torch.no_grad()
+def grow_optimizer(
+    state_dict: Mapping[str, Any], plan: GrowthPlan, *, moments: str = "grow"
+) -> dict[str, Any]:
+    """The optimizer state of the target, from the source's.
+
+    State keyed by position needs the parameters' names: `param_names` in the groups, where the
+    optimizer was made from named parameters; else one group is `model.named_parameters()` and two
+    are those of `transformers.Trainer`: weights that decay, then norms and biases. State keyed by
+    names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it, stays
+    keyed by names. Groups keep their settings and a target parameter joins its source's group.
+
+    Args:
+        state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`. A Trainer's:
+            `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`. DTensors are
+            gathered one at a time, so that all ranks have to call; what comes out is whole.
+            `growkern.grow_optimizer_into` gives every rank its part alone.
+        plan: the growth of the weights, from `growkern.plan` or a grown model's `growth_plan`.
+        moments: "grow" gives every copy its share of its source's moments, (2) and (3) of
+            `optimizer.moments`; `moment_findings(plan)` says where that is exact. Entries
+            without a source are 0, inserted blocks start at step 0.
+            "old_slices" keeps the source's moments where the source's entries are now, as they
+            are, and 0 elsewhere, with the counts of steps: what copies share is forgotten, so they
+            can part. Meant for `GrowthAdamW(rewarm_steps=...)`.
+            "reset" is step 0 with zeros: it differs from a new optimizer in the groups' settings.
+
+    Returns:
+        A state dict for an optimizer of the target with the same groups, on the CPU.
+
+    Raises:
+        GrowthError: a state of another optimizer or another model, or one that is damaged: NaN or
+            Inf in a moment, a negative mean of squares, a count of steps that is none.
+
+    Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
+    """
+
+    def build(state: State, task: Task, key: str, is_zero: bool) -> Tensor:
+        if is_zero:
+            return torch.zeros(task.shape, dtype=source_entry(task, state)[key].dtype)
+        read = reader_of(state, key)
+        return grow_moment(plan, task, read, key=key, moments=moments)
+
+    return grown_state(plan, state_dict, moments, build)
+
+
+def grown_state(
+    plan: GrowthPlan, state_dict: Mapping[str, Any], moments: str, make: MakeMoment
+) -> dict[str, Any]:
+    """The target's state dict with the moments that `make` gives; see `grow_optimizer`."""
+    check_moments(moments)
+    names, state = state_by_name(plan, state_dict)
+    groups = state_dict["param_groups"]
+    grown_names = _target_names(plan, names)
+    new_state: dict[Any, dict[str, Any]] = {}
+    new_groups, tasks, number = [], {task.name: task for task in plan.tasks}, 0
+    for group, members in zip(groups, grown_names, strict=True):
+        keys: list[Any] = []
+        for name in members:
+            keys.append(name if _is_named(group) else number)
+            entry = _grown_entry(plan, tasks[name], state, moments, make)
+            if entry:
+                new_state[keys[-1]] = entry
+            number += 1
+        new_groups.append({**group, "params": keys})
+        if "param_names" in group:
+            new_groups[-1]["param_names"] = list(members)
+    return {**state_dict, "state": new_state, "param_groups": new_groups}
+
+
+def _grown_entry(
+    plan: GrowthPlan, task: Task, state: State, moments: str, make: MakeMoment
+) -> dict[str, Tensor]:
+    """State of one target parameter; none where the source has not taken a step with it."""
+    source = source_entry(task, state)
+    if not source:
+        return {}
+    is_zero = starts_at_zero(plan, task, moments)
+    grown = {"step": grown_step(task, source, is_zero)}
+    return grown | {key: make(state, task, key, is_zero) for key in moments_in(source)}
+
+
+# ------------------------------------------------ one parameter's state
+
+
+def source_entry(task: Task, state: State) -> Mapping[str, Any]:
+    """The state that a target parameter's comes from; empty where no step was taken with it."""
+    if task.is_made:
+        # like the others', which exist if a step was taken at all
+        return next(iter(state.values()), {})
+    return state.get(task.source, {})
+
+
+def moments_in(entry: Mapping[str, Any]) -> list[str]:
+    """The moments a state has, in an order that all ranks share."""
+    return [key for key in MOMENTS if key in entry]
+
+
+def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> Tensor:
+    step = entry["step"]
+    step = count_of(task.source, step.read() if hasattr(step, "read") else step)
+    return torch.zeros_like(step) if is_zero else step.clone()
+
+
+def reader_of(state: State, key: str) -> ReadEntries:
+    """Reads one moment: tensors as they are, DTensors whole, stored tensors where wanted."""
+
+    def read(name: str, index: Sequence[Tensor]) -> Tensor:
+        value = state[name][key]
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value.cpu() if isinstance(value, Tensor) else value.read_entries(index)
+
+    return read
+
+
+# -------------------------------------------------------------------- names
+
+
+def decay_names(model: nn.Module) -> set[str]:
+    """Parameters that `transformers.Trainer` gives its weight decay: no norms, no biases."""
+    return set(transformers.Trainer.get_decay_parameter_names(None, model))
+
+
+def _is_named(group: Mapping[str, Any]) -> bool:
+    return bool(group["params"]) and isinstance(group["params"][0], str)
+
+
+def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The source's parameter names, group by group, tied ones by the name the plan knows."""
+    if any(_is_named(group) for group in groups):
+        found = [list(group["params"]) for group in groups]
+    elif groups and all("param_names" in group for group in groups):
+        found = [list(group["param_names"]) for group in groups]
+    else:
+        found = _default_names(plan, len(groups))
+    counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], found))
+    if counts != expected:
+        raise GrowthError(
+            f"the optimizer's groups hold {counts} parameters, {plan.source.class_name} has "
+            f"{expected}; make it from named parameters: AdamW(model.named_parameters())"
+        )
+    known = known_names(plan)
+    for name in (name for group in found for name in group):
+        if name not in known:
+            raise GrowthError(
+                f"the optimizer has state for {name}, which {plan.source.class_name} does not "
+                f"have{nearest(name, known)}"
+            )
+    return [[known[name] for name in group] for group in found]
+
+
+def known_names(plan: GrowthPlan) -> dict[str, str]:
+    """Every name of a source parameter -> the one of its task: tied ones have several."""
+    family, config = plan.source.family, plan.source.config
+    shares = family.shares(config)
+    tensors = family.tensors(config, plan.source.class_name)
+    return {t.name: str(t.tied) if shares and t.tied else t.name for t in tensors}
+
+
+def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
+    model = _meta_model(plan, plan.source.config)
+    names = [name for name, _ in model.named_parameters()]
+    if groups == 1:
+        return [names]
+    if groups != 2:
+        raise GrowthError(
+            f"the optimizer has {groups} groups without param_names; only the one of "
+            "model.parameters() and the two of transformers.Trainer are known by position; make it "
+            "from named parameters"
+        )
+    decays = decay_names(model)
+    return [[n for n in names if n in decays], [n for n in names if n not in decays]]
+
+
+def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The target's parameters in its own order, each in its source's group."""
+    group_of = {name: number for number, names in enumerate(source) for name in names}
+    sources = {task.name: task.source for task in plan.tasks}
+    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
+    by_rank: dict[int, int] = {}
+    for name, number in group_of.items():
+        by_rank.setdefault(len(shapes[name]), number)
+    grown: list[list[str]] = [[] for _ in source]
+    family, config = plan.source.family, plan.target_config
+    tied = {t.name: t.tied for t in family.tensors(config, plan.source.class_name) if t.tied}
+    for name, parameter in _meta_model(plan, config).named_parameters():
+        name = name if name in sources else str(tied[name])
+        made = sources[name] not in shapes
+        # a tensor that the source lacks decays like those of its rank
+        found = by_rank.get(parameter.ndim) if made else group_of.get(sources[name])
+        if found is not None:
+            grown[found].append(name)
+    return grown
+
+
+def _meta_model(plan: GrowthPlan, config: Any) -> Any:
+    with torch.device("meta"):
+        return untrained_model(plan.source.class_name, config)
+
+
+def state_by_name(
+    plan: GrowthPlan, state_dict: Mapping[str, Any]
+) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
+    """The source's parameter names, group by group, and the state of each that has one."""
+    check_state_dict(state_dict)
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    names = _names(plan, groups)
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for group, members in zip(groups, names, strict=True):
+        for key, name in zip(group["params"], members, strict=True):
+            entry = state.get(key, {})
+            # PyTorch takes an empty one for none
+            if not isinstance(entry, Mapping) or entry:
+                by_name[name] = entry
+    check_entries(plan, by_name)
+    return names, by_name

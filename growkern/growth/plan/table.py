@@ -1,0 +1,93 @@
+"""Plans and reports as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.plan.exactness import Finding
+
+LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
+
+
+def human(number: float) -> str:
+    """1234567 as 1.23 M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}".strip()
+        number /= 1000
+    return f"{number:.3g} P"
+
+
+def plan_table(
+    plan: Blueprint,
+    findings: Sequence[Finding],
+    numbers: Mapping[str, Any],
+    advice: Sequence[str],
+    ranks: int,
+) -> Group:
+    """Sizes, cost, findings and advice of a plan.
+
+    Args:
+        numbers: of `growkern.growth.plan.advice.estimate`, for `ranks` processes.
+    """
+    sizes = Table(title=f"{plan.source.class_name}: {plan.options.method}", title_justify="left")
+    for column in ("", "source", "target"):
+        sizes.add_column(column, justify="left" if not column else "right")
+    for name, (old, new) in plan.size_changes().items():
+        sizes.add_row(name, str(old), str(new) if old != new else "=")
+    for name, count in (("parameters", plan.parameters), ("FLOPs/token", plan.flops_per_token)):
+        sizes.add_row(name, human(count("source")), human(count("target")))
+    old_bytes = plan.parameters("source") * plan.source.dtype.itemsize
+    new_bytes = plan.parameters("target") * plan.dtype.itemsize
+    sizes.add_row("weights", f"{human(old_bytes)}B", f"{human(new_bytes)}B")
+    roles = Table(title="maps", title_justify="left")
+    for column in ("space", "source", "target", "copies", "extra"):
+        roles.add_column(column, justify="left" if column == "space" else "right")
+    for name, row in plan.maps().items():
+        few, most = row["fewest"], row["most"]
+        repeats = str(few) if few == most else f"{few}-{most}"
+        sizes_and_copies = (str(row["source"]), str(row["target"]), repeats)
+        roles.add_row(name, *sizes_and_copies, str(row["extra"] or ""))
+    kept = Table(title="what is kept", title_justify="left")
+    for column in ("part", "", "why"):
+        kept.add_column(column)
+    for finding in findings:
+        level = Text(finding.level, style=LEVEL_STYLE[finding.level])
+        kept.add_row(finding.what, level, finding.why)
+    layers = [Text(line) for line in _layer_lines(plan)]
+    cost = Table(title="what it costs", title_justify="left", show_header=False)
+    cost.add_column()
+    cost.add_column(justify="right")
+    each = "" if ranks == 1 else f" on each of {ranks} ranks"
+    cost.add_row(f"weights{each}", f"{human(numbers['rank_bytes'])}B")
+    cost.add_row(
+        f"weights, gradients and AdamW in float32{each}",
+        f"{human(numbers['training_bytes_per_rank'])}B",
+    )
+    streamed, filled = (f"{human(numbers[f'{x}_peak_bytes'])}B" for x in ("stream", "rank"))
+    cost.add_row("growing onto disk: memory, over PyTorch's own", streamed)
+    moved = [f"{human(numbers[f'{x}_bytes'])}B" for x in ("read", "disk")]
+    cost.add_row("growing onto disk: to read and to write", " + ".join(moved))
+    cost.add_row(
+        "growing onto disk: expanding alone, on this CPU", f"{numbers['expand_seconds']:.2g} s"
+    )
+    cost.add_row(f"growing into a model: memory{each}", filled)
+    warnings = [Text(f"note: {line}", "yellow") for line in advice]
+    return Group(sizes, roles, *layers, kept, cost, *warnings)
+
+
+def _layer_lines(plan: Blueprint) -> list[str]:
+    lines = []
+    for stack, layers in plan.layer_maps.items():
+        labels = (
+            f"{source}*" if (stack, layer) in plan.inserted else str(source)
+            for layer, source in enumerate(layers)
+        )
+        lines.append(f"{stack} layers from: {' '.join(labels)}".lstrip())
+    return lines

@@ -1,0 +1,171 @@
+"""Where every tensor of a grown model comes from, in the words of `lineage.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from growkern.growth.plan.axes import from_next_layer, noise_seed
+from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
+from growkern.growth.space.layout import Layer
+from growkern.growth.space.spaces import Space
+from growkern.growth.tensors import norms
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One target tensor; with the maps of its axes' spaces all that folding it back takes.
+
+    Attributes:
+        source: the source tensor it comes from; "identity" or "zero" where there is none.
+        source_shape, shape: of both.
+        axes: per axis "write:SPACE", "read:SPACE" or a size (`growkern.families.spec`).
+        holds: what of the source: "copies"; "block", its numbers in the leading entries of every
+            space; or "" (random, 0, or a norm that only normalises).
+        layer: the source's, of the maps too.
+        upper: the same tensor of the next source layer, where it is mixed in.
+        next_layer: per axis, the target entries that come from there.
+        norm: the spaces a norm leads from and to.
+        factor: what values were multiplied by besides the maps.
+        offset: what the model adds to the stored value; added before all products.
+        is_gain: the weight of a norm, not its bias.
+        noise_seed: of `growkern.expand`, where weights have noise.
+    """
+
+    source: str
+    source_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    holds: str = "copies"
+    layer: Layer = None
+    upper: str | None = None
+    next_layer: tuple[str, ...] = ()
+    norm: tuple[str, ...] | None = None
+    factor: float = 1.0
+    offset: float = 0.0
+    is_gain: bool = False
+    noise_seed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        own = asdict(self)
+        return {k: v for k, v in own.items() if k not in defaults or v != defaults[k]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Origin:
+        """ValueError or TypeError where the data is no such thing."""
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        found = cls(**values)
+        sizes = (*found.source_shape, *found.shape)
+        texts = (found.source, *found.axes, *found.next_layer, *(found.norm or ()))
+        lengths = {len(found.axes), len(found.source_shape), len(found.shape)}
+        if not all(isinstance(n, int) for n in sizes) or len(lengths) != 1:
+            raise ValueError(f"{found.source} has shapes {found.source_shape} and {found.shape}")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{found.source} has axes {found.axes}")
+        if found.norm is not None and len(found.norm) != 2:
+            raise ValueError(f"{found.source} leads between {found.norm}")
+        return found
+
+
+def origin_of(plan: GrowthPlan, task: Task) -> Origin:
+    """The origin of one target tensor."""
+    layout, options, is_norm = plan.layout, plan.options, task.tensor.norm is not None
+    sizes = [layout.family.axis_size(plan.source.config, axis) for axis in task.tensor.axes]
+    copied = not options.is_baseline
+    is_zero = copied and not is_norm and task.identity == "zero"
+    has_noise = copied and not is_norm and not is_zero and options.symmetry == "noise"
+    factor = norms.affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
+    return Origin(
+        "zero" if is_zero else task.source,
+        tuple(sizes),
+        task.shape,
+        task.tensor.axes,
+        holds=_holds(plan, task),
+        layer=task.source_layer,
+        upper=task.upper,
+        next_layer=_next_layer(plan, task),
+        norm=task.tensor.norm,
+        factor=factor if copied else 1.0,
+        offset=norms.stored_offset(plan, task) if is_norm and copied else 0.0,
+        is_gain=is_norm and not task.tensor.is_bias,
+        noise_seed=noise_seed(plan, task) if has_noise else None,
+    )
+
+
+def _holds(plan: GrowthPlan, task: Task) -> str:
+    is_norm, method = task.tensor.norm is not None, plan.options.method
+    if task.is_made or method == "random":
+        return ""
+    if method == "direct_copy":
+        return "" if task.identity == "zero" and not is_norm else "block"
+    return "copies" if task.identity in (None, "affine") else ""
+
+
+def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
+    if task.upper is None:
+        return ()
+    if task.tensor.norm is not None:
+        return (index_text(norms.from_next_layer(plan, task).nonzero().flatten()),)
+    found = []
+    for axis in task.tensor.axes:
+        role, _, names = axis.partition(":")
+        pieces = [from_next_layer(plan, task, role, n) for n in names.split("|") if n]
+        fresh = torch.cat(pieces) if pieces else torch.zeros(0)
+        found.append(index_text(fresh.nonzero().flatten()))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------- spaces
+
+
+def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
+    """Every space in use, by `space_key`."""
+    found = {}
+    for task in plan.tasks:
+        axes = {name for axis in task.tensor.axes for name in axis.partition(":")[2].split("|")}
+        for name in sorted(axes.union(task.tensor.norm or ()) - {""}):
+            key = space_key(*plan.layout.key(name, task.source_layer))
+            if key not in found:
+                found[key] = space_to_dict(plan.layout.space(name, task.source_layer))
+    return found
+
+
+def space_key(name: str, layer: Layer) -> str:
+    """What the lineage calls a space; the layer counts only where every layer has its own."""
+    return name if layer is None else f"{name}@{layer}"
+
+
+def space_to_dict(space: Space) -> dict[str, Any]:
+    return {
+        "source": space.source,
+        "write_index": index_text(space.write_index),
+        "write": value_text(space.write),
+        "read_index": index_text(space.read_index),
+        "read": value_text(space.read),
+        "signs": list(space.signs),
+    }
+
+
+def space_from_dict(data: Mapping[str, Any]) -> Space:
+    """ValueError, KeyError, TypeError or AttributeError where the data is no such thing."""
+    indices = (read_index(data[name]) for name in ("write_index", "read_index"))
+    values = (read_values(data[name]) for name in ("write", "read"))
+    write_index, index = indices
+    write, read = values
+    if not len(write_index) == len(index) == len(write) == len(read):
+        raise ValueError("maps of unequal length")
+    source, signs = int(data["source"]), tuple(data["signs"])
+    # beyond the source: one place per sign, or the two that carry units pass through
+    places = source + max(len(signs), 2)
+    if len(write) and max(int(write_index.max()), int(index.max())) >= places:
+        raise ValueError(f"an index beyond {places}")
+    return Space(source, write_index, write, index, read, signs)

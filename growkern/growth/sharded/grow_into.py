@@ -1,0 +1,244 @@
+"""Grow into a model that is already built: every process computes what it holds, and only that.
+
+The target may be on the meta device, and its parameters may be DTensors: sharded, replicated or
+tensor-parallel. No parameter exists whole anywhere and no process waits for another: a part of a
+tensor has the same bits however the tensor is cut (`growkern.growth.tensors.tensor`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+
+from growkern.errors import GrowthError
+from growkern.growth.models import materialise, persistent_buffers, restore_buffers
+from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
+from growkern.growth.plan.target import followed_fields
+from growkern.growth.sharded.placement import device_of, local_part, local_tensor
+from growkern.growth.source.checks import refuse_nonfinite
+from growkern.growth.source.source import Source, open_source
+from growkern.growth.tensors.tensor import build_tensor, source_index
+from growkern.ops.expand.work import Work, work_on
+
+# what wrappers add to the names of parameters
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@torch.no_grad()
+def grow_into(
+    model: Any,
+    source: Any,
+    *,
+    device: torch.device | str | None = None,
+    allow_nonfinite: bool = False,
+    backend: str | None = None,
+    progress: bool = False,
+    **how: Any,
+) -> GrowthReport:
+    """Fill a larger model, built and perhaps sharded, with the growth of a trained one.
+
+    Build the target from `growkern.plan(source, ...).target_config`, on the meta device if it is
+    large, and shard it with `parallelize_module` and `fully_shard` as for training. Then every
+    process calls this. Meta parameters and non-persistent buffers become real ones, tied weights
+    stay tied. Nothing is communicated: each process maps the source files and computes the part of
+    every parameter that it holds, bit for bit the same as that part of `growkern.grow`'s.
+
+    Args:
+        model: a `transformers.PreTrainedModel` of the source's class, or one inside
+            `torch.compile` or `DistributedDataParallel`.
+        source: a checkpoint directory that every process can read, or a model in memory. The
+            directory may be one of `torch.distributed.checkpoint`, saved by any number of ranks,
+            with the model's config.json in it or above it.
+        device: where meta parameters go; default the device of their mesh, else the CPU.
+        allow_nonfinite: grow NaN and Inf as they are.
+        backend: of the expansion kernel, see `growkern.expand`.
+        progress: show a progress bar.
+        **how: the fields of `growkern.growth.options.GrowthOptions`. Sizes are the model's own.
+
+    Returns:
+        The plan, and the bytes that this process computed; `directory` is the source's. The plan
+        is `model.growth_plan` too.
+
+    Raises:
+        GrowthError: a source or a model that cannot be used, before any work; NaN or Inf in the
+            source, by then some tensors are filled.
+    """
+    start = time.perf_counter()
+    model = unwrapped(model)
+    options, sizes = GrowthOptions.split_off(how)
+    if sizes:
+        raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
+    opened = open_source(source, allow_nonfinite=True)
+    parameters = named_tensors(model)
+    grown = _plan_for(model, opened, options, parameters)
+    targets = _targets(grown, parameters)
+    parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
+    materialise(model, device or device_of(parameters))
+    restore_buffers(model)
+    targets = _targets(grown, named_tensors(model))
+    written = 0
+    locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
+    works = {x.device: work_on(_device_of_work(x), backend) for x in locals_of.values()}
+    with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
+        for task in grown.tasks:
+            local = locals_of[task.name]
+            work = works[local.device]
+            _fill(grown, task, parts[task.name], local, backend, work)
+            if not allow_nonfinite:
+                what = f"{task.name}, grown from {task.source}"
+                work.then(partial(refuse_nonfinite, what, local))
+            written += local.nbytes
+            work.then(bar.update)
+        for work in works.values():
+            work.run()
+    model.growth_plan = grown
+    directory = opened.directory or Path()
+    return GrowthReport(directory, grown, written, time.perf_counter() - start)
+
+
+def _device_of_work(local: Tensor) -> torch.device:
+    """Where a part is computed: in its place on a CPU or a GPU, else on the CPU."""
+    return local.device if local.device.type == "cuda" else torch.device("cpu")
+
+
+def _fill(
+    grown: GrowthPlan,
+    task: Task,
+    part: tuple[slice, ...],
+    local: Tensor,
+    backend: str | None,
+    work: Work,
+) -> None:
+    if not local.numel():
+        return
+    read = _part_reader(grown, task, part)
+    here = local.device.type in ("cpu", "cuda")
+    out = local if here else torch.empty_like(local, device="cpu")
+    build_tensor(grown, task, read=read, part=part, out=out, backend=backend, work=work)
+    if not here:
+        work.then(partial(local.copy_, out))
+
+
+def _part_reader(
+    grown: GrowthPlan, task: Task, part: tuple[slice, ...]
+) -> Callable[[str], Tensor] | None:
+    """Reads what a part needs, where reading a tensor is more than mapping it."""
+    stored = grown.source.headers.get(task.source)
+    index = source_index(grown, task, part)
+    if index is None or not hasattr(stored, "read_entries"):
+        return None
+
+    def read(name: str) -> Tensor:
+        if name in (task.source, task.upper):
+            return grown.source.headers[name].read_entries(index)
+        return grown.source.read(name)
+
+    return read
+
+
+# ------------------------------------------------------------------- checks
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside `torch.compile` and DistributedDataParallel."""
+    while not isinstance(model, transformers.PreTrainedModel):
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            raise GrowthError(
+                f"model is a {type(model).__name__}; pass the transformers.PreTrainedModel that it "
+                "wraps"
+            )
+        model = inner
+    return model
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint would hold, by names without wrappers; a shared tensor by all of its."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # a root that has run holds gathered parameters
+            module.reshard()
+    named = {}
+    tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
+    for name, tensor in tensors:
+        if "_fsdp_wrapped_module" in name or "_flat_param" in name:
+            raise GrowthError(
+                f"{name} is flattened by FullyShardedDataParallel; shard the model with "
+                "torch.distributed.fsdp.fully_shard"
+            )
+        for wrapper in WRAPPER_NAMES:
+            name = name.replace(wrapper, "")
+        named[name] = tensor
+    return named
+
+
+def _plan_for(
+    model: Any, opened: Source, options: GrowthOptions, parameters: Mapping[str, Tensor]
+) -> GrowthPlan:
+    # fully_shard gives a model a class of its own, below the one it had
+    if opened.class_name not in (c.__name__ for c in type(model).__mro__):
+        raise GrowthError(
+            f"the model is a {type(model).__name__}, the source a {opened.class_name}; build "
+            f"transformers.{opened.class_name}(config)"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise GrowthError("the model is quantised; grow into full precision and quantise that")
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
+        raise GrowthError(f"the model's parameters have several dtypes: {named}; use one")
+    (dtype,) = dtypes
+    grown = plan_growth(opened, options, {}, model.config, dtype)
+    for field in followed_fields(grown.source.family):
+        found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
+        if found != expected:
+            raise GrowthError(
+                f"the model was built with {field}={found}, this growth needs {expected}; build it "
+                "from growkern.plan(source, ...).target_config"
+            )
+    return grown
+
+
+def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameter of every task; those that have none must share one's memory."""
+    targets = {}
+    for task in grown.tasks:
+        parameter = parameters.get(task.name)
+        if parameter is None:
+            raise GrowthError(f"the model has no parameter {task.name}; is part of it left out?")
+        if tuple(parameter.shape) != task.shape:
+            raise GrowthError(
+                f"{task.name} is {list(parameter.shape)} in the model, its config says "
+                f"{list(task.shape)}"
+            )
+        targets[task.name] = parameter
+    family, config = grown.source.family, grown.target_config
+    tied = {t.name: t.tied for t in family.tensors(config, grown.source.class_name) if t.tied}
+    for name, parameter in parameters.items():
+        if name in targets:
+            continue
+        owner = tied.get(name)
+        if owner is None:
+            raise GrowthError(f"no rule for the model's parameter {name} {list(parameter.shape)}")
+        if parameter is not targets[str(owner)]:
+            raise GrowthError(
+                f"{name} and {owner} are one tensor in the source and two in the model; tie them "
+                "(model.tie_weights(), or set the one to the other) before fully_shard"
+            )
+    return targets

@@ -1,0 +1,236 @@
+"""Sources saved by `torch.distributed.checkpoint`: any process reads the parts that it needs.
+
+A source that many ranks saved in pieces need not be gathered first. Its metadata says which piece
+of which tensor lies where; a part of a target tensor asks for the source entries it copies, and
+the pieces that hold them are read, by any number of processes, with no collective.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from growkern.errors import GrowthError
+from growkern.growth.source.files import METADATA_FILE
+
+# what the names of a model's tensors may begin with in a larger state dict
+PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.")
+# runs of a random map on an axis beyond which reading all from first to last is simpler
+MOST_RUNS = 16
+
+# all that the metadata of a checkpoint of tensors is made of
+SAFE_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "BytesStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+SAFE_CLASSES["pathlib._local"] = SAFE_CLASSES["pathlib"]
+# what a damaged file makes pickle and the reader raise
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError),
+    *(AttributeError, AssertionError, pickle.UnpicklingError),
+)
+Run = tuple[int, int]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads metadata and nothing else: a pickle may otherwise call anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) == ("torch", "Size"):
+            return getattr(torch, name)
+        if name not in SAFE_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        content = (Path(self.path) / METADATA_FILE).read_bytes()
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        return metadata
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a distributed checkpoint, by its name there."""
+
+    reader: FileSystemReader
+    raw_name: str
+    stored: TensorStorageMetadata
+
+    @property
+    def file(self) -> str:
+        return str(Path(self.reader.path) / METADATA_FILE)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.properties.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        return self.read_runs([[(0, n)] for n in self.shape])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first axis."""
+        runs = [[(start, stop)], *([(0, n)] for n in self.shape[1:])]
+        return self.read_runs(runs)[start:stop]
+
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        """The tensor, undefined outside the wanted entries of every axis."""
+        return self.read_runs([runs_of(entries) for entries in index])
+
+    def read_runs(self, runs: Sequence[Sequence[Run]]) -> Tensor:
+        """The tensor, undefined outside the wanted runs of every axis.
+
+        Memory that nobody writes is never resident, so that a part takes the room of the part and
+        of one saved piece.
+        """
+        result = torch.empty(self.shape, dtype=self.dtype)
+        wanted = [
+            ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(b - a for a, b in box))
+            for box in product(*runs)
+        ]
+        items = create_read_items_for_chunk_list(self.raw_name, self.stored, wanted)
+        try:
+            self.reader.read_data(LoadPlan(items), _Into(result))  # type: ignore[arg-type]
+        except UNREADABLE as error:
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise GrowthError(f"{self.file}: {self.raw_name} cannot be read: {why}") from error
+        return result
+
+
+@dataclass(frozen=True)
+class _Into:
+    """The half of a load planner that a storage reader calls: where each piece goes."""
+
+    tensor: Tensor
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        target = self.tensor
+        first = item.dest_index.offset or (0,) * target.ndim
+        for dim, size in enumerate(item.lengths):
+            target = target.narrow(dim, first[dim] + item.dest_offsets[dim], size)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, StoredTensor]:
+    """The model's tensors in a distributed checkpoint, by the model's names.
+
+    What else was saved along, such as an optimizer, is left alone.
+
+    Raises:
+        GrowthError: metadata that cannot be read, or that holds more than tensors need.
+    """
+    reader, stored = _open(directory)
+    found: dict[str, StoredTensor] = {}
+    for prefix in PREFIXES:
+        named = {name: stored.get(prefix + name) for name in expected}
+        tensors = {
+            name: StoredTensor(reader, prefix + name, entry)
+            for name, entry in named.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        found = max(found, tensors, key=len)
+    if not found:
+        some = ", ".join(list(stored)[:3])
+        raise GrowthError(f"{directory}: none of the model's tensors is in it; it holds {some}")
+    return found
+
+
+def read_distributed_optimizer(
+    directory: Path, parameters: Mapping[str, str]
+) -> dict[str, dict[str, StoredTensor]]:
+    """An optimizer's state in a distributed checkpoint: parameter -> key -> tensor.
+
+    It was saved as `get_optimizer_state_dict` gives it, alone or in a larger state dict.
+
+    Args:
+        parameters: the parameters' names in the model -> those wanted.
+
+    Raises:
+        GrowthError: as `read_distributed`, or no such state.
+    """
+    reader, stored = _open(directory)
+    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    for raw, entry in stored.items():
+        before, separator, rest = raw.partition("state.")
+        name, _, key = rest.rpartition(".")
+        bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
+        if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
+            state = found.setdefault(before, {}).setdefault(parameters[bare], {})
+            state[key] = StoredTensor(reader, raw, entry)
+    if not found:
+        some = ", ".join(list(stored)[:3])
+        raise GrowthError(f"{directory}: no optimizer state of this model; it holds {some}")
+    if len(found) > 1:
+        raise GrowthError(f"{directory}: several optimizers: {', '.join(found)}; save one")
+    return next(iter(found.values()))
+
+
+def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
+    """A reader of the checkpoint's files, and what is in them."""
+    reader = _Reader(directory)
+    try:
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+    except UNREADABLE as error:
+        raise GrowthError(
+            f"{directory / METADATA_FILE}: not the metadata of a distributed checkpoint: {error}"
+        ) from error
+    return reader, metadata.state_dict_metadata
+
+
+def runs_of(index: Tensor) -> list[Run]:
+    """The runs of neighbours among source entries, [start, stop) each; one run if too many."""
+    entries = index.unique()
+    if not len(entries):
+        return []
+    last = torch.ones(len(entries), dtype=torch.bool)
+    last[:-1] = entries.diff() != 1
+    first = last.roll(1)
+    starts, stops = entries[first].tolist(), (entries[last] + 1).tolist()
+    if len(starts) > MOST_RUNS:
+        return [(starts[0], stops[-1])]
+    return list(zip(starts, stops, strict=True))

@@ -1,0 +1,132 @@
+"""The baselines of bert2BERT, Table 1: random weights, and DirectCopy into their leading block.
+
+Random numbers come in tiles. The seed and the tensor's name are the key of a Philox generator, the
+tile's place is in the upper words of its counter; so any block of a tensor costs the tiles it
+touches, and has the bits of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.initialisation import Initial
+
+# 0.3 ms of random numbers; making their generator takes 0.02 ms. Eight ranks that divide 4096
+# columns draw no column twice
+TILE = (64, 512)
+
+
+def build_baseline(
+    plan: Blueprint,
+    task: Task,
+    read: Callable[[str], Tensor],
+    part: Sequence[slice],
+    out: Tensor,
+) -> Tensor:
+    """Random as the class starts it; DirectCopy keeps the source in the leading block.
+
+    Args:
+        part: which block of the target tensor, a slice per axis.
+        out: where to put it.
+    """
+    ranges = _ranges(task, part)
+    initial = plan.initial_tensors[task.name]
+    if initial.deviation:
+        key = _key(plan.options.seed, task.name)
+        for tile in product(*map(_tiles, ranges, task.shape, TILE[-len(ranges) :])):
+            _fill_from_tile(initial, key, ranges, tile, out)
+    else:
+        out.fill_(initial.value)
+    for row in initial.zero_rows:
+        if row in ranges[0]:
+            out[row - ranges[0].start] = 0.0
+    if plan.options.method == "direct_copy" and not task.is_made:
+        _copy_old(plan, task, read(task.source), ranges, out)
+    return out
+
+
+def _ranges(task: Task, part: Sequence[slice]) -> list[range]:
+    return [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
+
+
+# ------------------------------------------------------------------- random
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.sha256(repr((seed, "init", name)).encode()).digest()
+    return int.from_bytes(digest[:16], "little")
+
+
+def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
+    """The tiles of one axis that a range of it touches: their numbers and what they cover."""
+    numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
+    return [(n, range(n * length, min((n + 1) * length, size))) for n in numbers]
+
+
+def _fill_from_tile(
+    initial: Initial,
+    key: int,
+    ranges: Sequence[range],
+    tile: Sequence[tuple[int, range]],
+    out: Tensor,
+) -> None:
+    place = [number for number, _ in tile]
+    # the lowest of the counter's four words counts within the tile
+    counter = [0, *place, *[0] * (3 - len(place))]
+    rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    drawn = rng.standard_normal([len(covered) for _, covered in tile], dtype=np.float32)
+    while (beyond := np.abs(drawn) > initial.cutoff).any():
+        drawn[beyond] = rng.standard_normal(int(beyond.sum()), dtype=np.float32)
+    inside, wanted = [], []
+    for where, (_, covered) in zip(ranges, tile, strict=True):
+        start, stop = max(where.start, covered.start), min(where.stop, covered.stop)
+        inside.append(slice(start - covered.start, stop - covered.start))
+        wanted.append(slice(start - where.start, stop - where.start))
+    numbers = torch.from_numpy(drawn)[tuple(inside)]
+    out[tuple(wanted)] = numbers * initial.deviation + initial.value
+
+
+# --------------------------------------------------------------- DirectCopy
+
+
+def old_entries_within(plan: Blueprint, task: Task, part: Sequence[slice]) -> list[Tensor]:
+    """Per axis, the source entries that DirectCopy puts into a part of the target."""
+    ranges = _ranges(task, part)
+    runs = [_old_runs(plan, *axis) for axis in zip(task.tensor.axes, ranges, strict=True)]
+    return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
+
+
+def _copy_old(
+    plan: Blueprint, task: Task, old: Tensor, ranges: Sequence[range], out: Tensor
+) -> None:
+    runs = [_old_runs(plan, *axis) for axis in zip(task.tensor.axes, ranges, strict=True)]
+    for block in product(*runs):
+        entries, places = zip(*block, strict=True)
+        out[places] = old[entries].to(out.dtype)
+
+
+def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, slice]]:
+    """Runs of the source's entries within a range of the target's axis, and their places in it."""
+    _, _, names = axis.partition(":")
+    family, source, target = plan.layout.family, plan.source.config, plan.target_config
+    if names:
+        spaces = names.split("|")
+        sizes = [[family.space_size(config, n) for n in spaces] for config in (source, target)]
+    else:
+        sizes = [[family.axis_size(config, axis)] for config in (source, target)]
+    runs, old, new = [], 0, 0
+    for kept, grown in zip(*sizes, strict=True):
+        start = min(max(where.start - new, 0), kept)
+        stop = max(min(where.stop - new, kept), start)
+        place = new - where.start
+        runs.append((slice(old + start, old + stop), slice(place + start, place + stop)))
+        old, new = old + kept, new + grown
+    # an empty run has no place: it would stand outside
+    return [run for run in runs if run[0].start < run[0].stop] or [(slice(0, 0), slice(0, 0))]

@@ -1,0 +1,271 @@
+"""Compiles CUDA C++ with the NVRTC that came with PyTorch, keeps the result, and launches it.
+
+No compiler and no CUDA toolkit is needed: NVRTC and the driver are called by ctypes. A kernel takes
+one argument, a structure; csrc says what is in it. One file with one set of macros is compiled once
+for each architecture and version of NVRTC, in 0.1 to 0.5 s, and kept on disk.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from growkern.errors import GrowthError
+from growkern.package import folders
+from growkern.whole import write_whole
+
+# of CUfunction_attribute, in cuda.h
+MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTERS = 8, 14
+# more blocks than this in a cluster are not promised by every device that has clusters
+PORTABLE_CLUSTER = 8
+
+
+class Kernel(NamedTuple):
+    """A function of a file of csrc, compiled with some macros; its name is that of the file."""
+
+    name: str
+    macros: tuple[tuple[str, str | int], ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> list[str]:
+        """For NVRTC and nvcc alike."""
+        return ["-std=c++17", *self.options, *(f"-D{name}={value}" for name, value in self.macros)]
+
+
+class Grid(NamedTuple):
+    """How many of what; `cluster` is what the kernel was compiled for."""
+
+    blocks: int
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+
+
+def aligned(*numbers: int, to: int = 16) -> int:
+    """ALIGNED of csrc/cuda/device.h: 1 if all addresses and strides are multiples of `to` bytes."""
+    return int(all(number % to == 0 for number in numbers))
+
+
+# ------------------------------------------------------------------- libraries
+
+
+def _nvrtc_folders(major: str) -> Iterator[Path]:
+    """Where pip puts it, for any PyTorch of this environment; then toolkits."""
+    packages = importlib.util.find_spec("nvidia")
+    for place in (packages and packages.submodule_search_locations) or ():
+        yield from (Path(place) / folder / "lib" for folder in (f"cu{major}", "cuda_nvrtc"))
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        # itself in the toolkit, or a script beside the folder that holds it
+        prefix = Path(nvcc).resolve().parents[1]
+        homes += [prefix, prefix / "cuda"]
+    yield from (home / folder for home in homes for folder in ("lib64", "lib"))
+
+
+def _open_nvrtc(name: str, folder: Path | None = None) -> ctypes.CDLL | None:
+    try:
+        if folder is None:
+            return ctypes.CDLL(name)
+        # its other half, which it opens by name alone; loaded already it is found
+        for half in sorted(folder.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(half))
+        return ctypes.CDLL(str(folder / name))
+    except OSError:
+        return None
+
+
+@cache
+def nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of PyTorch's CUDA version, or None."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    for folder in _nvrtc_folders(major):
+        if (folder / name).is_file() and (found := _open_nvrtc(name, folder)):
+            return found
+    # as the system knows it
+    return _open_nvrtc(name)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def source_folder() -> Path | None:
+    """Beside the package's modules, or in the source tree of an editable install."""
+    for folder in folders():
+        for found in (folder / "csrc" / "cuda", folder.parent / "csrc" / "cuda"):
+            if (found / "device.h").is_file():
+                return found
+    return None
+
+
+def why_not() -> str:
+    """What is missing to run CUDA C++ here; empty if nothing is."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return "no NVIDIA GPU found by PyTorch"
+    if source_folder() is None:
+        return "installed without the sources of csrc: pip install --force-reinstall growkern"
+    if nvrtc() is None:
+        return "no NVRTC beside PyTorch: pip install nvidia-cuda-nvrtc"
+    return ""
+
+
+def reason() -> str:
+    """What CUDA C++ runs on here, or why it does not."""
+    missing = why_not()
+    if missing:
+        return missing
+    return f"NVRTC {nvrtc_version()}; not measured yet, Triton stays the default"
+
+
+# --------------------------------------------------------------------- compile
+
+
+@cache
+def nvrtc_version() -> str | None:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib = nvrtc()
+    if lib is None:
+        return None
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compile_cubin(kernel: Kernel, arch: str) -> bytes:
+    """Machine code for an architecture ("sm_90"), from NVRTC.
+
+    Raises:
+        GrowthError: NVRTC refuses; its first complaint is in the message.
+    """
+    lib, folder = nvrtc(), source_folder()
+    assert lib is not None and folder is not None
+    source = (folder / f"{kernel.name}.cu").read_bytes()
+    flags = [f"--gpu-architecture={arch}", f"-I{folder}", *kernel.flags]
+    options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    name = f"{kernel.name}.cu".encode()
+    status = lib.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
+    try:
+        if not status and lib.nvrtcCompileProgram(program, len(flags), options):
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            first = (log.value.decode(errors="replace").strip() or "no log").splitlines()[0]
+            raise GrowthError(f"NVRTC does not compile {kernel.name}.cu for {arch}: {first}")
+        status = status or lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        status = status or lib.nvrtcGetCUBIN(program, cubin)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+    if status:
+        raise GrowthError(f"NVRTC gives no code of {kernel.name}.cu for {arch}: status {status}")
+    return cubin.raw
+
+
+def cache_path(kernel: Kernel, arch: str) -> Path:
+    """Where machine code is kept, named by everything it depends on."""
+    folder = source_folder()
+    assert folder is not None
+    parts = [arch, str(nvrtc_version()), *kernel.flags]
+    files = [folder / f"{kernel.name}.cu", *sorted(folder.glob("*.h"))]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"
+
+
+def cached_cubin(kernel: Kernel, arch: str) -> bytes:
+    """`compile_cubin`, or what it gave before; a disk that cannot be written is no obstacle."""
+    path = cache_path(kernel, arch)
+    if path.is_file():
+        return path.read_bytes()
+    cubin = compile_cubin(kernel, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # other processes may be compiling the same kernel
+        write_whole(path, lambda partial: partial.write_bytes(cubin))
+    except OSError:
+        pass
+    return cubin
+
+
+# ---------------------------------------------------------------------- launch
+
+
+def _use_context(device: int) -> None:
+    """Give this thread PyTorch's context if it has none: autograd's threads may not."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check_driver(driver.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
+    if not context:
+        _check_driver(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "a context")
+        _check_driver(driver.cuCtxSetCurrent(context), "setting a context")
+
+
+@cache
+def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = cached_cubin(kernel, f"sm_{major}{minor}")
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    name = kernel.name.encode()
+    _check_driver(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel.name}")
+    found = driver.cuModuleGetFunction(ctypes.byref(function), module, name)
+    _check_driver(found, f"finding {kernel.name}")
+    return function
+
+
+@cache
+def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
+    """More shared memory and larger clusters than kernels get unasked."""
+    driver, function = _driver(), _function(kernel, device)
+    wanted = [(MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
+    if cluster > PORTABLE_CLUSTER:
+        wanted.append((NON_PORTABLE_CLUSTERS, 1))
+    for attribute, value in wanted:
+        status = driver.cuFuncSetAttribute(function, attribute, value)
+        _check_driver(status, f"attribute {attribute} = {value} of {kernel.name}")
+
+
+def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
+    """Run a kernel on PyTorch's current stream of a device; compiles it the first time.
+
+    The tensors whose addresses are in `args` must live until the call returns: PyTorch frees in the
+    order of the stream.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        _use_context(index)
+        function = _function(kernel, index)
+        _allow(kernel, index, grid.shared_bytes, grid.cluster)
+        address = ctypes.c_void_p(ctypes.addressof(args))
+        status = _driver().cuLaunchKernel(
+            function,
+            *(ctypes.c_uint(n) for n in (grid.blocks, 1, 1, grid.threads, 1, 1)),
+            ctypes.c_uint(grid.shared_bytes),
+            ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream),
+            ctypes.byref(address),
+            None,
+        )
+        _check_driver(status, f"launching {kernel.name}")
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

@@ -1,0 +1,195 @@
+"""What the linear loss is called with: the heads of everybody, checked, and its limits.
+
+Shape letters used in this file: N rows, H width, V vocabulary, K teachers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.loss.rows.options import Options
+from growkern.ops.loss.rows.vocab_parallel import Shard, check_shard, is_dtensor, local, shard_of
+
+Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
+
+# compute capabilities of GPUs with float64 GEMMs half as fast as float32 ones or faster, from data
+# sheets: A100, H100 and H200, B200. On others they take 32 or 64 times as long
+FAST_FLOAT64 = frozenset({(8, 0), (9, 0), (10, 0)})
+
+
+class Sizes(NamedTuple):
+    """The vocabulary, and what bounds the memory of a call: 0 for what is not limited."""
+
+    vocab: int  # columns from here on are padding
+    columns: int  # about as many, but the same on all ranks of a group
+    chunk_bytes: int = 0
+    max_rows: int = 0
+    vocab_tile: int = 0
+    start: int = 0  # the first column here among those of all ranks
+    total: int = 0  # columns of all ranks
+
+
+class Settings(NamedTuple):
+    """All of a call that is not a tensor, in the order of the custom op's arguments."""
+
+    sizes: Sequence[int]  # `Sizes`
+    maths: Sequence[float]  # `Maths`
+    parts: bool
+    per_row: bool  # the loss of every row, and no gradient yet
+    want: Sequence[bool]  # dX, dW, db
+    logits_dtype: torch.dtype
+    group: str  # of the ranks that hold the other columns; "": none
+    backend: str
+
+
+def _checked(limits: dict[str, int | None]) -> dict[str, int]:
+    for name, limit in limits.items():
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            raise GrowthError(f"{name} must be a positive integer, got {limit!r}")
+    return {name: limit or 0 for name, limit in limits.items()}
+
+
+def settings_of(
+    student: Head,
+    options: Options,
+    vocab: int,
+    shard: Shard,
+    limits: dict[str, int | None],
+    logits_dtype: torch.dtype | None,
+    backend: str,
+    *more: float,
+) -> Settings:
+    """What the custom op is called with; `more` follows the numbers of `Maths`."""
+    total = shard.vocab or vocab
+    sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
+    want = [torch.is_grad_enabled() and x.requires_grad for x in student]
+    logits_dtype = check_logits_dtype(logits_dtype, student[0], bool(options.teacher_weights))
+    return Settings(
+        list(sizes), [*options.maths, *more], options.parts, options.reduction == "none", want,
+        logits_dtype, shard.group, backend,
+    )  # fmt: skip
+
+
+def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:
+    """The slice of the vocabulary that is here: as DTensors say, or group, start, vocab_size."""
+    group, start, vocab_size = given
+    if not any(is_dtensor(x) for x in weights):
+        return check_shard(group, start, vocab_size)
+    if group is not None or start is not None:
+        raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
+    if not is_dtensor(weights[0]):
+        raise GrowthError(
+            "a teacher's head is a DTensor and the student's is not: cut the student's as well, or "
+            "give the teacher's full_tensor()"
+        )
+    group, start, V = shard_of(weights[0])
+    if any(shard_of(x)[1] != start for x in weights if is_dtensor(x)):
+        raise GrowthError(
+            f"heads of {[len(x) for x in weights]} rows are cut at different ones: pad all to one "
+            "size"
+        )
+    return check_shard(group, start, vocab_size or V)
+
+
+def check_logits_dtype(
+    asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
+) -> torch.dtype:
+    """The dtype logits are computed and kept in; labels alone lose no digits in the least one."""
+    least = acc_torch_dtype(student_NH)
+    if asked not in (None, least, torch.float64):
+        raise GrowthError(
+            f"logits_dtype must be {least} or torch.float64 for {student_NH.dtype} hidden states, "
+            f"got {asked}"
+        )
+    if asked is None and has_teacher and least == student_NH.dtype:
+        # a GEMM in float32 leaves 8e-5 in the KL gradient at 1 % drift, one in float64 under 1e-5
+        asked = torch.float64 if _has_fast_float64(student_NH.device) else None
+    return asked or least
+
+
+@torch.compiler.assume_constant_result
+def _has_fast_float64(device: torch.device) -> bool:
+    """A graph that is being traced cannot ask a GPU what it is, so that it counts as a constant."""
+    if device.type == "cpu":
+        return True
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) in FAST_FLOAT64
+
+
+def checked_heads(
+    student: tuple[Tensor, Tensor, Tensor | None],
+    hiddens: Sequence[Tensor],
+    weights: Any,
+    biases: Any,
+    sharding: tuple[Any, int | None, int | None],
+) -> tuple[list[Head], Shard]:
+    """Checked (hidden (N, H), weight, bias) of the student and each teacher, as autocast casts.
+
+    Of sharded heads, what this rank holds; `sharding` is group, vocab_start and vocab_size.
+    """
+    K = len(hiddens)
+    named = []
+    if K:
+        weights = list(weights) if isinstance(weights, (list, tuple)) else [weights]
+        biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * K
+        if len(weights) != K or len(biases) != K:
+            raise GrowthError(
+                f"{K} teacher_hidden need {K} teacher_weight and teacher_bias, got {len(weights)} "
+                f"and {len(biases)}"
+            )
+        named = [
+            (f"teacher[{k}]", *head)
+            for k, head in enumerate(zip(hiddens, weights, biases, strict=True))
+        ]
+    named = [("student", *student), *named]
+    for name, hidden, weight, bias in named:
+        _check_head(name, hidden, weight, bias, student[0])
+    shard = _check_shards([weight for _, _, weight, _ in named], sharding)
+    heads: list[Head] = []
+    for name, *given in named:
+        if is_dtensor(student[1]) and not is_dtensor(given[1]):
+            # a teacher that every rank has whole
+            columns = slice(shard.start, shard.start + len(local(student[1])))
+            given = [given[0], *(x if x is None else x[columns] for x in given[1:])]
+        hidden, weight, bias = (local(x) for x in given)
+        bias = weight.new_empty(0) if bias is None else bias
+        head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            head = (head[0].to(dtype), head[1].to(dtype), head[2].to(dtype))
+        if len({x.dtype for x in head}) > 1:
+            raise GrowthError(
+                f"{name}: hidden, weight and bias must share a dtype, got "
+                f"{[str(x.dtype) for x in head]}: cast them, or run under autocast"
+            )
+        heads.append(head)
+    return heads, shard
+
+
+def _check_head(
+    name: str, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, student: Tensor
+) -> None:
+    if weight is None or weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        found = None if weight is None else tuple(weight.shape)
+        raise GrowthError(f"{name}: hidden {tuple(hidden.shape)} needs weight (V, H), got {found}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise GrowthError(
+            f"{name}: bias {tuple(bias.shape)} must be ({weight.shape[0]},), the rows of weight"
+        )
+    if hidden.shape[:-1] != student.shape[:-1]:
+        raise GrowthError(
+            f"{name}: hidden {tuple(hidden.shape)} and student_hidden {tuple(student.shape)} must "
+            "have the same rows"
+        )
+    tensors = [x for x in (hidden, weight, bias) if x is not None]
+    if any(x.device != student.device or not x.is_floating_point() for x in tensors):
+        raise GrowthError(
+            f"{name}: hidden, weight and bias must be float tensors on {student.device}"
+        )
+    if name != "student" and any(x.requires_grad for x in tensors):
+        raise GrowthError(f"the teacher is frozen: detach hidden, weight and bias of {name}")

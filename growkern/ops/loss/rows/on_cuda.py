@@ -1,0 +1,190 @@
+"""The rows of the KL + MLM loss in CUDA C++: lays the arguments out for csrc/cuda/kl_mlm_rows.cu.
+
+The row stays in the shared memory of a thread-block cluster between the sums and the gradient, so
+that both cost one reading of the logits. Needs clusters: sm_90 or later. Not measured yet.
+
+Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of a row.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
+from growkern.ops.loss.rows.options import Rows
+from growkern.ops.loss.rows.state import Steps
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+THREADS = 256
+MAX_TEACHERS = 4
+CLUSTERS = (1, 2, 4, 8, 16)
+# of shared memory: what the device keeps for itself in every block
+RESERVED_BYTES = 1024
+
+
+class RowsArgs(ctypes.Structure):
+    """struct RowsArgs."""
+
+    _fields_ = (
+        ("student", ctypes.c_void_p),
+        ("teacher", ctypes.c_void_p * MAX_TEACHERS),
+        *((name, ctypes.c_void_p) for name in ("labels", "kind", "drows", "state", "dstudent")),
+        ("student_stride", ctypes.c_int64),
+        ("dstudent_stride", ctypes.c_int64),
+        ("teacher_stride", ctypes.c_int64 * MAX_TEACHERS),
+        ("N", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("V", "span", "sums", "grad")),
+        *((name, ctypes.c_float) for name in ("inv_t", "cap", "teacher_cap")),
+        *((name, ctypes.c_float) for name in ("smoothing", "z_loss")),
+    )
+
+
+class Plan(NamedTuple):
+    """One launch; `tensors` are those whose addresses are in `args`."""
+
+    kernel: Kernel
+    grid: Grid
+    args: RowsArgs
+    tensors: tuple[Tensor, ...]
+
+
+def _span(V: int, cluster: int) -> int:
+    """Columns of a block: a multiple of 8, which is of 16 bytes in every type."""
+    return -(-V // (8 * cluster)) * 8
+
+
+def shared_bytes(V: int, cluster: int, sizes: Sequence[int]) -> int:
+    """What a block of the cluster holds: its columns of every tensor, then struct Scratch."""
+    K = len(sizes) - 1
+    floats = THREADS // 32 * (4 + 2 * K) + 2 * (2 * (1 + K) + 1 + 4 + 2 * K)
+    return _span(V, cluster) * sum(sizes) + 4 * floats
+
+
+def cluster_size(V: int, sizes: Sequence[int], limit: int) -> int:
+    """The fewest blocks that share a row of `sizes` bytes a column such that two fit on a
+    multiprocessor: one sums while the other waits for memory. Else the fewest that fit; 0: none do.
+    """
+    for room in ((limit - RESERVED_BYTES) // 2, limit):
+        for cluster in CLUSTERS:
+            if shared_bytes(V, cluster, sizes) <= room:
+                return cluster
+    return 0
+
+
+def refusal(
+    student_NV: Tensor, teachers_NV: Sequence[Tensor], vocab: int, beta: float, limit: int
+) -> str:
+    """Why the kernel cannot take these rows, given the shared memory of a block; empty: it can."""
+    if beta != 0:
+        return "does the forward divergence only"
+    if len({x.dtype for x in teachers_NV}) > 1:
+        return "takes teachers of one dtype"
+    if any(x.dtype not in TYPES for x in (student_NV, *teachers_NV)):
+        return "takes float32, bfloat16 and float16 logits"
+    sizes = [x.element_size() for x in (student_NV, *teachers_NV)]
+    if len(teachers_NV) > MAX_TEACHERS or not cluster_size(vocab, sizes, limit):
+        return (
+            f"has no room for {vocab} columns of {len(teachers_NV)} teachers in "
+            f"{CLUSTERS[-1]} blocks of {limit} bytes"
+        )
+    return ""
+
+
+def rows_kernel(macros: dict[str, str | int]) -> Kernel:
+    # what is below 1e-38 does not count; to keep it costs three instructions for each exp
+    return Kernel("kl_mlm_rows", tuple(macros.items()), ("--ftz=true",))
+
+
+def _place(x_NV: Tensor) -> tuple[int, int]:
+    """Where rows begin, and how far they are apart, in bytes."""
+    return x_NV.data_ptr(), x_NV.stride(0) * x_NV.element_size()
+
+
+def plan(
+    rows: Rows,
+    state_SN: Tensor,
+    steps: Steps,
+    drows_SN: Tensor | None,
+    dstudent_NV: Tensor | None,
+    limit: int,
+) -> Plan:
+    """What `rows_on_cuda` launches where a block may have `limit` bytes of shared memory."""
+    _, _, labels_N, kind_N, vocab, maths, parts = rows
+    # a kernel in Triton takes them in any integer type
+    labels_N, kind_N = labels_N.long().contiguous(), kind_N.int().contiguous()
+    student_NV, *teachers_NV = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
+    )
+    sizes = [x.element_size() for x in (student_NV, *teachers_NV)]
+    cluster, N = cluster_size(vocab, sizes, limit), student_NV.shape[0]
+    room = shared_bytes(vocab, cluster, sizes)
+    grad_NV = student_NV if dstudent_NV is None else dstudent_NV
+    drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
+    caps = (maths.softcap, maths.teacher_softcap)
+    tensors = (student_NV, *teachers_NV, grad_NV)
+    macros: dict[str, str | int] = {
+        "TEACHERS": len(teachers_NV),
+        "STUDENT": TYPES[student_NV.dtype],
+        "TEACHER": TYPES[teachers_NV[0].dtype if teachers_NV else student_NV.dtype],
+        "GRAD": TYPES[grad_NV.dtype],
+        "CLUSTER": cluster,
+        "THREADS": THREADS,
+        "CAPPED": int(any(caps)),
+        "PARTS": int(parts),
+        # blocks begin at multiples of 8 columns, of which the narrowest type has 16 bytes
+        "ALIGNED": aligned(2 * vocab, *(n for x in tensors for n in _place(x))),
+    }
+    every = ctypes.c_void_p * MAX_TEACHERS, ctypes.c_int64 * MAX_TEACHERS
+    args = RowsArgs(
+        student_NV.data_ptr(),
+        every[0](*(x.data_ptr() for x in teachers_NV)),
+        *(x.data_ptr() for x in (labels_N, kind_N, drows_SN, state_SN, grad_NV)),
+        student_NV.stride(0),
+        grad_NV.stride(0),
+        every[1](*(x.stride(0) for x in teachers_NV)),
+        N,
+        vocab,
+        _span(vocab, cluster),
+        steps.sums,
+        steps.grad,
+        1 / maths.temperature,
+        *caps,
+        maths.label_smoothing,
+        maths.z_loss,
+    )
+    tensors += (labels_N, kind_N, drows_SN, state_SN)
+    return Plan(rows_kernel(macros), Grid(N * cluster, THREADS, room, cluster), args, tensors)
+
+
+def rows_on_cuda(
+    rows: Rows,
+    state_SN: Tensor,
+    steps: Steps,
+    drows_SN: Tensor | None = None,
+    dstudent_NV: Tensor | None = None,
+) -> None:
+    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` asks.
+
+    Raises:
+        GrowthError: what the kernel has not: see `refusal`.
+    """
+    device = rows.student_NV.device
+    found = why_not() or _too_old(device)
+    limit = 0 if found else shared_limit(device)
+    found = found or refusal(rows.student_NV, rows.teachers_NV, rows.vocab, rows.maths.beta, limit)
+    if found:
+        raise GrowthError(f"backend='cuda' {found}: leave backend away, Triton does it")
+    if dstudent_NV is not None and dstudent_NV.shape[1] > rows.vocab:
+        dstudent_NV[:, rows.vocab :] = 0
+    if rows.student_NV.shape[0] and rows.vocab:
+        made = plan(rows, state_SN, steps, drows_SN, dstudent_NV, limit)
+        launch(made.kernel, made.grid, made.args, device)
+
+
+def _too_old(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 9 else f"needs thread-block clusters, sm_90: this is sm_{major}{minor}"

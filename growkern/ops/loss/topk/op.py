@@ -1,0 +1,158 @@
+"""The custom op of the top-k loss: the linear loss's sweep, with a few tokens for teachers.
+
+Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: N rows, C rows of
+one chunk, V columns of a tile, H width, k entries of one teacher, U tokens of all of them.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.linear.op import backward_of, empty_outputs, setup_context, swept
+from growkern.ops.loss.linear.sweep import Chunk
+from growkern.ops.loss.rows.options import KL_ROW, Rows
+from growkern.ops.loss.rows.read import ROW_FUNCTIONS, read_slices
+from growkern.ops.loss.rows.state import Steps, n_numbers
+from growkern.ops.loss.rows.vocab_parallel import largest
+from growkern.ops.loss.topk.buckets import Kept, solve, union
+from growkern.ops.loss.topk.tail_on_cpu import tail_gradient_on_cpu
+from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
+from growkern.ops.loss.topk.teacher import check_topk_values, teacher_masses
+
+TAIL_GRADIENTS = {"cpu": tail_gradient_on_cpu, "triton": tail_gradient_on_triton}
+
+# ----------------------------------------------------------------------- op
+
+
+@library.custom_op("growkern::topk_kl_mlm", mutates_args=())
+def topk_kl_mlm_op(
+    student: list[Tensor],
+    topk: list[Tensor],
+    labels_N: Tensor,
+    kind_N: Tensor,
+    weight_WN: Tensor,
+    anchor: Tensor,
+    sizes: list[int],
+    maths: list[float],
+    parts: bool,
+    per_row: bool,
+    want: list[bool],
+    logits_dtype: torch.dtype,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss, rows, dX, dW, db; as `linear_kl_mlm_op`, with ids and log-probs per teacher.
+
+    Ids count the columns of all ranks, labels those that are here; `maths` has one number more:
+    whether the tail is dropped.
+    """
+    total, drop_tail = Sizes(*sizes).total, maths[-1] != 0
+    for pair in _pairs(topk):
+        check_topk_values(pair, kind_N, total, drop_tail)
+    settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
+    make_chunk = functools.partial(_TopkChunk, topk)
+    return swept([student], (labels_N, kind_N, weight_WN), settings, make_chunk)
+
+
+def _pairs(topk: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [topk[j : j + 2] for j in range(0, len(topk), 2)]
+
+
+class _TopkChunk(Chunk):
+    """Some rows: the teachers' tokens are taken out of the logits and come back as gradients.
+
+    With -inf in their places the tail is read as any slice is: 1 - sum is never formed.
+    """
+
+    def __init__(self, topk: Sequence[Tensor], *linear: Any) -> None:
+        super().__init__(*linear)
+        *_, memory, _ = linear
+        self.flat, self.sizes = memory[0], Sizes(*self.settings.sizes)
+        kl_C, drop_tail = (self.kind_C & KL_ROW) > 0, self.settings.maths[-1] != 0
+        masses = [
+            teacher_masses(
+                [x.index_select(0, self.source_C) for x in pair], kl_C, self.sizes.total,
+                drop_tail, self.maths.beta,
+            )
+            for pair in _pairs(topk)
+        ]  # fmt: skip
+        self.ids_CU, places = union([ids for ids, _, _ in masses])
+        self.z_CU = self.flat.new_full(self.ids_CU.shape, -math.inf)
+        self.kept = [
+            Kept(ids, place, log_p, log_tail)
+            for (ids, log_p, log_tail), place in zip(masses, places, strict=True)
+        ]
+
+    def tile(self, columns: slice) -> Rows:
+        is_new, cap = self.made != columns, self.maths.softcap
+        rows = super().tile(columns)
+        if is_new and cap:
+            # here, because the cap of -inf, which is to mark a place, would be finite
+            rows.student_NV.div_(cap).tanh_().mul_(cap)
+        return rows
+
+    def _places(self, columns: slice, x_CV: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens stand in `flat`, the memory of `x_CV`, and which of them do.
+
+        The others have its last number, which nobody reads.
+        """
+        v_CU = self.ids_CU - (self.sizes.start + columns.start)
+        is_here_CU = (v_CU >= 0) & (v_CU < x_CV.shape[1])
+        row_C1 = torch.arange(len(x_CV), device=x_CV.device)[:, None] * x_CV.stride(0)
+        return torch.where(is_here_CU, row_C1 + v_CU, flat.numel() - 1), is_here_CU
+
+    def _tail(self, columns: slice) -> Rows:
+        """The logits of some columns without the tokens, which are kept."""
+        rows = self.tile(columns)
+        if self.maths.label_smoothing:
+            self.sum_z_C = rows.student_NV.sum(-1)
+        place_CU, is_here_CU = self._places(columns, rows.student_NV, self.flat)
+        self.z_CU = torch.where(is_here_CU, self.flat[place_CU], self.z_CU)
+        self.flat.index_fill_(0, place_CU.flatten(), -math.inf)
+        return rows._replace(maths=self.maths._replace(softcap=0.0, label_smoothing=0.0))
+
+    def _sums(self, rows: Rows, state_SC: Tensor, steps: Steps) -> None:
+        ROW_FUNCTIONS[self.settings.backend](rows, state_SC, steps)
+        if self.maths.label_smoothing:
+            state_SC[6] = self.sum_z_C
+
+    def read(self, tiles: Sequence[slice], wanted: bool) -> None:
+        group = self.settings.group
+        tail_SC = self.flat.new_empty(n_numbers(0), len(self.kind_C))
+        read_slices(self._sums, functools.partial(map, self._tail, tiles), group, tail_SC)
+        if group:
+            largest(self.z_CU, group)
+        rows = (self.labels_C + self.sizes.start, self.kind_C, self.drows_WC)
+        self.solved = solve(
+            tail_SC, (self.ids_CU, self.z_CU), self.kept, rows, self.maths, self.settings.parts
+        )
+
+    def write(self, columns: slice) -> Tensor:
+        rows, (_, tail_5C, tokens_CU) = self.tile(columns), self.solved
+        dz_CV = self.place(rows.student_NV)
+        self.made = None
+        TAIL_GRADIENTS[self.settings.backend](rows, tail_5C.to(rows.student_NV.dtype), dz_CV)
+        flat, cap = self.flat.view(dz_CV.dtype), self.maths.softcap
+        if cap:
+            tokens_CU = tokens_CU * (1 - (self.z_CU / cap).square())
+        place_CU, _ = self._places(columns, dz_CV, flat)
+        # not scatter_, which on a CPU copies all of a narrow `flat`
+        flat[place_CU] = tokens_CU.to(flat.dtype)
+        return dz_CV
+
+    def terms(self) -> Tensor:
+        return self.solved.terms_TC
+
+
+@topk_kl_mlm_op.register_fake
+def _(student, topk, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
+    _, _, _, per_row, want, *_ = settings
+    return empty_outputs(student, weight_WN, per_row, want)
+
+
+topk_kl_mlm_op.register_autograd(backward_of(topk_kl_mlm_op), setup_context=setup_context)

@@ -1,0 +1,135 @@
+"""What a teacher's cache is made from: the examples as training collates them, and its head's rows.
+
+Shape letters used in this file: B examples, S positions, R rows, E examples of all epochs, V
+vocabulary, H width.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from growkern.errors import GrowthError
+from growkern.ops.loss.linear.gemm import project
+from growkern.train.cached_teacher.store import DTYPES, CacheHeader, keys_of, rows_of
+from growkern.train.head import head_inputs, softcap_of
+
+# float32 logits of this many elements at a time: 64 MiB
+LOGIT_ELEMENTS = 1 << 24
+
+
+# ---------------------------------------------------------------- examples
+
+
+class Examples:
+    """The batches of a data set, epoch after epoch, as training would collate them."""
+
+    def __init__(
+        self, dataset: Any, collator: Callable[[Any], Any], epochs: int, batch_size: int
+    ) -> None:
+        self.dataset, self.collator = dataset, collator
+        self.epochs, self.batch_size = epochs, batch_size
+
+    def __len__(self) -> int:
+        return self.epochs * len(self.dataset)
+
+    def batches(self, start: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+        """Examples start..end of all epochs; a batch never crosses the end of one."""
+        end = len(self) if end is None else end
+        while start < end:
+            epoch, first = divmod(start, len(self.dataset))
+            if hasattr(self.collator, "set_epoch"):
+                self.collator.set_epoch(epoch)
+            size = min(self.batch_size, len(self.dataset) - first, end - start)
+            batch = self.collator([self.dataset[i] for i in range(first, first + size)])
+            if "input_ids" not in batch or "labels" not in batch:
+                raise GrowthError(
+                    f"the collator gives {sorted(batch)}: it must give input_ids and labels, as "
+                    "in training"
+                )
+            yield batch
+            start += size
+
+
+class Contents(NamedTuple):
+    """What the first pass found, one number per example."""
+
+    keys_E: np.ndarray
+    rows_E: np.ndarray
+    tokens: int
+
+
+def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Contents:
+    keys, counts, tokens = [], [], 0
+    bar = tqdm(total=len(examples), desc="reading", unit=" examples", disable=not progress)
+    with bar:
+        for batch in examples.batches():
+            keys.append(keys_of(batch))
+            counts.append(rows_of(batch, rows, causal).sum(1).numpy())
+            mask_BS = batch.get("attention_mask")
+            tokens += batch["input_ids"].numel() if mask_BS is None else int(mask_BS.sum())
+            bar.update(len(keys[-1]))
+    if not keys or not sum(map(np.sum, counts)):
+        raise GrowthError(f"{len(examples)} examples without a single row: nothing to keep")
+    return Contents(np.concatenate(keys), np.concatenate(counts), tokens)
+
+
+# ----------------------------------------------------------------- teacher
+
+
+def weights_fingerprint(model: Any) -> str:
+    """Hash of every parameter and buffer, with its name, dtype and shape."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def kept_rows(
+    model: Any, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """ids (R, k) int32 and log-probs (R, k) of one batch's rows, on the CPU."""
+    if not np.array_equal(keys_of(batch), keys_B):
+        raise GrowthError(
+            "the collator draws other masks each time it is called: a teacher's rows would belong "
+            "to no batch of training. Use growkern's MaskedLMCollator, or collate once and keep it"
+        )
+    kept_BS = rows_of(batch, header.rows, header.causal).to(model.device)
+    inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+    hidden, weight, bias = head_inputs(model, inputs)
+    ids_Rk, log_p_Rk = topk_of_head(
+        hidden[kept_BS], weight, bias, header.vocab_size, header.k, header.temperature,
+        softcap_of(model),
+    )  # fmt: skip
+    if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
+        raise GrowthError("the teacher gives NaN or Inf: mend its weights, or run it in float32")
+    return ids_Rk.int().cpu(), log_p_Rk.to(DTYPES[header.dtype]).cpu()
+
+
+def topk_of_head(
+    hidden_RH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    vocab: int,
+    k: int,
+    temperature: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """ids and float32 log-probs at `temperature`, (R, k) each, likeliest first."""
+    bias_V = weight_VH.new_empty(0) if bias_V is None else bias_V[:vocab]
+    kept = []
+    for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):
+        z_CV = torch.empty(len(x_CH), vocab, dtype=torch.float32, device=x_CH.device)
+        project(x_CH, weight_VH[:vocab], bias_V, z_CV)
+        if softcap is not None:
+            z_CV.div_(softcap).tanh_().mul_(softcap)
+        top = z_CV.div_(temperature).topk(k)
+        kept.append((top.indices, top.values - z_CV.logsumexp(-1, keepdim=True)))
+    ids, log_p = zip(*kept, strict=True)
+    return torch.cat(ids), torch.cat(log_p)
