@@ -1,1 +1,1 @@
-"""Two-stage training with inheritance: mechanisms first (sub_model, head), the trainer on top."""
+"""Trains grown models: in two stages, with the original model as a teacher if wanted."""

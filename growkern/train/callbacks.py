@@ -1,49 +1,76 @@
-"""Where the training loop is, told to those parts of `TwoStageTrainer` that go by it."""
+"""The callback of `TwoStageTrainer`: it prepares the optimizer and follows the training loop."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim import Adam, Optimizer
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Adam, AdamW, Optimizer
 from transformers import TrainerCallback
 
+from growkern.train.cached_teacher.teacher import CachedCollator
+from growkern.train.data import EpochCollator
+from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.meter import Meter
 
-class Cues(TrainerCallback):
-    """Tells the trainer's parts where the loop is."""
 
-    def __init__(self, trainer: Any) -> None:
+class FollowedTrainer(Protocol):
+    """The parts of a trainer that `LoopCallback` uses."""
+
+    data_collator: Any
+    inheritance: InheritanceSchedule | None
+    meter: Meter
+
+
+class LoopCallback(TrainerCallback):
+    """Forwards the events of the training loop to the trainer's collator and meter.
+
+    Args:
+        trainer: its parts are looked up at every event, so they may be replaced in between.
+    """
+
+    def __init__(self, trainer: FollowedTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give every parameter its optimizer state."""
         optimizer = kwargs["optimizer"]
-        create_optimizer_state(getattr(optimizer, "optimizer", optimizer))
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        create_optimizer_state(optimizer)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the collator which epoch begins."""
         collator = self.trainer.data_collator
-        if hasattr(collator, "set_epoch"):
+        if isinstance(collator, EpochCollator):
             collator.set_epoch(int(state.epoch or 0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock; stop reading the cached teacher once its rate is 0."""
         self.trainer.meter.start_step()
         collator, schedule = self.trainer.data_collator, self.trainer.inheritance
-        if schedule is not None and hasattr(collator, "leave_out"):
+        if schedule is not None and isinstance(collator, CachedCollator):
             collator.leave_out(schedule.rate_at(state.global_step) == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
         self.trainer.meter.end_step()
 
 
-_COUNTED_FROM_ZERO = (Adam, torch.optim.AdamW)
+# --------------------------------------------------------- optimizer state
 
 
 @torch.no_grad()
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Give each parameter without state the state of zero steps; parameters do not change.
+    """Give each parameter that has no optimizer state the state of zero steps.
 
-    A stage-1 checkpoint otherwise lacks the parameters that no sub-model has reached yet, and a
-    sharded load fills the gap with step = 1. Adam and AdamW only: for other optimizers a state of
-    zeros is not always the state before the first step.
+    Without this, a checkpoint of stage 1 lacks the parameters that no sub-model has reached yet,
+    and a sharded load fills the gap with step = 1. The parameters do not change.
+
+    Args:
+        optimizer: Adam or AdamW. Other optimizers are left alone: for them a state of zeros is
+            not always the state before the first step.
     """
-    if not isinstance(optimizer, _COUNTED_FROM_ZERO):
+    if not isinstance(optimizer, Adam | AdamW):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]

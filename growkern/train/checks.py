@@ -1,4 +1,4 @@
-"""What the trainer refuses before any work, and what it is told to do instead."""
+"""Checks the arguments of `TwoStageTrainer` before any work, and says how to correct them."""
 
 import os
 from typing import Any
@@ -13,21 +13,42 @@ from growkern.train.inheritance import InheritanceSchedule, Teachers
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
-    """A block of stage 1 fits into the model."""
+    """Check that a block of stage 1 is not larger than the model.
+
+    Args:
+        two_stage: None when there is no stage 1.
+        layers: number of layers of the model.
+
+    Raises:
+        GrowthError: the block is larger.
+    """
     if two_stage is not None and two_stage.layers_per_block > layers:
         raise GrowthError(
-            f"layers_per_block is {two_stage.layers_per_block}, the model has {layers} layers: "
-            "a block cannot be larger than the model"
+            f"layers_per_block is {two_stage.layers_per_block}, but the model has {layers} "
+            f"layers: give {layers} or less"
         )
 
 
 def as_list(one_or_many: Any) -> list[Any]:
+    """The values of a list or tuple; a single value becomes a list of one."""
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
 def choose_teachers(
     inheritance: InheritanceSchedule | None, teacher: Any
 ) -> Teachers | CachedTeacher:
+    """Make the teachers of a trainer from its arguments.
+
+    Args:
+        inheritance: None trains without a teacher.
+        teacher: None, a model, several models, or a `TeacherCache`.
+
+    Returns:
+        Teachers that run, possibly none, or one that is read from a cache.
+
+    Raises:
+        GrowthError: only one of the two is given, or they do not fit together.
+    """
     if (inheritance is None) != (teacher is None):
         given, missing = (
             ("inheritance", "teacher") if teacher is None else ("teacher", "inheritance")
@@ -41,25 +62,33 @@ def choose_teachers(
 
 
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
-    """Refuse what would train another function or silently lose the sub-models."""
+    """Refuse arguments under which training would hang, crash or compute a wrong loss.
+
+    Args:
+        args: of the trainer.
+        options: the other keyword arguments of `transformers.Trainer`.
+
+    Raises:
+        GrowthError: for the first argument that cannot be used, with a way out.
+    """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     refusals = {
-        "torch_compile=True makes one graph per depth and breaks on the fused loss: compile the "
-        "blocks instead (`for block in stack: block.compile()`, stacks from layer_stacks)": (
-            args.torch_compile
+        "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
+        "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for each "
+        "stack of growkern.train.sub_model.layer_stacks(model)": (args.torch_compile),
+        "one process can use one device only: start one process per device with "
+        "torchrun --nproc_per_node=N": (args.n_gpu > 1),
+        "sharded training (FSDP, DeepSpeed) is not supported in this version: leave fsdp and "
+        "deepspeed unset, and the processes train with DistributedDataParallel": bool(
+            args.fsdp or args.deepspeed
         ),
-        "one process drives one device: start one per device (torchrun --nproc_per_node=N)": (
-            args.n_gpu > 1
-        ),
-        "sharded training (FSDP, DeepSpeed) is not supported by this version: processes train "
-        "under DistributedDataParallel": bool(args.fsdp or args.deepspeed),
-        f"{started} processes were started and every one would train alone: without an accelerator "
-        "set use_cpu=True": started > args.world_size,
-        "average_tokens_across_devices=False gives the labels of small batches more weight: leave "
-        "it on": args.world_size > 1 and not args.average_tokens_across_devices,
-        "ddp_find_unused_parameters=False waits for ever for the layers that stage 1 leaves out: "
-        "leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
-        "label_smoothing_factor is not part of the fused loss: leave it at 0": (
+        f"{started} processes were started, but each would train alone: on machines without an "
+        "accelerator set use_cpu=True": started > args.world_size,
+        "average_tokens_across_devices=False gives the labels of small batches more weight: set "
+        "it to True": args.world_size > 1 and not args.average_tokens_across_devices,
+        "ddp_find_unused_parameters=False would wait for ever for layers that do not run in stage "
+        "1: leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
+        "label_smoothing_factor is not supported by the trainer: leave it at 0": (
             args.label_smoothing_factor != 0
         ),
         "gradient checkpointing with use_reentrant=True loses the gradients of the lowest trained "
@@ -68,9 +97,11 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
             and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
         ),
     }
-    for name in ("compute_loss_func", "compute_metrics", "model_init"):
+    refusals["model_init cannot be used: pass the model itself"] = bool(options.get("model_init"))
+    for name in ("compute_loss_func", "compute_metrics"):
         refusals[
-            f"{name} cannot be used: the loss is fused with the head and logits are not made"
+            f"{name} cannot be used: the loss is fused with the output projection, so there are no "
+            "logits"
         ] = options.get(name) is not None
     for message, refused in refusals.items():
         if refused:

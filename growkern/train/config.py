@@ -1,4 +1,6 @@
-"""What a run is: frozen values, checked once when they are made, read from and written to TOML.
+"""The settings of a training run, read from a TOML file and checked.
+
+The sections of the file and their keys:
 
     [model]        path, tokenizer
     [data]         train, validation, sequence_length, masking_probability
@@ -8,7 +10,7 @@
     [inheritance]  rate, end_step, temperature, kl_rows, teacher_weights       (optional)
     [teacher]      paths or cache                                              (with inheritance)
 
-Paths are relative to the file they stand in.
+Paths are relative to the folder of the file.
 """
 
 import hashlib
@@ -24,12 +26,19 @@ from growkern.train.toml import read_toml, to_dataclass, to_toml
 
 @dataclass(frozen=True)
 class TwoStageConfig:
-    """Stage 1: sub-models drawn anew in every optimizer step; stage 2: the whole model.
+    """Two-stage training: first random sub-models, then the whole model.
 
-    layers_per_block: l_b, the layers that train in a stage-1 step; depths are its multiples.
-    stage1_steps: optimizer steps of stage 1. seed: of the depths alone.
-    embeddings: see `growkern.train.sub_model`.
-    Source: bert2BERT (Chen et al. 2022), Algorithm 2.
+    In stage 1 every optimizer step runs the bottom layers only, up to a depth that is drawn at
+    random, and trains the top block of these. See bert2BERT (Chen et al. 2022), Algorithm 2.
+
+    Args:
+        layers_per_block: layers that train in a step of stage 1. Depths are multiples of it.
+        stage1_steps: optimizer steps of stage 1.
+        seed: of the depths only.
+        embeddings: "frozen" or "bottom", see `growkern.train.sub_model`.
+
+    Raises:
+        GrowthError: a value is out of range.
     """
 
     layers_per_block: int
@@ -43,12 +52,19 @@ class TwoStageConfig:
         if self.stage1_steps < 0:
             raise GrowthError(f"stage1_steps is {self.stage1_steps}: it must not be negative")
         if self.embeddings not in ("frozen", "bottom"):
-            raise GrowthError(f"embeddings is {self.embeddings!r}: 'frozen' or 'bottom'")
+            raise GrowthError(f"embeddings is {self.embeddings!r}: it must be 'frozen' or 'bottom'")
 
     def depth(self, step: int, layers: int) -> int | None:
-        """Layers that run in an optimizer step (counted from 0), or None in stage 2.
+        """The number of layers that run in an optimizer step.
 
-        A pure function of (seed, step): every process and every resumed run agrees without a word.
+        It depends on the seed and the step only, so all processes and resumed runs agree.
+
+        Args:
+            step: optimizer step, counted from 0.
+            layers: number of layers of the model.
+
+        Returns:
+            The depth, or None in stage 2.
         """
         if step >= self.stage1_steps:
             return None
@@ -60,7 +76,12 @@ class TwoStageConfig:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Checkpoint directories; the tokenizer is the model's own unless it is named."""
+    """The model to train.
+
+    Args:
+        path: checkpoint directory.
+        tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
+    """
 
     path: str
     tokenizer: str | None = None
@@ -68,9 +89,16 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class TeacherSection:
-    """Checkpoint directories of the teachers, or one cache that `growkern cache-teacher` wrote.
+    """The teachers: models that run during training, or a cache of one that ran before.
 
-    A tokenizer beside a checkpoint, or the one a cache was made with, is compared.
+    The tokenizers of the teachers must equal the tokenizer of the run.
+
+    Args:
+        paths: checkpoint directories of the teachers.
+        cache: directory that `growkern cache-teacher` wrote.
+
+    Raises:
+        GrowthError: both are given, or neither.
     """
 
     paths: tuple[str, ...] = ()
@@ -78,12 +106,22 @@ class TeacherSection:
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.cache):
-            raise GrowthError("give either paths (teachers that run) or cache (one that was run)")
+            raise GrowthError(
+                "give either paths (teachers that run during training) or cache (of one that ran "
+                "before)"
+            )
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """UTF-8 text files or glob patterns; masking is for masked language models only."""
+    """The text to train on.
+
+    Args:
+        train: UTF-8 text files or glob patterns.
+        validation: the same for evaluation; empty means no evaluation.
+        sequence_length: tokens per block.
+        masking_probability: chance of a token to be masked. Causal models ignore it.
+    """
 
     train: tuple[str, ...]
     validation: tuple[str, ...] = ()
@@ -93,10 +131,27 @@ class DataSection:
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """One optimizer and one schedule over all steps, both stages included.
+    """The optimizer and its schedule, which run through both stages without a break.
 
-    batch_size: examples of all processes together. eval_every and save_every: in optimizer steps, 0
-    for the end only.
+    Args:
+        steps: optimizer steps of both stages together.
+        batch_size: blocks per micro-batch, of all processes together.
+        accumulation: micro-batches per optimizer step.
+        learning_rate: the peak of the schedule.
+        warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
+        schedule: of the rate after the warm-up.
+        weight_decay: of AdamW.
+        max_grad_norm: gradients with a larger norm are scaled down to it.
+        precision: "bf16" runs the model under bfloat16 autocast.
+        seed: of the data order, the masks and dropout.
+        log_every: optimizer steps between two log lines.
+        eval_every: optimizer steps between two evaluations; 0 evaluates at the end only.
+        save_every: optimizer steps between two checkpoints; 0 saves at the end only.
+        keep_checkpoints: older checkpoints are deleted.
+        data_workers: processes that load data; 0 loads in the training process.
+
+    Raises:
+        GrowthError: a value is out of range.
     """
 
     steps: int
@@ -130,7 +185,12 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """Where checkpoints, the trained model and the logs go."""
+    """The output of a run.
+
+    Args:
+        directory: for checkpoints, the trained model and the logs.
+        tensorboard: whether to write TensorBoard logs too.
+    """
 
     directory: str
     tensorboard: bool = True
@@ -138,7 +198,11 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: `load_run` makes it from a file, `to_toml` turns it back into one."""
+    """The settings of a training run, one field per section of the file.
+
+    Raises:
+        GrowthError: the sections contradict each other.
+    """
 
     model: ModelSection
     data: DataSection
@@ -150,24 +214,25 @@ class Run:
 
     def __post_init__(self) -> None:
         if (self.inheritance is None) != (self.teacher is None):
-            raise GrowthError("[inheritance] and [teacher] go together: give both or neither")
+            raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
         stage1 = 0 if self.two_stage is None else self.two_stage.stage1_steps
         if stage1 > self.training.steps:
             raise GrowthError(
-                f"two_stage.stage1_steps is {stage1}, more than the {self.training.steps} "
-                "training.steps"
+                f"two_stage.stage1_steps is {stage1}: it must not be more than the "
+                f"{self.training.steps} training.steps"
             )
 
     def to_toml(self) -> str:
-        """The run as a TOML document; `load_run` of it gives an equal run."""
+        """The run as a TOML document, from which `load_run` makes an equal run."""
         return to_toml(self)
 
 
 def load_run(path: str | Path) -> Run:
     """Read and check a run file.
 
-    raises: GrowthError naming the file, the key and what is allowed; for an unknown key, the
-        nearest known one.
+    Raises:
+        GrowthError: the file cannot be read, or a key or value is wrong. The message names the
+            file, the key and the allowed values.
     """
     path = Path(path)
     return to_dataclass(Run, read_toml(path), str(path))

@@ -1,14 +1,16 @@
-"""Text to training batches: packed blocks, masked or causal.
+"""Turns text into training batches for masked and causal language models.
 
-Masks are drawn from a hash, not from a generator: the mask of a block is a pure function of
-(seed, epoch, the block's own tokens). Data workers, resumed runs and shuffled orders therefore
-agree with no state to save.
+`pack_text` cuts text into blocks of equal length. A collator turns blocks into a batch with labels.
+
+Masks are drawn from a hash, not from a random generator. The mask of a block depends only on the
+seed, the epoch and the tokens of the block. Data workers, resumed runs and shuffled orders
+therefore draw the same masks, and no generator state has to be saved.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,7 +26,11 @@ _TEXTS_PER_CALL = 256
 
 
 class TokenBlocks(Dataset[dict[str, np.ndarray]]):
-    """Blocks of tokens of one length: `blocks[i]` is {"input_ids": (S,) int32}."""
+    """A data set of token blocks of one length: `blocks[i]` is {"input_ids": (S,) int32}.
+
+    Args:
+        tokens_NS: (N, S) int32, one block per row.
+    """
 
     def __init__(self, tokens_NS: np.ndarray) -> None:
         self.tokens_NS = tokens_NS
@@ -37,14 +43,22 @@ class TokenBlocks(Dataset[dict[str, np.ndarray]]):
 
 
 def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int) -> TokenBlocks:
-    """Tokenise, join and cut text into blocks of one length.
+    """Tokenise texts, join them and cut them into blocks of one length.
 
-    texts: a `Path` is read as a UTF-8 file, a `str` is the text itself. The texts are joined in
-        order with the tokenizer's separator (eos, else sep) after each; every block starts with
-        the cls token where the tokenizer has one. The tail shorter than a block is dropped.
-    returns: the blocks; `.tokens_NS` is their (N, sequence_length) int32 array. There is no
-        attention mask: nothing is padded.
-    raises: GrowthError when a file cannot be read or the text fills no block.
+    Each text is followed by the tokenizer's separator (eos, else sep). Each block starts with the
+    cls token if the tokenizer has one. Tokens left over at the end are dropped.
+
+    Args:
+        texts: a `Path` is read as a UTF-8 file, a `str` is the text itself.
+        tokenizer: of transformers.
+        sequence_length: tokens per block, the cls token included.
+
+    Returns:
+        The blocks; `.tokens_NS` is their (N, sequence_length) int32 array. There is no attention
+        mask, because nothing is padded.
+
+    Raises:
+        GrowthError: a file cannot be read, or the text is shorter than one block.
     """
     head = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
     body = sequence_length - len(head)
@@ -55,7 +69,7 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
     blocks = len(stream_T) // body
     if blocks == 0:
         raise GrowthError(
-            f"the text holds {len(stream_T)} tokens, fewer than one block of {body}: "
+            f"the text has {len(stream_T)} tokens, fewer than one block of {body}: "
             "give more text or a smaller sequence_length"
         )
     tokens_NS = np.empty((blocks, sequence_length), np.int32)
@@ -65,7 +79,7 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
 
 
 def _token_runs(texts: Iterable[str | Path], tokenizer: Any) -> Iterator[np.ndarray]:
-    """The tokens of each text, each run ended by the separator."""
+    """The tokens of each text, followed by the separator."""
     separator = tokenizer.eos_token_id
     if separator is None:
         separator = tokenizer.sep_token_id
@@ -101,10 +115,48 @@ def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
 # ---------------------------------------------------------------- collators
 
 
-class CausalLMCollator:
-    """Blocks to {input_ids, labels}: every real token is a label (the shift is the trainer's).
+# rows of a data set to a batch: {input_ids, labels, ...}, tensors of one leading size
+Collator = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
-    Rows of unequal length are padded on the right, with an attention_mask; labels there are -100.
+
+@runtime_checkable
+class EpochCollator(Protocol):
+    """A collator whose batches depend on the epoch, such as masks drawn anew in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Switch to an epoch, counted from 0. The trainer calls this when the epoch begins."""
+
+
+@runtime_checkable
+class FreezableCollator(Protocol):
+    """A collator with a variant for evaluation, which gives the same batches every time."""
+
+    def frozen(self) -> Collator:
+        """The variant for evaluation."""
+
+
+def evaluation_collator(collator: Collator) -> Collator:
+    """The variant for evaluation if the collator has one, else the collator itself."""
+    return collator.frozen() if isinstance(collator, FreezableCollator) else collator
+
+
+@runtime_checkable
+class IndexedDataset(Protocol):
+    """A data set with a length whose examples are read by their index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class CausalLMCollator:
+    """Makes {input_ids, labels} from blocks for causal models.
+
+    Every real token is a label, at its own position: the trainer shifts labels. Rows of unequal
+    length are padded on the right and get an attention_mask. Labels of the padding are -100.
+
+    Args:
+        tokenizer: gives the id to pad with.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -119,11 +171,19 @@ class CausalLMCollator:
 
 
 class MaskedLMCollator:
-    """Blocks to {input_ids, labels} with BERT's masking, drawn anew in every epoch.
+    """Makes {input_ids, labels} from blocks with BERT's masking, drawn anew in every epoch.
 
-    A token is chosen with `probability`; of the chosen, 80 % become the mask token, 10 % a random
-    token, 10 % stay. Special tokens are never chosen. Labels are -100 elsewhere. The draw is a pure
-    function of (seed, epoch, the row's tokens); `set_epoch` reaches running data workers too.
+    Of the chosen tokens 80 % become the mask token, 10 % a random token, and 10 % stay. Special
+    tokens are never chosen. Labels are -100 where no token was chosen. The masks of a row depend
+    only on the seed, the epoch and the tokens of the row.
+
+    Args:
+        tokenizer: gives the mask token, the special tokens and the vocabulary size.
+        probability: chance of a token to be chosen, in (0, 1].
+        seed: of the masks.
+
+    Raises:
+        GrowthError: the tokenizer has no mask token, or the probability is out of range.
     """
 
     def __init__(self, tokenizer: Any, probability: float = 0.15, seed: int = 0) -> None:
@@ -139,11 +199,11 @@ class MaskedLMCollator:
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose masks the next batches get."""
+        """Draw the masks of this epoch from now on, in data workers that already run too."""
         self._epoch.fill_(epoch)
 
     def frozen(self) -> "MaskedLMCollator":
-        """A copy for evaluation: the same masks every time, whatever epoch training is in."""
+        """A copy for evaluation, which draws the masks of epoch 0 whatever epoch training is in."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._epoch = torch.zeros((), dtype=torch.int64)
@@ -192,7 +252,9 @@ def _pad(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]:
     if len(lengths) == 1:
         return {"input_ids": torch.from_numpy(np.stack(rows).astype(np.int64))}
     if pad_id is None:
-        raise GrowthError("rows of unequal length need a tokenizer with a pad token")
+        raise GrowthError(
+            "the rows have unequal lengths and the tokenizer has no pad token to fill them up with"
+        )
     input_BS = torch.full((len(rows), max(lengths)), pad_id, dtype=torch.int64)
     mask_BS = torch.zeros_like(input_BS)
     for row, inputs_S, mask_S in zip(rows, input_BS, mask_BS, strict=True):

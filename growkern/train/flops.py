@@ -1,13 +1,16 @@
-"""FLOPs of a training step, counted from the modules that run.
+"""Counts the FLOPs of training steps from the modules that run in them.
 
 Per token, with N the weights of the linear maps of a layer, A = heads * head_dim and S tokens:
 
     forward of a layer            2 N + 4 S A                                (1)
     forward and backward          3 * (1)                                    (2)
 
-A frozen prefix and a teacher cost (1), updated layers (2). The output projection costs 2 H V per
-row forward and 6 H V trained, for the rows that reach it only. A multiply-add is two operations;
-causal attention counts the full square, activations and norms and recomputation count nothing.
+Frozen layers and teachers cost (1), trained layers cost (2). With H the width and V the vocabulary
+size, the output projection costs 2 H V per row forward and 6 H V when trained. It counts only for
+the rows that reach it.
+
+A multiply-add counts as two operations. Causal attention counts as the full square. Activations,
+norms and the recomputation of checkpointed layers are not counted.
 """
 
 import math
@@ -21,10 +24,14 @@ from transformers.pytorch_utils import Conv1D
 
 
 class ModelCost:
-    """Counts what a call of a language model costs; built once, from one tiny forward pass.
+    """The FLOPs of a language model's passes.
 
-    The pass tells how often each linear map is used per token (shared layers: many times; a map
-    that is not used: never).
+    One tiny forward pass shows how often each linear map is used per token: shared layers are used
+    many times, unused maps never.
+
+    Args:
+        model: of transformers, with `dummy_inputs`.
+        stacks: its stacks of layers, from `growkern.train.sub_model.find_stacks`.
     """
 
     def __init__(self, model: Any, stacks: Sequence[nn.ModuleList]) -> None:
@@ -43,15 +50,24 @@ class ModelCost:
         self._outside_attention = 0 if stacks else self._attention * config.num_hidden_layers
 
     def forward(self, batch: int, length: int) -> float:
-        """One forward pass of all layers, output projection excluded. (1)"""
+        """FLOPs of one forward pass of all layers without the output projection. (1)
+
+        Args:
+            batch: rows.
+            length: tokens per row.
+        """
         return batch * length * (self._layer_flops(length) + self._outside_flops(length))
 
     def train(
         self, batch: int, length: int, depth: int | None = None, trained_layers: int | None = None
     ) -> float:
-        """Forward and backward of the sub-model of `depth`, or of all, output projection excluded.
+        """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
-        Layers below the top `trained_layers` run forward only. (1), (2)
+        Args:
+            batch: rows.
+            length: tokens per row.
+            depth: layers that run, from the bottom; None runs all.
+            trained_layers: how many of these train, from the top. The others run forward only.
         """
         run = self._layer_flops(length, depth)
         frozen = 0.0
@@ -60,7 +76,7 @@ class ModelCost:
         return batch * length * (3 * (run - frozen + self._outside_flops(length)) + frozen)
 
     def head_row(self, *, train: bool) -> float:
-        """The output projection of one row."""
+        """FLOPs of the output projection for one row."""
         return self._row * (3 if train else 1)
 
     def _layer_flops(self, length: int, depth: int | None = None) -> float:
@@ -81,7 +97,7 @@ def _linears(module: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def _uses_per_token(model: Any) -> dict[nn.Module, float]:
-    """Rows that each linear map of the model gets per input token."""
+    """How many rows each linear map of the model gets per input token."""
     rows: Counter[nn.Module] = Counter()
 
     def count(module: nn.Module, _args: Any, output: torch.Tensor) -> None:

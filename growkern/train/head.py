@@ -1,12 +1,14 @@
-"""The loss in place of the output projection: hidden states before the LM head, for any model.
+"""Replaces the output projection of a language model by a function, so that no logits are made.
 
-For the span of one model call the forward of the output projection is shadowed on the instance by
-a function of (hidden, weight, bias). What it returns takes the place of the logits. The function
-runs inside the model's own call: casts, hooks and wrappers all apply, a sharded weight is whole,
-and whatever transform the model has before its projection (BERT's dense + norm) has run.
+The fused loss needs the hidden states, the weight and the bias of the output projection. During one
+call of the model, `head_swap` replaces the forward of the projection by a function of these three.
+Its result takes the place of the logits.
 
-What some models do to their logits afterwards, c * tanh(s * logits / c), is taken out of that call:
-the scale s goes into the hidden states and the bias, the softcap c is the loss's.
+The function runs inside the model's own call. Casts, hooks and wrappers apply, a sharded weight is
+complete, and a transform before the projection (such as BERT's dense layer and norm) has run.
+
+Some models change their logits to c * tanh(s * logits / c). This is switched off during the call:
+the scale s is applied to the hidden states and the bias, and the loss applies the softcap c.
 """
 
 import contextlib
@@ -24,19 +26,19 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class HeadInputs(NamedTuple):
-    """What an output projection was given."""
+    """The inputs of an output projection."""
 
     hidden: Tensor  # (..., H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
 
 
-# attributes of models or their configs that change logits, and the values that do not
+# attributes of models or configs that change the logits, each with the value that changes nothing
 NEUTRAL = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 
 
 def _changes(model: Any) -> dict[str, tuple[Any, float]]:
-    """Attribute -> whose it is and its value, of those that are numbers."""
+    """Maps each attribute of NEUTRAL that is a number to its owner and its value."""
     found = {}
     for owner in (model.config, model):
         for name in NEUTRAL:
@@ -47,7 +49,11 @@ def _changes(model: Any) -> dict[str, tuple[Any, float]]:
 
 
 def softcap_of(model: Any) -> float | None:
-    """c of the model's c * tanh(logits / c), for the loss's `softcap`; None: it has none."""
+    """The c of the model's c * tanh(logits / c), for the loss's `softcap`.
+
+    Returns:
+        The softcap, or None if the model has none.
+    """
     return _changes(model).get("final_logit_softcapping", (None, None))[1]
 
 
@@ -59,7 +65,7 @@ def _scale_of(model: Any) -> float:
 
 @contextlib.contextmanager
 def _neutral(model: Any) -> Iterator[None]:
-    """Inside, the model leaves its logits as they come from the output projection."""
+    """While active, the model does not change its logits after the output projection."""
     changes = _changes(model)
     for name, (owner, _) in changes.items():
         setattr(owner, name, NEUTRAL[name])
@@ -81,10 +87,14 @@ def _shadowed(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
-    """Inside: `model(...)` returns function(hidden, weight, bias) as its logits.
+    """While active, `model(...)` returns function(hidden, weight, bias) as its logits.
 
-    Of a model with a softcap they are the logits before it: ask `softcap_of` outside, where the
-    model still has one, and give it to the loss.
+    A softcap of the model is not applied while active. Call `softcap_of` before, and give the
+    softcap to the loss.
+
+    Args:
+        model: a model that passed `check_head`.
+        function: gets hidden states (..., H), the weight (V, H), and the bias (V,) or None.
     """
     head, scale = model.get_output_embeddings(), _scale_of(model)
 
@@ -99,7 +109,12 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
 
 
 def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Run a model up to its output projection; no logits are made."""
+    """Run a model up to its output projection, without making logits.
+
+    Args:
+        model: a model that passed `check_head`.
+        inputs: keyword arguments of the model, without labels.
+    """
     seen: list[HeadInputs] = []
 
     def keep(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,13 +127,16 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
 
 
 def check_head(model: Any) -> None:
-    """Refuse a model whose logits are not c * tanh(s * head(hidden) / c), or head(hidden) alone.
+    """Check that the fused loss computes the same function as the model's own logits.
 
-    The head is replaced by one that returns a ramp of large numbers, and the logits must be what
-    that becomes: another change shows at once, where real logits of a fresh model would hide it.
-    Runs the model on its own tiny dummy inputs, without dropout and without a graph.
+    The logits must be head(hidden), or c * tanh(s * head(hidden) / c). To test this, the head is
+    replaced by one that returns a ramp of large numbers. With the small logits of a new model,
+    other changes would not be visible. The model runs on its own tiny dummy inputs, without
+    dropout and without gradients.
 
-    raises: GrowthError naming the model and what to do instead.
+    Raises:
+        GrowthError: the model has no linear output projection, or changes its logits in another
+            way.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -154,19 +172,35 @@ def check_head(model: Any) -> None:
         )
     if not is_known:
         raise GrowthError(
-            f"{name} changes its logits after the output projection in a way that is not known "
-            f"here (known: {', '.join(NEUTRAL)}): the fused loss would train another function. "
-            "Train it with kl_mlm_loss on its own logits"
+            f"{name} changes its logits after the output projection in a way that is not "
+            f"supported (supported: {', '.join(NEUTRAL)}). The fused loss would ignore the change: "
+            "use kl_mlm_loss on the model's own logits instead"
         )
 
 
 def align_labels(labels_BS: Tensor, *, causal: bool) -> Tensor:
-    """Labels at the positions whose hidden states predict them: shifted left for causal models."""
+    """Move labels to the positions that predict them: one to the left for causal models.
+
+    Args:
+        labels_BS: (B, S) int64.
+        causal: whether the model predicts the next token.
+
+    Returns:
+        (B, S) int64; the last position of a causal model gets -100.
+    """
     return _shift(labels_BS, IGNORE_INDEX) if causal else labels_BS
 
 
 def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
-    """The same alignment for a mask of real tokens: a row counts if what it predicts is real."""
+    """Move a mask of real tokens to the positions that predict these tokens.
+
+    Args:
+        mask_BS: (B, S), nonzero where a token is real.
+        causal: whether the model predicts the next token.
+
+    Returns:
+        (B, S) bool; False at the last position of a causal model.
+    """
     return _shift(mask_BS.bool(), False) if causal else mask_BS.bool()
 
 

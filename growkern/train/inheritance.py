@@ -1,10 +1,11 @@
-"""Learning from the old model while growing past it: the schedule and the frozen teachers.
+"""Trains a student beside frozen teachers: how strongly, for how long, and the teachers themselves.
 
-Knowledge Inheritance (Qin et al. 2022, Eq. 5) mixes the teacher's KL into the loss with a rate
+Knowledge Inheritance (Qin et al. 2022, Eq. 5) adds the KL divergence from the teacher to the loss.
+Its share of the loss at optimizer step t is
 
     r_t = max(0, r_0 * (1 - t / S_d))                                        (1)
 
-over optimizer steps t. From t = S_d on the rate is 0 and no teacher runs at all.
+with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and no teacher runs.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from torch import nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.train.data import Collator
 from growkern.train.head import HeadInputs, check_head, head_inputs, softcap_of
 
 KLRows = Literal["labels", "all"]
@@ -26,11 +28,17 @@ KLRows = Literal["labels", "all"]
 
 @dataclass(frozen=True)
 class InheritanceSchedule:
-    """How much, how long and where the student follows its teachers.
+    """How strongly, for how long and on which rows the student follows its teachers.
 
-    rate: r_0 in [0, 1]. end_step: S_d, the optimizer step from which the teacher is gone.
-    temperature: T of the KL. kl_rows: "labels" (rows with a label) or "all" (every real token).
-    teacher_weights: one weight per teacher, summing to 1; equal when None.
+    Args:
+        rate: r_0, the share of the KL term at step 0, in [0, 1].
+        end_step: S_d, the optimizer step from which the share is 0.
+        temperature: of the softmax in the KL term.
+        kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
+        teacher_weights: one weight per teacher, with sum 1; None weighs all alike.
+
+    Raises:
+        GrowthError: a value is out of range.
     """
 
     rate: float = 1.0
@@ -45,22 +53,30 @@ class InheritanceSchedule:
         if self.end_step < 1:
             raise GrowthError(
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
-                "rate reaches 0 (0.44 of all steps is a good start)"
+                "rate reaches 0, for example 0.44 of all steps"
             )
         if self.temperature <= 0:
             raise GrowthError(f"inheritance temperature is {self.temperature}: it must be positive")
         if self.kl_rows not in ("labels", "all"):
-            raise GrowthError(f"kl_rows is {self.kl_rows!r}: 'labels' or 'all'")
+            raise GrowthError(f"kl_rows is {self.kl_rows!r}: it must be 'labels' or 'all'")
         if self.teacher_weights is not None and abs(sum(self.teacher_weights) - 1) > 1e-6:
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
 
     def rate_at(self, step: int) -> float:
-        """r_t of optimizer step t (counted from 0). (1)"""
+        """The share of the KL term at an optimizer step, counted from 0. (1)"""
         return max(0.0, self.rate * (1 - step / self.end_step))
 
 
 class Teachers:
-    """Frozen models that say, row by row, what they would have predicted."""
+    """Frozen models whose predictions the student learns to match.
+
+    Args:
+        models: with the same softcap; an empty list trains on the labels alone.
+        weights: one per model, with sum 1; None weighs all alike.
+
+    Raises:
+        GrowthError: a model cannot be a teacher, or the models do not fit together.
+    """
 
     def __init__(self, models: Sequence[Any], weights: Sequence[float] | None) -> None:
         self.models = list(models)
@@ -71,26 +87,41 @@ class Teachers:
             check_head(model)
         softcaps = {softcap_of(model) for model in self.models}
         if len(softcaps) > 1:
-            raise GrowthError(f"the teachers cap their logits at {softcaps}: they must do so alike")
+            raise GrowthError(
+                f"the teachers have different softcaps: {softcaps}. They must be equal"
+            )
         self.softcap = softcaps.pop() if softcaps else None
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
-        """Move to the student's device, in eval mode, without gradients or caches."""
+        """Move the teachers to a device and switch off dropout, gradients and caches.
+
+        Raises:
+            GrowthError: a teacher shares parameters with the student.
+        """
         trained = {id(parameter) for parameter in student.parameters()}
         for model in self.models:
             if any(id(parameter) in trained for parameter in model.parameters()):
                 raise GrowthError(
                     "the teacher shares parameters with the model in training: pass a copy "
-                    "(copy.deepcopy) or load it again"
+                    "(copy.deepcopy), or load it a second time"
                 )
             model.to(device).eval().requires_grad_(False)
             model.config.use_cache = False
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """Columns that mean the same token in every head; None when all heads have one size.
+        """The number of vocabulary columns that mean the same token in every head.
 
-        Heads padded to different sizes agree on the tokenizer's ids only, so it has to be given.
-        raises: GrowthError when the vocabularies cannot be matched.
+        Heads that are padded to different sizes agree on the ids of the tokenizer only.
+
+        Args:
+            student: the model in training.
+            tokenizer: of the student; only needed when the heads have different sizes.
+
+        Returns:
+            The number of columns, or None when all heads have the same size.
+
+        Raises:
+            GrowthError: the vocabularies cannot be matched.
         """
         heads = [model.get_output_embeddings().weight.shape[0] for model in (student, *self.models)]
         if len(set(heads)) == 1:
@@ -99,22 +130,30 @@ class Teachers:
             size = "no tokenizer" if tokenizer is None else f"a tokenizer of {len(tokenizer)} ids"
             raise GrowthError(
                 f"student and teacher vocabularies differ: heads of {heads[0]} and {heads[1:]} "
-                f"columns, {size}: pass processing_class if they only differ in padding, "
-                "otherwise choose a teacher with the student's vocabulary"
+                f"columns, {size}. If they differ in padding only, pass the tokenizer as "
+                "processing_class. Otherwise choose a teacher with the student's vocabulary"
             )
         return len(tokenizer)
 
-    def collator(self, collator: Callable[[Any], Any], dataset: Any) -> Callable[[Any], Any]:
-        """The run's own: teachers that run read what the student reads."""
+    def collator(self, collator: Collator, dataset: Any) -> Collator:
+        """The collator as it is: teachers that run read the batches of the student."""
         return collator
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
-        """`linear_kl_mlm_loss` beside what the teachers say to a batch; at alpha 0 none runs."""
+        """The loss for a batch, after running the teachers on it.
+
+        Args:
+            inputs: of the models, without labels.
+            alpha: share of the KL term; at 0 no teacher runs.
+
+        Returns:
+            `linear_kl_mlm_loss` with the arguments of the teachers filled in.
+        """
         return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights, self.softcap)
 
     @torch.no_grad()
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
-        """Hidden states, weight and bias of each teacher's output projection."""
+        """Run the teachers; hidden states, weight and bias of each output projection."""
         return [head_inputs(model, inputs) for model in self.models]
 
 
@@ -123,7 +162,13 @@ def loss_beside(
     weights: Sequence[float] | None = None,
     softcap: float | None = None,
 ) -> Callable[..., Any]:
-    """`linear_kl_mlm_loss` that knows its teachers' part; of the labels alone where none ran."""
+    """`linear_kl_mlm_loss` with the arguments of the teachers filled in.
+
+    Args:
+        predictions: one per teacher; when empty, the loss is that of the labels alone.
+        weights: one per teacher, with sum 1; None weighs all alike.
+        softcap: of the teachers' logits.
+    """
     if not predictions:
         return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
     hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
@@ -138,18 +183,22 @@ def loss_beside(
 
 
 def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
-    """Refuse a teacher whose tokenizer gives a token another id: its columns mean other words."""
+    """Check that every teacher's tokenizer gives each token the same id as the student's.
+
+    Raises:
+        GrowthError: a tokenizer differs.
+    """
     expected = tokenizer_fingerprint(student)
     for number, teacher in enumerate(teachers):
         if tokenizer_fingerprint(teacher) != expected:
             raise GrowthError(
                 f"teacher {number} has another tokenizer than the student "
                 f"({len(teacher)} and {len(student)} tokens, or other ids): "
-                "a teacher must share the student's vocabulary token by token"
+                "every token must have the same id in both"
             )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of the token-to-id table."""
+    """The SHA-256 of the tokenizer's table of tokens and ids."""
     table = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(table.encode()).hexdigest()

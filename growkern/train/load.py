@@ -1,4 +1,4 @@
-"""Reads a language model of transformers from a directory, for training and for teachers."""
+"""Loads language models from checkpoint directories and checks that they fit the data."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from growkern.errors import GrowthError
 
 
 def load_language_model(directory: Path) -> Any:
-    """The model of a checkpoint directory, in the class that its config names.
+    """Load the model of a checkpoint directory in the class that its config names.
 
-    raises: GrowthError when the directory, the class or the weights are unfit.
+    Raises:
+        GrowthError: there is no checkpoint, its class is unknown to transformers, or its weights
+            cannot be read.
     """
     check_directory(directory)
     names = AutoConfig.from_pretrained(directory).architectures or ["(none)"]
     cls = getattr(transformers, names[0], None)
     if cls is None:
-        raise GrowthError(f"{directory}: config.json names the architecture {names[0]}: unknown")
+        raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
     try:
         return cls.from_pretrained(directory)
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -33,28 +35,46 @@ def load_language_model(directory: Path) -> Any:
 
 
 def check_directory(directory: Path) -> None:
+    """Check that a directory holds a checkpoint.
+
+    Raises:
+        GrowthError: it has no config.json.
+    """
     if not (directory / "config.json").is_file():
-        raise GrowthError(f"{directory} is no checkpoint directory: it has no config.json")
+        raise GrowthError(f"{directory} is not a checkpoint directory: it has no config.json")
 
 
 def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
-    """Refuse blocks longer, or ids larger, than a model has embeddings for."""
+    """Check that a model has embeddings for all positions of a block and all tokens.
+
+    Args:
+        directory: checkpoint of the model.
+        tokenizer: makes the ids that the model will read.
+        length: tokens per block.
+
+    Raises:
+        GrowthError: the blocks are too long or the tokenizer is too large.
+    """
     config = AutoConfig.from_pretrained(directory)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise GrowthError(
-            f"the sequence length (data.sequence_length, --sequence-length) is {length}, "
+            f"the sequence length (data.sequence_length, --sequence-length) is {length}, but "
             f"{directory} has {positions} positions: give {positions} or less"
         )
     if len(tokenizer) > config.vocab_size:
         raise GrowthError(
-            f"the tokenizer has {len(tokenizer)} ids, {directory} a vocabulary of "
+            f"the tokenizer has {len(tokenizer)} ids, but {directory} has a vocabulary of "
             f"{config.vocab_size}"
         )
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a position predicts the next token; refuses what is no language model."""
+    """Whether a model predicts the next token (True) or masked tokens (False).
+
+    Raises:
+        GrowthError: the model is neither a causal nor a masked language model.
+    """
     names = {cls.__name__ for cls in type(model).__mro__}
     causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     masked = bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))

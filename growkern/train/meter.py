@@ -1,4 +1,4 @@
-"""What happened between two log lines: means over rows and steps, tokens per second."""
+"""Collects the numbers of a log line: means over rows and steps, and tokens per second."""
 
 import time
 from collections import defaultdict
@@ -11,9 +11,10 @@ from growkern.ops.loss.kl_mlm_loss import LossParts
 
 
 class Meter:
-    """Sums on the device, read once per log line.
+    """Adds up values on the device and reads them back once per log line.
 
-    add_up: the sum of a tensor over all processes.
+    Args:
+        add_up: sums a tensor over all processes.
     """
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -26,31 +27,45 @@ class Meter:
         self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1) -> None:
-        """One value of a mean, with the number of rows or steps it stands for."""
+        """Add a value to a mean.
+
+        Args:
+            name: of the mean in the log line.
+            value: itself a mean.
+            weight: the number of rows or steps that `value` is the mean of.
+        """
         self._sums[name] += value * weight
         self._weights[name] += weight
 
     def add_parts(self, parts: LossParts, labelled_rows: Tensor, kl_rows: Tensor) -> None:
-        """The parts of one batch's loss."""
+        """Add the parts of the loss of one batch.
+
+        Args:
+            parts: from the loss.
+            labelled_rows: number of rows with a label.
+            kl_rows: number of rows with a KL term.
+        """
         self.add("mlm", parts.mlm, labelled_rows)
         if parts.kl is not None and parts.top1_agreement is not None:
             self.add("kl", parts.kl, kl_rows)
             self.add("top1_agreement", parts.top1_agreement, kl_rows)
 
     def add_tokens(self, tokens: int) -> None:
+        """Add to the tokens that were trained on."""
         self._tokens += tokens
 
     def start_step(self) -> None:
+        """Start the clock of a training step."""
         self._since = time.perf_counter()
 
     def end_step(self) -> None:
-        """Time outside of steps (evaluation, saving) is nobody's throughput."""
+        """Stop the clock. Time between steps (evaluation, saving) does not count."""
         self._seconds += time.perf_counter() - self._since
 
     def drain(self) -> dict[str, float]:
-        """The means since the last call, over all processes; the meter starts anew."""
+        """The means since the last call, over all processes. The meter is emptied."""
         rows = [(self._sums[name], self._weights[name]) for name in self._sums]
-        # seconds and the processes they were measured in: a mean, too
+        # seconds, and 1 per process: their quotient is the mean over processes
         rows += [(self._tokens, 0), (self._seconds, 1)]
         sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
         logs = {name: x / max(n, 1) for name, (x, n) in zip(self._sums, sums_N2, strict=False)}

@@ -1,7 +1,8 @@
-"""From a run file to a trained model: `train(path)`.
+"""Trains a model as a run file says: `train(path)`.
 
-The output directory belongs to one run. It holds `run.json` (what the run is), `checkpoint-<step>`,
-and at the end the trained model with its tokenizer and `trainer_state.json` (the log history).
+The output directory belongs to one run. It holds `run.json` (which run it is) and the checkpoints
+`checkpoint-<step>`. At the end it also holds the trained model, its tokenizer and the log history,
+`trainer_state.json`.
 """
 
 import dataclasses
@@ -33,15 +34,21 @@ MARKER = "run.json"
 def train(
     path: str | Path, *, overwrite: bool = False, progress: bool = True
 ) -> TrainOutput | None:
-    """Train as a run file says, or go on where the same run stopped.
+    """Train as a run file says, or resume the same run from its last checkpoint.
 
-    Under torchrun every process calls it; the batches are shared out, so that a run is the same on
-    any number of processes.
+    Under torchrun every process calls this function. Each batch is divided among the processes.
 
-    overwrite: drop what another run left in the output directory (only a run's directory).
-    returns: Trainer's output (global_step, training_loss, metrics); None when nothing was left to
-        train. A finished run's directory is not touched.
-    raises: GrowthError before any work when the file, a path, a model or the directory is unfit.
+    Args:
+        path: the run file.
+        overwrite: delete the output directory first if it holds another run.
+        progress: whether to show progress bars.
+
+    Returns:
+        The output of `transformers.Trainer` (global_step, training_loss, metrics), or None when
+        nothing was left to train. The directory of a finished run is not changed.
+
+    Raises:
+        GrowthError: before any work, if the file, a path, a model or the directory cannot be used.
     """
     run, base = load_run(path), Path(path).parent
     _batch_of_a_process(run)
@@ -50,7 +57,7 @@ def train(
         check_directory(base / name)
     if run.output.tensorboard and find_spec("tensorboard") is None:
         raise GrowthError(
-            "output.tensorboard is on and TensorBoard is not installed: set it to false, or "
+            "output.tensorboard is true but TensorBoard is not installed: set it to false, or "
             "pip install 'growkern[train]'"
         )
     output = base / run.output.directory
@@ -61,7 +68,7 @@ def train(
         return None
 
     trainer = build_trainer(run, base, texts, progress=progress)
-    # only now, with everything checked: what was there is dropped, what will be there is named
+    # after all checks, so that a refused run deletes nothing
     if not ours and trainer.is_world_process_zero():
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
@@ -74,14 +81,16 @@ def train(
 
 
 def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
-    """Train from the start, or from the last whole checkpoint in the trainer's output directory.
+    """Train from the start, or from the last complete checkpoint in the output directory.
 
-    returns: Trainer's output; None when that checkpoint is the end of the run: the trainer then
-        holds its weights and its log history. Trainer itself would train one step too many.
+    Returns:
+        The output of `transformers.Trainer`, or None when that checkpoint is the end of the run.
+        The trainer then holds the weights and the log history of the checkpoint.
     """
     checkpoint = last_checkpoint(Path(trainer.args.output_dir))
     if checkpoint is None:
         return trainer.train()
+    # at the end of the run Trainer itself would train one step too many
     if _step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
         return trainer.train(resume_from_checkpoint=str(checkpoint))
     trainer._load_from_checkpoint(str(checkpoint))
@@ -92,7 +101,17 @@ def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
 def build_trainer(
     run: Run, base: Path, texts: dict[str, list[Path]], *, progress: bool = True
 ) -> TwoStageTrainer:
-    """Model, teachers, tokenizer and data of a run, put together; nothing is trained yet."""
+    """Load the models, the tokenizer and the data of a run and make its trainer.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+        texts: files of "train" and "validation", in this order.
+        progress: whether to show progress bars.
+
+    Raises:
+        GrowthError: the models, the tokenizer and the data do not fit together.
+    """
     tokenizer = AutoTokenizer.from_pretrained(base / (run.model.tokenizer or run.model.path))
     model = load_language_model(base / run.model.path)
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
@@ -122,7 +141,8 @@ def build_trainer(
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """The latest whole checkpoint: one that was cut off in the middle lacks its state file."""
+    """The latest complete checkpoint of a directory, or None."""
+    # the state file is written last: an interrupted checkpoint has none
     whole = [
         path
         for path in directory.glob("checkpoint-*")
@@ -144,32 +164,38 @@ def _is_json(path: Path) -> bool:
 
 
 def _check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
-    """What a run reads must not lie where it writes: overwriting would delete it."""
+    """Check that no input lies in the output directory, which overwriting would delete."""
     inputs = [*models, *(file for files in texts.values() for file in files)]
     for path in inputs:
         if output.resolve() in (path.resolve(), *path.resolve().parents):
-            raise GrowthError(f"output.directory {output} holds {path}, which the run reads")
+            raise GrowthError(
+                f"output.directory {output} contains {path}, which the run reads: choose another "
+                "directory"
+            )
 
 
 def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the directory holds this very run; False where it may be made anew.
+    """Whether the output directory holds this run (True) or may be made new (False).
 
-    raises: GrowthError when it holds anything else.
+    Raises:
+        GrowthError: it holds something else.
     """
     if not output.is_dir() or not any(output.iterdir()):
         return False
     marker = output / MARKER
     if not marker.is_file():
-        raise GrowthError(f"{output} is not empty and no run's directory: choose another")
+        raise GrowthError(
+            f"{output} is not empty and not the directory of a run: choose another directory"
+        )
     if _is_json(marker) and json.loads(marker.read_text()) == identity:
         return True
     if not overwrite:
-        raise GrowthError(f"{output} holds another run: choose another directory or --overwrite it")
+        raise GrowthError(f"{output} holds another run: choose another directory, or --overwrite")
     return False
 
 
 def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:
-    """What makes two runs the same: configuration, text, and the models they start from."""
+    """The settings and a checksum of the inputs; two runs are the same if these are equal."""
     values = dataclasses.asdict(run)
     del values["output"]
     for name in ("log_every", "keep_checkpoints", "data_workers"):
@@ -200,7 +226,11 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Files in the order given, each pattern's sorted. raises: GrowthError for one without any."""
+    """The files that match the patterns, in the order of the patterns, sorted within each.
+
+    Raises:
+        GrowthError: no file matches a pattern.
+    """
     files: list[Path] = []
     for pattern in patterns:
         found = sorted(glob.glob(str(base / pattern), recursive=True))
@@ -216,11 +246,11 @@ def _blocks(files: list[Path], tokenizer: Any, data: DataSection) -> TokenBlocks
 
 
 def _batch_of_a_process(run: Run) -> int:
-    """Rows that each process takes of a batch, under torchrun too."""
+    """The blocks of a micro-batch that each process of torchrun gets."""
     batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
     if batch % processes:
         raise GrowthError(
-            f"training.batch_size is {batch}: {processes} processes cannot share it evenly"
+            f"training.batch_size is {batch}: it must be a multiple of the {processes} processes"
         )
     return batch // processes
 

@@ -1,18 +1,19 @@
-"""Run only the bottom layers of a model, and train only the top ones of those.
+"""Runs only the bottom layers of a model, and trains only the top ones of these.
 
-Stage 1 of two-stage training (bert2BERT, Algorithm 2) runs the bottom n layers and the head, with
-gradients for the top l_b of the n layers and the head alone. Nothing is taken out of the model:
-inside `sub_model(...)` the list of layers shows a window of itself, so that parameters, state
-dicts, hooks and wrappers see every layer at all times.
+Stage 1 of two-stage training (bert2BERT, Algorithm 2) runs the bottom n layers and the head. Only
+the top l_b of the n layers and the head get gradients. No layer is removed from the model: inside
+`sub_model(...)` the list of layers only shows its bottom part when it is iterated. Parameters,
+state dicts, hooks and wrappers see every layer at all times.
 
     layer     0 ... n-l_b-1     n-l_b ... n-1     n ... L-1
     runs      without a graph   with a graph      not at all
 
-A layer's place is decided by what surrounds the stack in the forward pass: what comes before it
-(the embeddings) is below every sub-model, what comes after it (final norm, transform, output
-projection) is the head. With `embeddings="frozen"` (the default) the input embeddings get no
-gradient through the layers at any depth; a tied matrix still gets the head's gradient, at every
-depth alike. With `embeddings="bottom"` they train along with the bottom block, that is at n = l_b.
+Modules that run before the layers (the embeddings) are part of every sub-model. Modules that run
+after them (final norm, transform, output projection) are the head.
+
+With `embeddings="frozen"` (the default) the input embeddings get no gradient through the layers at
+any depth. A tied matrix still gets the gradient of the head at every depth. With
+`embeddings="bottom"` the embeddings train together with the bottom block, that is at n = l_b.
 """
 
 import contextlib
@@ -29,11 +30,12 @@ Embeddings = Literal["frozen", "bottom"]
 
 
 class _Proxy:
-    """A layer with another way of being called; its attributes read through.
+    """Stands in for a layer, to call it in another way. Attributes are those of the layer.
 
-    Blocks are asked for `attention_type` and the like by the loops that run them. No __slots__:
-    dynamo recurses without end on slots together with __getattr__.
+    Models read attributes such as `attention_type` from the layers that they run.
     """
+
+    # no __slots__: dynamo recurses without end on slots together with __getattr__
 
     def __init__(self, layer: nn.Module) -> None:
         self.__dict__["layer"] = layer
@@ -51,7 +53,7 @@ class _Frozen(_Proxy):
 
 
 class _FirstTrained(_Proxy):
-    """Cuts the graph below the layer: its hidden states are a constant."""
+    """Runs the layer on detached hidden states, so that no gradient passes below it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -61,7 +63,7 @@ class _FirstTrained(_Proxy):
 
 
 class _LayerWindow(nn.ModuleList):
-    """A ModuleList that shows its bottom layers only when iterated, counted or indexed."""
+    """A ModuleList that shows only its bottom layers when it is iterated, counted or indexed."""
 
     _shown: list[Any]
 
@@ -79,20 +81,21 @@ class _LayerWindow(nn.ModuleList):
 def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     """The stacks of transformer blocks of a model, in the order of its modules.
 
-    raises: GrowthError when there is none (blocks shared between depths, or of an unknown kind).
+    Raises:
+        GrowthError: there is none, because layers share weights or are not in a list.
     """
     stacks = find_stacks(model)
     if not stacks:
         raise GrowthError(
-            f"{type(model).__name__} has no stack of transformer blocks that can be cut at a "
-            "depth (its layers share weights or are not a list of blocks): train it without "
-            "the sub-model stage (two_stage=None)"
+            f"{type(model).__name__} has no list of transformer blocks (its layers share weights, "
+            "or are built in another way), so stage 1 cannot run its bottom layers alone: train "
+            "it with two_stage=None"
         )
     return stacks
 
 
 def find_stacks(model: nn.Module) -> list[nn.ModuleList]:
-    """As `layer_stacks`, but a model without one is no error."""
+    """Like `layer_stacks`, but returns an empty list when there is none."""
     return [
         module
         for module in model.modules()
@@ -103,7 +106,7 @@ def find_stacks(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def model_depth(stacks: Sequence[nn.ModuleList]) -> int:
-    """Number of layers of the deepest stack; 0 if there is none."""
+    """The number of layers of the deepest stack, 0 without stacks."""
     return max((len(stack._modules) for stack in stacks), default=0)
 
 
@@ -114,10 +117,18 @@ def sub_model(
     trained_layers: int,
     embeddings: Embeddings = "frozen",
 ) -> Iterator[None]:
-    """Inside: the bottom `depth` layers run, the top `trained_layers` of them with a graph.
+    """While active, only the bottom layers of a model run, and only the top ones of these train.
 
-    stacks: from `layer_stacks`; found once, used in every step. A stack shorter than `depth` runs
-        whole. The model is as before on leaving, by an exception too.
+    Afterwards the model is as it was before, also after an exception.
+
+    Args:
+        stacks: from `layer_stacks`. A stack with fewer than `depth` layers runs completely.
+        depth: layers that run, from the bottom.
+        trained_layers: how many of these get gradients, from the top.
+        embeddings: "frozen", or "bottom" to train them together with the bottom block.
+
+    Raises:
+        GrowthError: `depth` or `trained_layers` is not positive.
     """
     if depth < 1 or trained_layers < 1:
         raise GrowthError(f"depth {depth}, trained_layers {trained_layers}: both must be positive")

@@ -1,4 +1,4 @@
-"""TOML tables to frozen dataclasses and back; the types of the fields are the schema."""
+"""Turns TOML tables into dataclasses and back, and checks them against the types of the fields."""
 
 import dataclasses
 import json
@@ -19,7 +19,11 @@ T = TypeVar("T")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. raises: GrowthError when it cannot be read or is no TOML."""
+    """Parse a TOML file.
+
+    Raises:
+        GrowthError: the file cannot be read or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -27,9 +31,19 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") -> T:
-    """Fill a dataclass from a table, its fields of dataclass type from the tables inside.
+    """Make a dataclass from a table. Fields that are dataclasses are made from the inner tables.
 
-    raises: GrowthError for unknown and missing keys, wrong types and what the class refuses.
+    Args:
+        cls: the dataclass.
+        table: the parsed table.
+        file: name of the file, for error messages.
+        key: dotted key of the table in the file, for error messages.
+
+    Returns:
+        An instance of `cls`.
+
+    Raises:
+        GrowthError: unknown or missing keys, wrong types, or values that the class refuses.
     """
     place = f"{file}: [{key}]" if key else file
     kinds = typing.get_type_hints(cls)
@@ -51,10 +65,10 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
 
 
 def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
-    """A TOML value as the type of its field."""
+    """Convert a TOML value to the type of its field."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, Union):
-        # TOML has no null: an optional key that is there has the other type
+        # TOML has no null: the value of an optional key always has the other type
         (kind,) = (option for option in options if option is not types.NoneType)
         return _convert(value, kind, file, key)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
@@ -85,7 +99,7 @@ def _describe(kind: Any) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A dataclass of dataclasses as a TOML document; None is left out."""
+    """Write a dataclass of dataclasses as a TOML document. Fields that are None are left out."""
     lines = []
     for section in dataclasses.fields(value):
         table = getattr(value, section.name)
@@ -95,7 +109,7 @@ def to_toml(value: Any) -> str:
         for field in dataclasses.fields(table):
             item = getattr(table, field.name)
             if item is not None:
-                # JSON is TOML for strings, numbers, booleans and lists of them, but for one byte
+                # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
                 text = json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
                 lines.append(f"{field.name} = {text}")
         lines.append("")

@@ -1,7 +1,8 @@
-"""`transformers.Trainer` with sub-models, teachers and the fused loss; the rest is untouched.
+"""The trainer: `transformers.Trainer` with two stages, teachers and the fused loss.
 
-One optimizer, one schedule and one step count run through both stages. What a step does depends on
-nothing but (configuration, global step), so a run that is killed goes on bit for bit.
+One optimizer, one learning-rate schedule and one step count run through both stages. A step depends
+only on the settings and the step number. A resumed run therefore gives the same bits as a run that
+was never interrupted.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from growkern.train.callbacks import Cues
+from growkern.train.callbacks import LoopCallback
 from growkern.train.checks import as_list, check_arguments, check_block_size, choose_teachers
 from growkern.train.config import TwoStageConfig
+from growkern.train.data import evaluation_collator
 from growkern.train.flops import ModelCost
 from growkern.train.head import (
     IGNORE_INDEX,
@@ -31,23 +33,31 @@ from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub
 
 
 class TwoStageTrainer(Trainer):
-    """Train a language model in two stages, with its old self as teacher if there is one.
+    """Trains a language model in two stages, with the original model as a teacher if wanted.
 
-    model: a ...ForMaskedLM or ...ForCausalLM model. two_stage: None trains the whole model always.
-    inheritance and teacher (a model, several, or a `TeacherCache`) go together. teacher_tokenizer:
-    one per teacher that runs; refused when it differs from processing_class. Everything else is
-    `transformers.Trainer`'s.
+    Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. The loss is
+    `linear_kl_mlm_loss`. Evaluation is the loss of the whole model without a teacher, as a mean
+    over all labels.
 
-    Batches are {input_ids, labels, ...}; labels of causal models are not shifted. The loss is
-    `linear_kl_mlm_loss`; evaluation is the plain loss of the whole model, a mean over all labels.
-    Log lines carry flops (cumulative, evaluation excluded), mlm, kl, top1_agreement, alpha, depth
-    and tokens_per_second.
+    Log lines hold flops (so far, without evaluation), mlm, kl, top1_agreement, alpha, depth and
+    tokens_per_second.
 
-    raises: GrowthError for models, teachers and arguments that cannot be trained this way.
+    Args:
+        model: a ...ForMaskedLM or ...ForCausalLM model.
+        args: of `transformers.Trainer`.
+        two_stage: None trains the whole model in every step.
+        inheritance: when and how strongly the teacher takes part; given together with `teacher`.
+        teacher: a model, several models, or a `TeacherCache`.
+        teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
+        options: all other keyword arguments of `transformers.Trainer`. Collators may offer
+            `set_epoch` and `frozen`, see `growkern.train.data`.
+
+    Raises:
+        GrowthError: models, teachers or arguments that cannot be trained this way.
     """
 
     data_collator: Any
-    # compute_loss divides by the labels of the whole accumulated batch
+    # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -63,7 +73,7 @@ class TwoStageTrainer(Trainer):
     ) -> None:
         check_arguments(args, options)
         if two_stage is not None and args.world_size > 1:
-            # a step's gradients are those of its sub-model alone
+            # layers outside the sub-model get no gradient
             args.ddp_find_unused_parameters = True
         self._causal = is_causal(model)
         check_head(model)
@@ -81,8 +91,8 @@ class TwoStageTrainer(Trainer):
 
         super().__init__(model=model, args=args, **options)
         self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
-        # the labels of an accumulated batch are counted if the model takes loss arguments, shifted
-        # if it shifts them; what the class says of itself is wrong for BERT and for GPT-2
+        # Trainer counts the labels of an accumulated batch if the first is true, and counts them
+        # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self._causal
         self._cost = ModelCost(model, self._stacks)
@@ -92,7 +102,7 @@ class TwoStageTrainer(Trainer):
         self._eval_sum: Tensor | float = 0.0
         self._eval_items: Tensor | float = 0
         self.meter = Meter(self._add_up)
-        self.add_callback(Cues(self))
+        self.add_callback(LoopCallback(self))
 
     # ------------------------------------------------------------------- loss
 
@@ -103,7 +113,10 @@ class TwoStageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of the step's sub-model and the step's inheritance rate; in eval mode, plain."""
+        """The loss of the sub-model of this step, with the KL share of this step.
+
+        In evaluation mode it is the loss of the whole model without a teacher.
+        """
         inputs = dict(inputs)
         labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
         training = model.training
@@ -114,14 +127,14 @@ class TwoStageTrainer(Trainer):
         if training:
             self._record(parts, labels_BS, options["kl_rows"], alpha, depth)
             if num_items_in_batch is not None:
-                # divided by the labels of all processes, whose gradients are then averaged
+                # DDP averages the gradients, but the loss is divided by the labels of all processes
                 loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
     def _run(
         self, model: Any, inputs: dict[str, Any], labels_BS: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Any, Any]:
-        """The fused loss at the model's head, its parts, and the model's other outputs."""
+        """The fused loss at the model's head, the parts of the loss, and the other outputs."""
         with self.accelerator.autocast():
             loss_function = self._teachers.loss_function(inputs, options["alpha"])
         seen = []
@@ -140,13 +153,13 @@ class TwoStageTrainer(Trainer):
         return loss, seen[0], outputs
 
     def _add_up(self, x: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """The sum of a tensor over all processes."""
         if self.accelerator.num_processes == 1:
             return x
         return self.accelerator.reduce(x.to(self.args.device), "sum")
 
     def _plan(self) -> tuple[int | None, float]:
-        """Depth (None: all) and inheritance rate of the current step."""
+        """The depth (None: all layers) and the KL share of the current step."""
         step = self.state.global_step
         depth = self.two_stage.depth(step, self._layers) if self.two_stage else None
         return depth, self.inheritance.rate_at(step) if self.inheritance else 0.0
@@ -178,14 +191,14 @@ class TwoStageTrainer(Trainer):
         return options
 
     def _real_rows(self, inputs: dict[str, Any], like_BS: Tensor) -> Tensor:
-        """Rows that carry the KL term when all of them do: those that predict a real token."""
+        """The rows that predict a real token; with kl_rows="all" they have a KL term."""
         mask_BS = inputs.get("attention_mask")
         if mask_BS is None:
             mask_BS = torch.ones_like(like_BS)
         return align_rows(mask_BS, causal=self._causal)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Labels, and beside them KL rows, of a whole accumulated batch."""
+        """Count the labels of a whole accumulated batch, and keep the count of its KL rows."""
         if self.inheritance is not None and self.inheritance.kl_rows == "all":
             rows = [self._real_rows(batch, batch["labels"]).sum() for batch in batch_samples]
             self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
@@ -208,7 +221,7 @@ class TwoStageTrainer(Trainer):
         self._row_flops += rows * per_row
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Layers of the student and of the teachers that ran; head rows are added in store_flos."""
+        """FLOPs of the layers of student and teachers; `store_flos` adds the output projection."""
         depth, alpha = self._plan()
         batch, length = inputs[self.model.main_input_name].shape
         self.meter.add_tokens(batch * length)
@@ -219,11 +232,13 @@ class TwoStageTrainer(Trainer):
         return flops
 
     def store_flos(self) -> None:
+        """Add the FLOPs since the last call, those of the output projection included."""
         self.current_flos += float(self._row_flops)
         self._row_flops = 0.0
         super().store_flos()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a line, with the FLOPs so far and the numbers of the meter."""
         self.store_flos()
         logs["flops"] = self.state.total_flos
         if "loss" in logs:
@@ -233,10 +248,9 @@ class TwoStageTrainer(Trainer):
     # ------------------------------------------------------------- evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """As Trainer's, with masks that are the same at every evaluation."""
+        """Like Trainer's, but a collator that draws masks draws the same at every evaluation."""
         collator = self.data_collator
-        if hasattr(collator, "frozen"):
-            self.data_collator = collator.frozen()
+        self.data_collator = evaluation_collator(collator)
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
@@ -249,14 +263,14 @@ class TwoStageTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
-        """The plain loss alone: logits are never made."""
+        """The loss of a batch without a teacher. There are no logits to return."""
         inputs = self._prepare_inputs(inputs)
         labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
         options = self._loss_options(inputs, labels_BS, 0.0, None) | {"reduction": "none"}
         with torch.no_grad(), self.compute_loss_context_manager():
             loss_BS = self._run(model, inputs, labels_BS, options)[0].double()
         labelled_B = (labels_BS != IGNORE_INDEX).sum(1)
-        # example by example: those that only fill up the processes' last batch fall out
+        # per example, so that the duplicates that fill up the last batch can be dropped
         losses, items = self.accelerator.gather_for_metrics((loss_BS.sum(1), labelled_B))
         self._eval_sum += losses.sum()
         self._eval_items += items.sum()
@@ -270,7 +284,7 @@ class TwoStageTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As Trainer's, but a mean over labels: batches do not hold equally many."""
+        """Like Trainer's, but the loss is a mean over labels, not over batches."""
         self._eval_sum, self._eval_items = 0.0, 0
         output = super().evaluation_loop(
             dataloader, description, True, ignore_keys, metric_key_prefix

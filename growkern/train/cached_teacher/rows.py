@@ -1,11 +1,11 @@
-"""What a teacher's cache is made from: the examples as training collates them, and its head's rows.
+"""Computes the contents of a teacher cache: collated examples, and the teacher's top k per row.
 
 Shape letters used in this file: B examples, S positions, R rows, E examples of all epochs, V
 vocabulary, H width.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.cached_teacher.store import DTYPES, CacheHeader, keys_of, rows_of
+from growkern.train.data import Collator, EpochCollator
 from growkern.train.head import head_inputs, softcap_of
 
-# float32 logits of this many elements at a time: 64 MiB
+# float32 logits that are made at a time: 64 MiB
 LOGIT_ELEMENTS = 1 << 24
 
 
@@ -26,11 +27,16 @@ LOGIT_ELEMENTS = 1 << 24
 
 
 class Examples:
-    """The batches of a data set, epoch after epoch, as training would collate them."""
+    """The batches of a data set, epoch after epoch, as training would collate them.
 
-    def __init__(
-        self, dataset: Any, collator: Callable[[Any], Any], epochs: int, batch_size: int
-    ) -> None:
+    Args:
+        dataset: read by index; it has a length.
+        collator: of the training run.
+        epochs: how often the data set is read, each time with the masks of the next epoch.
+        batch_size: examples per batch.
+    """
+
+    def __init__(self, dataset: Any, collator: Collator, epochs: int, batch_size: int) -> None:
         self.dataset, self.collator = dataset, collator
         self.epochs, self.batch_size = epochs, batch_size
 
@@ -38,32 +44,51 @@ class Examples:
         return self.epochs * len(self.dataset)
 
     def batches(self, start: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
-        """Examples start..end of all epochs; a batch never crosses the end of one."""
+        """Collate examples. All examples of a batch are of one epoch.
+
+        Args:
+            start: number of the first example, counted through all epochs.
+            end: number after the last example; None goes to the end.
+
+        Raises:
+            GrowthError: the batches of the collator lack input_ids or labels.
+        """
         end = len(self) if end is None else end
         while start < end:
             epoch, first = divmod(start, len(self.dataset))
-            if hasattr(self.collator, "set_epoch"):
+            if isinstance(self.collator, EpochCollator):
                 self.collator.set_epoch(epoch)
             size = min(self.batch_size, len(self.dataset) - first, end - start)
             batch = self.collator([self.dataset[i] for i in range(first, first + size)])
             if "input_ids" not in batch or "labels" not in batch:
                 raise GrowthError(
-                    f"the collator gives {sorted(batch)}: it must give input_ids and labels, as "
-                    "in training"
+                    f"the collator gives {sorted(batch)}: it must give input_ids and labels, as in "
+                    "training"
                 )
             yield batch
             start += size
 
 
 class Contents(NamedTuple):
-    """What the first pass found, one number per example."""
+    """The result of the first pass over the data."""
 
-    keys_E: np.ndarray
-    rows_E: np.ndarray
-    tokens: int
+    keys_E: np.ndarray  # uint64, from `keys_of`
+    rows_E: np.ndarray  # number of rows of each example
+    tokens: int  # of all examples together, without padding
 
 
 def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Contents:
+    """Read all examples once, without running the teacher.
+
+    Args:
+        examples: to be read.
+        rows: "labels" or "all".
+        causal: whether the teacher predicts the next token.
+        progress: whether to show a progress bar.
+
+    Raises:
+        GrowthError: no example has a row to store.
+    """
     keys, counts, tokens = [], [], 0
     bar = tqdm(total=len(examples), desc="reading", unit=" examples", disable=not progress)
     with bar:
@@ -74,7 +99,7 @@ def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Conte
             tokens += batch["input_ids"].numel() if mask_BS is None else int(mask_BS.sum())
             bar.update(len(keys[-1]))
     if not keys or not sum(map(np.sum, counts)):
-        raise GrowthError(f"{len(examples)} examples without a single row: nothing to keep")
+        raise GrowthError(f"none of the {len(examples)} examples has a row to store")
     return Contents(np.concatenate(keys), np.concatenate(counts), tokens)
 
 
@@ -82,7 +107,7 @@ def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Conte
 
 
 def weights_fingerprint(model: Any) -> str:
-    """Hash of every parameter and buffer, with its name, dtype and shape."""
+    """The SHA-256 of all parameters and buffers with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -94,11 +119,25 @@ def weights_fingerprint(model: Any) -> str:
 def kept_rows(
     model: Any, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """ids (R, k) int32 and log-probs (R, k) of one batch's rows, on the CPU."""
+    """Run the teacher on a batch and take the k likeliest tokens of each row.
+
+    Args:
+        model: the teacher.
+        batch: collated examples.
+        header: says which rows, how many tokens, which temperature and dtype.
+        keys_B: the keys of the examples, from the first pass.
+
+    Returns:
+        ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
+
+    Raises:
+        GrowthError: the batch differs from the first pass, or the teacher gives NaN or Inf.
+    """
     if not np.array_equal(keys_of(batch), keys_B):
         raise GrowthError(
-            "the collator draws other masks each time it is called: a teacher's rows would belong "
-            "to no batch of training. Use growkern's MaskedLMCollator, or collate once and keep it"
+            "the collator draws other masks each time it is called, so training would find no "
+            "batch of its own in the cache. Use growkern's MaskedLMCollator, or a data set that is "
+            "masked already"
         )
     kept_BS = rows_of(batch, header.rows, header.causal).to(model.device)
     inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
@@ -108,7 +147,7 @@ def kept_rows(
         softcap_of(model),
     )  # fmt: skip
     if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
-        raise GrowthError("the teacher gives NaN or Inf: mend its weights, or run it in float32")
+        raise GrowthError("the teacher gives NaN or Inf: check its weights, or run it in float32")
     return ids_Rk.int().cpu(), log_p_Rk.to(DTYPES[header.dtype]).cpu()
 
 
@@ -121,7 +160,20 @@ def topk_of_head(
     temperature: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ids and float32 log-probs at `temperature`, (R, k) each, likeliest first."""
+    """The k likeliest tokens of an output projection.
+
+    Args:
+        hidden_RH: inputs of the projection, (R, H).
+        weight_VH: its weight, (V, H).
+        bias_V: its bias, (V,) or None.
+        vocab: columns that the softmax runs over; later ones are padding.
+        k: tokens per row.
+        temperature: of the softmax.
+        softcap: c of c * tanh(logits / c), applied before the temperature.
+
+    Returns:
+        ids (R, k) int64 and log-probs (R, k) float32, likeliest first.
+    """
     bias_V = weight_VH.new_empty(0) if bias_V is None else bias_V[:vocab]
     kept = []
     for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):

@@ -1,17 +1,19 @@
-"""A teacher that was run once: the k likeliest tokens of every row, in files that are mapped.
+"""The files of a teacher cache, which stores the k likeliest tokens of a teacher for every row.
 
 A cache is a directory:
 
-    cache.json               what it is a cache of: every field of `CacheHeader`
-    rows-00000.safetensors   ids (R, ceil(k b / 8)) uint8, logprobs (R, k); and so on
-    index.safetensors        where each example's rows are, and the examples by their keys
+    cache.json               how the cache was made: the fields of `CacheHeader`
+    rows-00000.safetensors   ids (R, ceil(k b / 8)) uint8, logprobs (R, k); more files follow
+    index.safetensors        where the rows of each example are, and the keys of the examples
 
-An id takes b = ceil(log2 V) bits, the first one the lowest; a log-prob is a float16, bfloat16 or
-float32. Rows stand in the order of positions, examples in the order of the data.
+An id takes b = ceil(log2 V) bits, the lowest bits first. A log-prob is float16, bfloat16 or
+float32. Rows are in the order of positions, examples in the order of the data. The files are
+mapped into memory, not read as a whole.
 
-The key of an example is a hash of what the teacher saw and of what the labels are. A training
-batch finds its rows by it: in any order, from any number of workers, and never those of another
-text, another mask or another tokenizer. So the masks have to be those the cache was made with.
+The key of an example is a hash of its tokens, as the teacher saw them, and of its labels. A
+training batch finds its rows by their keys, in any order and from any number of workers. Rows of
+another text, other masks or another tokenizer are never found. Training therefore has to draw the
+masks that the cache was made with.
 
 Shape letters used in this file: B examples, S positions, R rows, E examples of the cache.
 """
@@ -37,18 +39,28 @@ FORMAT = 1
 HEADER_FILE, INDEX_FILE = "cache.json", "index.safetensors"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 ROWS = ("labels", "all")
-# an id may start at any bit of a byte and is read from four of them
+# an id is read from four bytes and may start at any of the first eight bits
 MAX_ID_BITS = 25
 _NUMPY = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
 
 
 @dataclass(frozen=True)
 class CacheHeader:
-    """What a cache was made of; two caches with equal headers hold the same rows.
+    """How a cache was made. Two caches with equal headers hold the same rows.
 
-    temperature: of the softmax the log-probs are of. rows: "labels" or "all" real tokens.
-    vocab_size: columns of the teacher's head that the softmax runs over. epochs: maskings of each
-    example. teacher, tokenizer, data: SHA-256 of the weights, the token table, the keys.
+    Args:
+        format: version of the file format.
+        k: tokens per row.
+        temperature: of the softmax.
+        rows: "labels" (rows with a label) or "all" (every real token).
+        dtype: of the log-probs, a key of DTYPES.
+        vocab_size: columns of the teacher's head that the softmax runs over.
+        causal: whether the teacher predicts the next token.
+        epochs: maskings of each example.
+        examples: number of examples, each masking counted.
+        teacher: SHA-256 of the teacher's weights.
+        tokenizer: SHA-256 of the tokenizer's table, or None.
+        data: SHA-256 of the keys of all examples.
     """
 
     format: int
@@ -66,11 +78,12 @@ class CacheHeader:
 
     @property
     def id_bits(self) -> int:
+        """Bits of one id."""
         return max(1, (self.vocab_size - 1).bit_length())
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row on disk, without the index."""
+        """Bytes of one row on disk, without its share of the index."""
         return -(-self.k * self.id_bits // 8) + self.k * DTYPES[self.dtype].itemsize
 
 
@@ -78,14 +91,14 @@ class CacheHeader:
 
 
 def pack_ids(ids_Rk: np.ndarray, bits: int) -> np.ndarray:
-    """(R, k) ids to (R, ceil(k * bits / 8)) bytes."""
+    """Pack (R, k) integer ids into (R, ceil(k * bits / 8)) uint8."""
     bits_Rkb = (ids_Rk[:, :, None] >> np.arange(bits)) & 1
     flat = bits_Rkb.astype(np.uint8).reshape(len(ids_Rk), ids_Rk.shape[1] * bits)
     return np.packbits(flat, axis=1, bitorder="little")
 
 
 def unpack_ids(packed: np.ndarray, k: int, bits: int) -> np.ndarray:
-    """The inverse of `pack_ids`: (R, k) int32."""
+    """Unpack the result of `pack_ids` into (R, k) int32."""
     padded = np.pad(packed, ((0, 0), (0, 3)))
     first = np.arange(k) * bits
     word_Rk = np.zeros((len(packed), k), np.uint32)
@@ -100,7 +113,16 @@ def unpack_ids(packed: np.ndarray, k: int, bits: int) -> np.ndarray:
 
 
 def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
-    """Positions of a batch whose predictions are kept, (B, S) bool."""
+    """The positions of a batch that have a row in the cache.
+
+    Args:
+        batch: input_ids, labels and maybe attention_mask, (B, S) each.
+        rows: "labels" or "all".
+        causal: whether the model predicts the next token.
+
+    Returns:
+        (B, S) bool.
+    """
     labels_BS = align_labels(batch["labels"], causal=causal)
     if rows == "labels":
         return labels_BS != IGNORE_INDEX
@@ -110,7 +132,7 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
 
 
 def keys_of(batch: dict[str, Any]) -> np.ndarray:
-    """One uint64 per example of a batch, whatever it is padded to."""
+    """The keys of the examples of a batch, (B,) uint64. They do not depend on the padding."""
     tokens_BS, labels_BS = (batch[name].cpu().numpy() for name in ("input_ids", "labels"))
     mask_BS = np.ones(tokens_BS.shape, bool)
     if batch.get("attention_mask") is not None:
@@ -126,36 +148,43 @@ def keys_of(batch: dict[str, Any]) -> np.ndarray:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file, completely or not at all."""
     whole = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     write_whole(file, lambda partial: save_file(whole, partial))
 
 
 def write_header(directory: Path, header: CacheHeader) -> None:
+    """Write the header of a cache, completely or not at all."""
     text = json.dumps(asdict(header), indent=1) + "\n"
     write_whole(directory / HEADER_FILE, lambda partial: partial.write_text(text))
 
 
 def read_header(directory: Path) -> CacheHeader:
-    """raises: GrowthError when the directory is no cache, or one of another format."""
+    """Read the header of a cache.
+
+    Raises:
+        GrowthError: the directory is not a cache, or one of another format.
+    """
     file = directory / HEADER_FILE
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise GrowthError(f"{directory} is no teacher cache: {error}") from error
+        raise GrowthError(f"{directory} is not a teacher cache: {error}") from error
     names = [field.name for field in fields(CacheHeader)]
     if (
         not isinstance(table, dict)
         or table.get("format") != FORMAT
         or sorted(table) != sorted(names)
     ):
-        raise GrowthError(f"{file} is no header of format {FORMAT}: make the cache again")
+        raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
     return CacheHeader(**table)
 
 
 def mapped(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, mapped, not read.
+    """Map the arrays of a safetensors file into memory without reading them.
 
-    raises: GrowthError when the file is missing, truncated or no safetensors file.
+    Raises:
+        GrowthError: the file is missing, truncated or not a safetensors file.
     """
     try:
         with file.open("rb") as opened:
@@ -176,6 +205,7 @@ def mapped(file: Path) -> dict[str, np.ndarray]:
 
 
 def shard_file(directory: Path, number: int) -> Path:
+    """The file of a shard, counted from 0."""
     return directory / f"rows-{number:05}.safetensors"
 
 
@@ -183,11 +213,15 @@ def shard_file(directory: Path, number: int) -> Path:
 
 
 class TeacherCache:
-    """A cache that `growkern.cache_teacher` wrote, open for reading.
+    """A teacher cache written by `growkern.cache_teacher`, open for reading.
 
-    Nothing is read until rows are asked for; a copy in another process maps the files itself.
+    Rows are read from disk when they are needed. A copy in another process maps the files again.
 
-    raises: GrowthError when the directory is no whole cache.
+    Args:
+        directory: of the cache.
+
+    Raises:
+        GrowthError: the directory is not a complete cache.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -207,15 +241,23 @@ class TeacherCache:
         return TeacherCache, (self.directory,)
 
     def __len__(self) -> int:
-        """Examples, each masking counted."""
+        """The number of examples, each masking counted."""
         return len(self._index["first_row"]) - 1
 
     @functools.cached_property
     def bytes(self) -> int:
+        """The size of all files."""
         return sum(file.stat().st_size for file in self.directory.iterdir())
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The examples that have these keys, (B,); -1 where none has."""
+        """The numbers of the examples with these keys.
+
+        Args:
+            keys: (B,) uint64, from `keys_of`.
+
+        Returns:
+            (B,) int64; -1 for a key that is not in the cache.
+        """
         by_key = self._index["keys"]
         place = np.searchsorted(by_key, keys).clip(max=max(0, len(by_key) - 1))
         if not len(by_key):
@@ -223,12 +265,19 @@ class TeacherCache:
         return np.where(by_key[place] == keys, self._index["order"][place], -1)
 
     def rows(self, examples: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """ids (R, k) int32 and log-probs (R, k) of these examples' rows, one after the other."""
+        """Read the rows of some examples, one example after the other.
+
+        Args:
+            examples: numbers of the examples.
+
+        Returns:
+            ids (R, k) int32 and log-probs (R, k) in the dtype of the cache.
+        """
         packed, logprobs = [], []
         first_row, shard_row = self._index["first_row"], self._index["shard_row"]
         for example in examples:
             start, end = first_row[example], first_row[example + 1]
-            # the last shard that starts there or before; empty ones start where others do
+            # the last shard that starts at this row or before: empty shards may start there too
             number = int(np.searchsorted(shard_row[:-1], start, "right")) - 1
             here = slice(start - shard_row[number], end - shard_row[number])
             packed.append(self._shards[number]["ids"][here])
@@ -239,16 +288,23 @@ class TeacherCache:
         return torch.from_numpy(ids_Rk), stored.view(DTYPES[header.dtype])
 
     def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """ids and log-probs for a collated batch, (B, S, k) each; zeros where no row is kept.
+        """Read the rows of a collated batch.
 
-        raises: GrowthError when an example is not in the cache.
+        Args:
+            batch: input_ids and labels, (B, S) each, and maybe attention_mask.
+
+        Returns:
+            ids (B, S, k) int32 and log-probs (B, S, k), zeros at positions without a row.
+
+        Raises:
+            GrowthError: an example is not in the cache.
         """
         examples = self.find(keys_of(batch))
         if (examples < 0).any():
             raise GrowthError(
                 f"{int((examples < 0).sum())} of {len(examples)} examples of a batch are not in "
-                f"{self.directory}: the cache is of other text, or of masks drawn with another "
-                "seed, probability or epoch. Make it with the run's own data and collator"
+                f"{self.directory}. It was made from other text, or with masks of another seed, "
+                "probability or epoch: make it again with the data and the collator of the run"
             )
         kept_BS = rows_of(batch, self.header.rows, self.header.causal)
         ids_Rk, logprobs_Rk = self.rows(examples)

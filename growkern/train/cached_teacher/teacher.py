@@ -1,9 +1,9 @@
-"""A kept teacher in the place of models that run: `TeacherCache` as training uses it.
+"""Trains with a cached teacher: `TeacherCache` in the place of models that run.
 
-What a masked language model's teacher says belongs to the masks it saw. Training therefore goes
-round the maskings of the cache (epoch e draws the masks of epoch e modulo theirs) for its whole
-length, and an example whose tokens or masks the cache does not have is refused. A causal model's
-teacher saw the text itself: one pass of it serves every epoch.
+The predictions of a masked language model are valid only for the masks that it saw. A cache stores
+them for the masks of its first epochs, and training cycles through these masks. A causal model
+saw the text without masks, so its predictions serve every epoch. An example whose tokens or masks
+are not in the cache is refused.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,25 @@ from torch import nn
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.cached_teacher.store import TeacherCache
+from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
 from growkern.train.inheritance import InheritanceSchedule, tokenizer_fingerprint
 
 IDS, LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
 
 
 class CachedTeacher:
-    """`Teachers` that do not run.
+    """A teacher that is read from a cache, with the methods of `Teachers`.
 
-    raises: GrowthError when the cache does not fit the schedule.
+    Args:
+        cache: of one teacher.
+        schedule: its temperature must be the one of the cache, which must hold all rows it needs.
+
+    Raises:
+        GrowthError: the cache does not fit the schedule.
     """
 
-    models: tuple[()] = ()  # nothing to count FLOPs of
+    # no model runs, so there are no FLOPs to count
+    models: tuple[()] = ()
 
     def __init__(self, cache: TeacherCache, schedule: InheritanceSchedule) -> None:
         self.cache, header = cache, cache.header
@@ -37,19 +44,27 @@ class CachedTeacher:
         ):
             wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
             raise GrowthError(
-                f"{cache.directory} was made with {found}, the inheritance wants {wanted}: make "
-                "the cache again, or follow it"
+                f"{cache.directory} was made with {found}, but the inheritance asks for {wanted}: "
+                "change the inheritance, or make the cache again"
             )
         if schedule.teacher_weights is not None and len(schedule.teacher_weights) != 1:
-            raise GrowthError("a cache is one teacher: leave teacher_weights out")
+            raise GrowthError("a cache holds one teacher: leave teacher_weights out")
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
-        """Nothing to freeze: log-probs are numbers."""
+        """Do nothing: there is no model to freeze."""
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """Columns that mean the same token on both sides; None when the heads have one size.
+        """The number of vocabulary columns that mean the same token in student and cache.
 
-        raises: GrowthError when tokenizers or vocabularies cannot be matched.
+        Args:
+            student: the model in training.
+            tokenizer: of the student; None skips the comparison with the tokenizer of the cache.
+
+        Returns:
+            The number of columns, or None when both vocabularies have the same size.
+
+        Raises:
+            GrowthError: the tokenizers or the vocabularies cannot be matched.
         """
         header, columns = self.cache.header, student.get_output_embeddings().weight.shape[0]
         if (
@@ -58,55 +73,74 @@ class CachedTeacher:
             and tokenizer_fingerprint(tokenizer) != header.tokenizer
         ):
             raise GrowthError(
-                f"{self.cache.directory} was made with another tokenizer: a teacher must share "
-                "the student's vocabulary token by token"
+                f"{self.cache.directory} was made with another tokenizer: every token must have "
+                "the same id for teacher and student"
             )
         if header.vocab_size == columns:
             return None
         if header.vocab_size > columns or tokenizer is None or header.vocab_size < len(tokenizer):
             raise GrowthError(
-                f"{self.cache.directory} is over {header.vocab_size} tokens, the student's head "
-                f"has {columns} columns: pass processing_class and make the cache with "
-                "vocab_size=len(tokenizer) if they only differ in padding"
+                f"{self.cache.directory} has a vocabulary of {header.vocab_size} tokens, but the "
+                f"student's head has {columns} columns. If they differ in padding only, make the "
+                "cache with vocab_size=len(tokenizer) and pass the tokenizer as processing_class"
             )
         return header.vocab_size
 
-    def collator(self, collator: Callable[[Any], Any], dataset: Any) -> "CachedCollator":
-        """The run's collator, with the teacher's rows in every training batch.
+    def collator(self, collator: Collator, dataset: Any) -> "CachedCollator":
+        """Wrap a collator so that training batches hold the rows of the teacher.
 
-        raises: GrowthError when the first or the last example of the data is not in the cache.
+        Args:
+            collator: the one the cache was made with.
+            dataset: the training data. If it can be indexed, its first and last example are
+                looked up in the cache at once.
+
+        Raises:
+            GrowthError: one of these examples is not in the cache.
         """
         wrapped = CachedCollator(collator, self.cache)
-        if hasattr(dataset, "__getitem__") and len(dataset):
+        if isinstance(dataset, IndexedDataset) and len(dataset):
             for i in (0, len(dataset) - 1):
                 wrapped([dataset[i]])
         return wrapped
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
-        """`topk_kl_mlm_loss` of a batch's teacher rows, which leave `inputs`."""
+        """The loss for a batch. The rows of the teacher are removed from `inputs`.
+
+        Args:
+            inputs: a batch without labels.
+            alpha: share of the KL term.
+
+        Returns:
+            `topk_kl_mlm_loss` with the arguments of the teacher filled in.
+        """
         topk = {name: inputs.pop(name, None) for name in (IDS, LOGPROBS)}
         return partial(topk_kl_mlm_loss, **(topk if alpha > 0 else dict.fromkeys(topk)))
 
 
 class CachedCollator:
-    """A collator whose batches carry the teacher's rows too."""
+    """Adds the rows of a cached teacher to the batches of another collator.
 
-    def __init__(self, collator: Callable[[Any], Any], cache: TeacherCache) -> None:
+    Args:
+        collator: makes the batches.
+        cache: holds the rows of every example.
+    """
+
+    def __init__(self, collator: Collator, cache: TeacherCache) -> None:
         self.inner, self.cache = collator, cache
-        # shared memory: a data worker, forked or spawned, learns that the teacher is gone
+        # shared memory: `leave_out` reaches data workers that already run, forked or spawned
         self._gone = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose masks the next batches get, among those of the cache."""
-        if hasattr(self.inner, "set_epoch"):
+        """Draw the masks of this epoch; after the last one in the cache begin again."""
+        if isinstance(self.inner, EpochCollator):
             self.inner.set_epoch(epoch % self.cache.header.epochs)
 
-    def frozen(self) -> Callable[[Any], Any]:
-        """For evaluation, where no teacher takes part."""
-        return self.inner.frozen() if hasattr(self.inner, "frozen") else self.inner
+    def frozen(self) -> Collator:
+        """The variant for evaluation, which has no teacher."""
+        return evaluation_collator(self.inner)
 
     def leave_out(self, gone: bool) -> None:
-        """Whether the next batches come without a teacher; their masks stay the same."""
+        """Make batches without a teacher (True) or with one. The masks stay the same."""
         self._gone.fill_(gone)
 
     def __call__(self, features: Any) -> dict[str, Any]:

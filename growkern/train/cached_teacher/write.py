@@ -1,15 +1,17 @@
-"""Run a teacher once over a data set and keep its k likeliest tokens per row.
+"""Writes a teacher cache: runs a teacher once over a data set and stores its top k per row.
 
-Two passes. The first collates the data and hashes every example: that says what the cache is of,
-how large it gets and where its shards end, and it catches a collator that draws other masks each
-time. The second runs the teacher, shard by shard. A shard that is there is whole; a run that was
-killed goes on after the last one. The directory appears by a rename, at the end.
+The data is read twice. The first pass collates and hashes every example. This gives the size of the
+cache and the ends of its shards. It also reveals a collator that draws other masks each time. The
+second pass runs the teacher, shard by shard.
+
+Every shard is written completely or not at all, so an interrupted call resumes after the last one.
+The directory gets its name at the end.
 """
 
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from growkern.train.cached_teacher.store import (
     write_header,
     write_tensors,
 )
+from growkern.train.data import Collator
 from growkern.train.head import check_head
 from growkern.train.inheritance import tokenizer_fingerprint
 from growkern.train.load import is_causal, load_language_model
@@ -51,7 +54,16 @@ SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What was kept: examples (each masking counted), rows, tokens they were made of, bytes."""
+    """The size of a new cache.
+
+    Args:
+        directory: of the cache.
+        examples: number of examples, each masking counted.
+        rows: number of rows.
+        tokens: number of tokens in the examples, without padding.
+        bytes: size of all files.
+        seconds: time it took.
+    """
 
     directory: Path
     examples: int
@@ -62,10 +74,12 @@ class CacheReport:
 
     @property
     def bytes_per_row(self) -> float:
+        """Bytes on disk per row, the index included."""
         return self.bytes / max(1, self.rows)
 
     @property
     def bytes_per_token(self) -> float:
+        """Bytes on disk per token that was read, the index included."""
         return self.bytes / max(1, self.tokens)
 
 
@@ -78,7 +92,7 @@ def cache_teacher(
     temperature: float,
     rows: str = "labels",
     dtype: str = "float16",
-    collator: Callable[[Any], Any],
+    collator: Collator,
     epochs: int = 1,
     tokenizer: Any | None = None,
     vocab_size: int | None = None,
@@ -87,32 +101,37 @@ def cache_teacher(
     overwrite: bool = False,
     progress: bool = True,
 ) -> CacheReport:
-    """Keep a teacher's k likeliest tokens and their log-probs for every row of a data set.
+    """Store a teacher's k likeliest tokens and their log-probs for every row of a data set.
 
-    The log-probs are those of float32 logits divided by `temperature`, normalised over the whole
-    vocabulary. Read them with `growkern.TeacherCache`, train on them with
-    `growkern.topk_kl_mlm_loss`, or give the directory to `TwoStageTrainer`.
+    The log-probs come from float32 logits divided by `temperature`, with the softmax over the whole
+    vocabulary. Open the directory with `growkern.TeacherCache`. Give the cache to
+    `TwoStageTrainer`, or read its rows and train on them with `growkern.topk_kl_mlm_loss`.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or its checkpoint directory. It runs in
             evaluation mode, in its own dtype, on its own device.
-        dataset: what training reads: indexed, with a length.
-        directory: where to. It appears when it is complete; until then the work is in a hidden
-            directory beside it, and the same call goes on there.
-        k: tokens per row, at most the vocabulary.
-        rows: "labels" keeps rows with a label, "all" those of every real token.
-        dtype: of the log-probs: "float16" (11 bits), "bfloat16" (8) or "float32".
-        collator: what training collates with. A masked language model's teacher reads masked
-            text, so the masks must be drawn the same way each time (`MaskedLMCollator` does).
-        epochs: maskings kept of each example, by `collator.set_epoch`. Training goes round them.
-        tokenizer: its token table is compared before training.
-        vocab_size: columns from here on are padding of the teacher's head. Default: none are.
+        dataset: the training data, read by index; it has a length.
+        directory: of the new cache. It appears when it is complete. Until then the work is in a
+            hidden directory beside it, where a second equal call resumes.
+        k: tokens per row, at most the size of the vocabulary.
+        temperature: of the softmax, the same as in training.
+        rows: "labels" stores rows with a label, "all" those of every real token.
+        dtype: of the log-probs: "float16" (11 bits), "bfloat16" (8 bits) or "float32".
+        collator: of the training run. Its masks must be the same in every run, as those of
+            `MaskedLMCollator` are.
+        epochs: maskings of each example, drawn with `collator.set_epoch`. Training cycles through
+            them.
+        tokenizer: stored as a checksum, and compared when training starts.
+        vocab_size: columns of the teacher's head; later columns are padding. None takes all.
+        batch_size: examples per call of the teacher.
         shard_bytes: size of one file.
+        overwrite: replace a cache that exists, or an unfinished one of something else.
+        progress: whether to show progress bars.
 
     Raises:
-        GrowthError: options, models or data that do not fit, a directory that is there, a
-            half-made cache of something else, too little disk space, a collator that does not
-            draw the same masks twice, a teacher that gives NaN.
+        GrowthError: options, models or data do not fit together; the directory exists; an
+            unfinished cache of something else is in the way; the disk is too small; the collator
+            draws other masks each time; or the teacher gives NaN.
     """
     start_time = time.perf_counter()
     directory = Path(directory)
@@ -171,9 +190,10 @@ def _check_target(directory: Path, overwrite: bool) -> None:
     if not directory.exists():
         return
     if not overwrite:
-        raise GrowthError(f"{directory} exists: give another directory, or overwrite it")
+        raise GrowthError(f"{directory} exists: give another directory, or set overwrite")
     if not directory.is_dir() or any(directory.iterdir()):
-        read_header(directory)  # nothing but a cache is replaced
+        # refuses to replace anything but a cache
+        read_header(directory)
 
 
 def _vocabulary(model: Any, vocab_size: int | None, k: int) -> int:
@@ -181,14 +201,14 @@ def _vocabulary(model: Any, vocab_size: int | None, k: int) -> int:
     vocabulary = columns if vocab_size is None else vocab_size
     if not 0 < vocabulary <= columns or k > vocabulary or vocabulary > 1 << MAX_ID_BITS:
         raise GrowthError(
-            f"k is {k} and vocab_size {vocabulary}, the teacher's head has {columns} columns: "
+            f"k is {k}, vocab_size is {vocabulary} and the teacher's head has {columns} columns: "
             f"k <= vocab_size <= columns must hold, and vocab_size <= {1 << MAX_ID_BITS}"
         )
     return vocabulary
 
 
 def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
-    """The example after the last one of each shard; an example is never cut."""
+    """The number after the last example of each shard. No example is split between shards."""
     ends, start = [], 0
     while start < len(first_E) - 1:
         end = int(np.searchsorted(first_E, first_E[start] + rows, "right")) - 1
@@ -201,13 +221,14 @@ def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
 
 
 def _staging(directory: Path, header: CacheHeader, overwrite: bool, rows: int) -> Path:
-    """The directory to work in: new, or what an equal call left there."""
+    """The directory to work in: a new one, or the one that an equal call left behind."""
     staging = directory.parent / f".{directory.name}.caching"
     if staging.exists():
         same = (staging / HEADER_FILE).is_file() and read_header(staging) == header
         if not same and not overwrite:
             raise GrowthError(
-                f"{staging} holds a half-made cache of something else: delete it, or overwrite"
+                f"{staging} holds an unfinished cache of something else: delete it, or set "
+                "overwrite"
             )
         if not same:
             shutil.rmtree(staging)
@@ -217,7 +238,8 @@ def _staging(directory: Path, header: CacheHeader, overwrite: bool, rows: int) -
     free = shutil.disk_usage(parent).free
     if free < size:
         raise GrowthError(
-            f"{directory}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
+            f"{directory}: the cache needs {size / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are "
+            "free on that disk"
         )
     if not staging.exists():
         staging.mkdir()
@@ -226,7 +248,7 @@ def _staging(directory: Path, header: CacheHeader, overwrite: bool, rows: int) -
 
 
 def _swap_in(staging: Path, directory: Path) -> None:
-    """What is replaced is deleted after its replacement has its name."""
+    """Give the finished cache its name. A cache that it replaces is deleted after that."""
     for half in staging.glob("*.partial"):
         half.unlink()
     old = directory.parent / f".{directory.name}.old"
