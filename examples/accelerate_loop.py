@@ -1,4 +1,4 @@
-"""The same loop under accelerate: one process or many, any mixed precision it offers."""
+"""A training loop with a teacher under accelerate: for many processes and mixed precision."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,7 +14,18 @@ from growkern.train.inheritance import InheritanceSchedule
 def train(
     model: Any, teacher: Any, steps: Sequence[list[dict]], schedule: InheritanceSchedule, lr: float
 ) -> list[float]:
-    """The loss of every step; `steps` are this process's lists of micro-batches."""
+    """Train with AdamW and a teacher that fades out.
+
+    Args:
+        model: the student.
+        teacher: its part of the loss follows `schedule`.
+        steps: one list of micro-batches {input_ids, labels, ...} per step, of this process.
+        schedule: share of the teacher in each step.
+        lr: learning rate.
+
+    Returns:
+        The loss of every step.
+    """
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
@@ -37,7 +48,7 @@ def train(
                         num_items=items,
                         wrapped=wrapped,
                     )
-                # gradients are averaged over processes, and `items` counts those of all of them
+                # gradients are averaged over processes, but `items` is the sum over processes
                 accelerator.backward(loss * accelerator.num_processes)
             total += accelerator.reduce(loss.detach()).item()
         optimizer.step()

@@ -1,6 +1,6 @@
-"""A stock `transformers.Trainer` whose loss is ours: what to copy into a trainer you have.
+"""A `transformers.Trainer` with a teacher and the fused loss, to copy into a trainer of your own.
 
-`growkern.TwoStageTrainer` does this and more: sub-models, several teachers, FLOPs, logs.
+`growkern.TwoStageTrainer` can do more: sub-models, several teachers, FLOPs and logs.
 """
 
 from typing import Any
@@ -14,13 +14,19 @@ from growkern.train.load import is_causal
 
 
 class InheritingTrainer(Trainer):
-    """Trainer with a frozen teacher; everything else is its base class's."""
+    """A Trainer with a frozen teacher.
+
+    Args:
+        teacher: its part of the loss follows `schedule`.
+        schedule: share of the teacher in each step.
+        args, options: of `transformers.Trainer`.
+    """
 
     def __init__(self, *args: Any, teacher: Any, schedule: InheritanceSchedule, **options: Any):
         super().__init__(*args, **options)
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
         self.schedule = schedule
-        # Trainer then counts the labels of the whole accumulated batch, and divides by nothing
+        # Trainer then counts the labels of the accumulated batch and leaves the division to us
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = is_causal(self.model)
 

@@ -1,6 +1,6 @@
-"""The loss of one batch beside a teacher, for any ...ForMaskedLM or ...ForCausalLM model.
+"""The loss of one batch with a teacher, for any ...ForMaskedLM or ...ForCausalLM model.
 
-The three loops next to this file call it; nothing else in them knows about growkern.
+The three training loops in this folder call it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from growkern.train.load import is_causal
 
 
 def count_labels(batches: list[dict[str, Tensor]], model: Any) -> Tensor:
-    """Labels of a whole accumulated batch, what its loss is divided by."""
+    """The number of labels of an accumulated batch, by which its loss is divided."""
     causal = is_causal(model)
     return sum((align_labels(b["labels"], causal=causal) != -100).sum() for b in batches)
 
@@ -29,16 +29,23 @@ def inherited_loss(
     temperature: float = 2.0,
     wrapped: Any = None,
 ) -> Tensor:
-    """(1 - alpha) of the labels' loss plus alpha of the divergence from `teacher`.
+    """(1 - alpha) times the loss of the labels, plus alpha times the KL from the teacher.
 
-    Labels stand where the tokenizer put them: causal models' are shifted here. Logits are never
-    made: the loss takes the place of the output projection while the model runs, whatever
-    transform stands before it, tied weights or not. `wrapped` is the model as a launcher wraps it.
+    No logits are made: while the model runs, the loss takes the place of its output projection.
+
+    Args:
+        model: the student.
+        teacher: runs only if alpha is positive.
+        batch: {input_ids, labels, ...}; labels of causal models are not shifted.
+        alpha: share of the teacher.
+        num_items: labels of the whole accumulated batch; None takes those of this batch.
+        temperature: of the softmax in the KL.
+        wrapped: the model as DistributedDataParallel or another launcher wraps it.
     """
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     labels = align_labels(batch["labels"], causal=is_causal(model))
     teachers = []
-    if alpha > 0:  # a teacher that weighs nothing does not run
+    if alpha > 0:
         with torch.no_grad():
             teachers.append(head_inputs(teacher, inputs))
 

@@ -1,4 +1,4 @@
-"""A bare PyTorch loop with gradient accumulation and a teacher that fades out."""
+"""A training loop in plain PyTorch with gradient accumulation and a teacher that fades out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,18 @@ from growkern.train.inheritance import InheritanceSchedule
 def train(
     model: Any, teacher: Any, steps: Sequence[list[dict]], schedule: InheritanceSchedule, lr: float
 ) -> list[float]:
-    """The loss of every step; `steps` are lists of micro-batches {input_ids, labels, ...}."""
+    """Train with AdamW and a teacher that fades out.
+
+    Args:
+        model: the student.
+        teacher: its part of the loss follows `schedule`.
+        steps: one list of micro-batches {input_ids, labels, ...} per step.
+        schedule: share of the teacher in each step.
+        lr: learning rate.
+
+    Returns:
+        The loss of every step.
+    """
     for one in (model, teacher):
         check_head(one)
     teacher.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What runs here: versions, devices, and each backend with the reason it is live or not."""
+"""Collects facts about this machine: versions, devices, and which backends run and why."""
 
 import os
 import platform
@@ -16,16 +16,18 @@ PACKAGES = ("growkern", "torch", "transformers", "accelerate", "safetensors", "t
 
 @dataclass(frozen=True)
 class Info:
-    """The facts of one machine; `table()` prints them, `to_dict()` is their JSON."""
+    """Facts about one machine."""
 
     versions: dict[str, str]
     devices: list[str]
     backends: list[Backend]
 
     def to_dict(self) -> dict[str, Any]:
+        """The facts as JSON values."""
         return {**asdict(self), "backends": [b._asdict() for b in self.backends]}
 
     def table(self) -> Table:
+        """The facts as a rich table."""
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, version in self.versions.items():
             table.add_row(name, version)
@@ -56,7 +58,7 @@ def _processor() -> str:
 
 
 def collect() -> Info:
-    """Look at this machine; starts nothing and needs no GPU."""
+    """Collect the facts about this machine. Needs no GPU."""
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads in use"]

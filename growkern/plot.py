@@ -1,11 +1,12 @@
-"""Loss against FLOPs: what a run has saved, at equal loss, next to another one; attention maps.
+"""Draws loss against FLOPs of training runs, and attention maps of checkpoints.
 
-A run's curve is the log history of its training directory: validation loss where it was measured,
-else training loss. With F(r, l) the FLOPs at which run r first reaches loss l,
+The curve of a run comes from the log history in its training directory. It shows the validation
+loss if that was measured, else the training loss. The picture tells how many FLOPs a run saved to
+reach the same loss as a reference run. With F(r, l) the FLOPs at which run r first reaches loss l,
 
     saving = 1 - F(run, l) / F(reference, l),   l = the reference's final loss            (1)
 
-F is linear between the two points around the crossing, and None where a run never gets there.
+F is interpolated linearly between the two nearest points. It is None if a run never reaches l.
 """
 
 import json
@@ -28,10 +29,15 @@ STATE_FILE = "trainer_state.json"
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss of a run as its FLOPs, steps and seconds go up; four tuples of one length.
+    """The losses of a run, with the steps, FLOPs and seconds at which they were measured.
 
-    seconds: of training alone, without evaluation; empty where a run did not record them.
-    validation: whether the losses are validation losses.
+    Args:
+        name: for the legend.
+        steps: optimizer steps, ascending.
+        flops: FLOPs so far, one per step.
+        losses: one per step.
+        seconds: of training without evaluation, one per step; empty if not recorded.
+        validation: whether the losses are validation losses.
     """
 
     name: str
@@ -42,16 +48,25 @@ class Curve:
     validation: bool = True
 
     def flops_at(self, loss: float) -> float | None:
-        """FLOPs at which the run first reaches a loss, None if it never does."""
+        """The FLOPs at which the run first reaches a loss, None if it never does."""
         return first_crossing(self.flops, self.losses, loss)
 
     def seconds_at(self, loss: float) -> float | None:
-        """Seconds of training at which the run first reaches a loss, None if it never does."""
+        """The seconds of training until the run first reaches a loss, None if it never does."""
         return first_crossing(self.seconds, self.losses, loss) if self.seconds else None
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """Cost at which the losses first come down to `target`, linear between two points."""
+    """The cost at which a loss is first reached.
+
+    Args:
+        costs: ascending, one per loss.
+        losses: of a run.
+        target: the loss to reach.
+
+    Returns:
+        The cost, interpolated linearly between two points; None if it is never reached.
+    """
     for i, loss in enumerate(losses):
         if loss <= target:
             if i == 0:
@@ -62,10 +77,15 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
 
 
 def saving(curve: Curve, reference: Curve, *, extra_flops: float = 0.0) -> float | None:
-    """Share of the reference's FLOPs that a run did without at the reference's final loss. (1)
+    """The share of the reference's FLOPs that a run saved to reach the same final loss. (1)
 
-    extra_flops: counted on top of the run's own, such as the training of the model it grew from.
-    returns: negative where the run cost more; None where it never reached that loss.
+    Args:
+        curve: of the run.
+        reference: of the run to compare with; its last loss is the one to reach.
+        extra_flops: added to those of the run, such as the training of the model it grew from.
+
+    Returns:
+        Negative if the run cost more, None if it never reached that loss.
     """
     target = reference.losses[-1]
     spent, full = curve.flops_at(target), reference.flops_at(target)
@@ -76,26 +96,36 @@ def saving(curve: Curve, reference: Curve, *, extra_flops: float = 0.0) -> float
 
 
 def read_curve(directory: str | Path, name: str | None = None) -> Curve:
-    """The curve of a training directory, finished or not.
+    """Read the curve of a training directory, finished or not.
 
-    raises: GrowthError when it holds no log with FLOPs.
+    Args:
+        directory: of the run.
+        name: for the legend; None takes the name of the directory.
+
+    Raises:
+        GrowthError: the directory has no log with FLOPs.
     """
     directory = Path(directory)
-    # a run that is not finished has a log in its checkpoints only
+    # an unfinished run has its log in its checkpoints only
     holder = directory if (directory / STATE_FILE).is_file() else last_checkpoint(directory)
     if holder is None:
-        raise GrowthError(f"{directory} is no training directory: it has no {STATE_FILE}")
+        raise GrowthError(f"{directory} is not a training directory: it has no {STATE_FILE}")
     history = json.loads((holder / STATE_FILE).read_text())["log_history"]
     curve = curve_of(history, name or directory.resolve().name)
     if not curve.steps:
-        raise GrowthError(f"{holder / STATE_FILE}: no line has a loss and flops: not our log")
+        raise GrowthError(f"{holder / STATE_FILE}: no line of the log has a loss and flops")
     return curve
 
 
 def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
-    """The curve in a log history. A step that was logged twice (a resumed run) counts once."""
+    """Make a curve from a log history. A step that a resumed run logged twice counts once.
+
+    Args:
+        history: the lines of the log.
+        name: for the legend.
+    """
     validation = any("eval_loss" in line for line in history)
-    # beside a teacher, "loss" is a mixture and "mlm" is what other runs can be compared with
+    # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
     lines: dict[int, tuple[float, dict[str, Any]]] = {}
     for line in history:
@@ -120,19 +150,33 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> None:
-    """Draw training directories side by side, each with its saving against the first one."""
+    """Draw training directories side by side, each with the FLOPs it saved against the first.
+
+    Args:
+        runs: training directories.
+        out: PNG file to write.
+
+    Raises:
+        GrowthError: see `read_curve` and `draw`.
+    """
     draw([read_curve(run) for run in runs], out)
 
 
 def draw(curves: Sequence[Curve], out: str | Path, *, title: str = "") -> None:
-    """Write a PNG of loss against FLOPs; the first curve is the reference. (1)
+    """Draw loss against FLOPs. The first curve is the reference. (1)
 
-    raises: GrowthError without curves, for a mixture of training and validation losses, without
-        matplotlib.
+    Args:
+        curves: at least one.
+        out: PNG file to write.
+        title: of the picture.
+
+    Raises:
+        GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
+            or the file cannot be written.
     """
     figure = _new_figure()
     if len({curve.validation for curve in curves}) != 1:
-        raise GrowthError("give runs that all have a validation loss, or none of which has")
+        raise GrowthError("give runs that all have a validation loss, or runs that all have none")
     reference, target = curves[0], curves[0].losses[-1]
     axes = figure.add_subplot()
     for curve in curves:
@@ -153,12 +197,15 @@ def draw(curves: Sequence[Curve], out: str | Path, *, title: str = "") -> None:
 
 
 def attention_maps(model: Any, tokens: Tensor) -> Tensor:
-    """What every head attends to: (layers, heads, length, length), float32.
+    """The attention weights of every head.
 
     Args:
-        model: of transformers, loaded with `attn_implementation="eager"`; of an encoder-decoder
-            the encoder is shown.
+        model: of transformers, loaded with `attn_implementation="eager"`. For an encoder-decoder
+            model these are the weights of the encoder.
         tokens: (1, length) int64.
+
+    Returns:
+        (layers, heads, length, length) float32.
     """
     inputs = {"input_ids": tokens}
     if model.config.is_encoder_decoder:
@@ -175,15 +222,17 @@ def plot_attention(
     """Draw the attention maps of checkpoints side by side (bert2BERT, Figures 9 to 12).
 
     Args:
-        checkpoints: directories, such as a source and what was grown from it.
-        text: its first `length` tokens are attended to; the first checkpoint's tokenizer is used.
+        checkpoints: directories, such as a source and the model grown from it.
+        text: is split into tokens by the tokenizer of the first checkpoint.
+        out: PNG file to write.
+        length: tokens to show, from the start of the text.
 
     Raises:
-        GrowthError: an empty text; without matplotlib.
+        GrowthError: the text is empty, matplotlib is missing, or the file cannot be written.
     """
     figure = _new_figure()
     if not text.strip():
-        raise GrowthError("there is no text to attend to")
+        raise GrowthError("the text to draw attention maps for is empty")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[0])
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
     models = (load_model(c, attn_implementation="eager") for c in checkpoints)
@@ -212,7 +261,7 @@ def _words(curve: Curve, reference: Curve) -> str:
 
 def _new_figure() -> Any:
     try:
-        # the figure itself: pyplot would choose a display and keep figures alive
+        # not pyplot: it would choose a display and keep every figure in memory
         from matplotlib.figure import Figure
     except ImportError as error:
         raise GrowthError("plots need matplotlib: pip install 'growkern[plot]'") from error

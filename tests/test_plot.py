@@ -101,9 +101,9 @@ def test_reads_a_run_that_is_not_finished(tmp_path):
 
 
 def test_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(GrowthError, match="no training directory"):
+    with pytest.raises(GrowthError, match="not a training directory"):
         read_curve(tmp_path)
-    with pytest.raises(GrowthError, match="not our log"):
+    with pytest.raises(GrowthError, match="no line of the log has a loss"):
         read_curve(write_run(tmp_path / "other", [{"step": 1, "loss": 2.0}]))
 
 
@@ -165,6 +165,6 @@ def test_attention_is_drawn(tmp_path):
         tokenizer.save_pretrained(tmp_path / name)
     plot_attention([tmp_path / "a", tmp_path / "b"], corpus[0], tmp_path / "a.png", length=16)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(GrowthError, match="no text"):
+    with pytest.raises(GrowthError, match="is empty"):
         plot_attention([tmp_path / "a"], "", tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()

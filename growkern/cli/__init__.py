@@ -1,6 +1,7 @@
-"""The `growkern` command: reads options, calls the library, prints what it returns.
+"""The `growkern` command: reads options, calls the library and prints the result.
 
-Exit codes: 0 done, 1 the check failed, 2 bad usage or bad input (one line on stderr).
+Exit codes: 0 for success, 1 for a failed check, 2 for wrong usage or wrong input. With code 2 the
+reason is one line on stderr.
 """
 
 import os
@@ -14,17 +15,18 @@ __all__ = ["app", "growth", "lineage", "main", "teacher", "tools", "train"]
 
 
 def one_line(error: Exception) -> str:
-    # the parser's own errors carry their text in format_message, wherever typer keeps its parser
+    """The message of an error as one line."""
+    # errors of the command-line parser; its class moves between versions of typer
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     return f"growkern: {' '.join(text.split())}"
 
 
 def main() -> None:
-    """Entry point: one line and exit 2 for whatever the user can mend."""
+    """Run the command. Errors that the user can correct become one line and exit code 2."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     if not debug:
-        # its warnings on a config would stand before the one line that says what is wrong
+        # its warnings about a config would hide the one line that names the error
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         sys.exit(app(arguments, prog_name="growkern", standalone_mode=False))

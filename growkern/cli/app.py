@@ -1,4 +1,4 @@
-"""The typer application that the command modules register with, and what they share."""
+"""The typer application, and the options and printing that several commands share."""
 
 import json
 from pathlib import Path
@@ -8,35 +8,40 @@ import typer
 
 app = typer.Typer(
     name="growkern",
-    help="Grow a trained transformer into a larger one, and train on from where it was.",
-    epilog="Add --debug to any command to see where an error came from.",
+    help="Grow a trained transformer into a larger one, and train it further.",
+    epilog="Add --debug to any command to see the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Directory of the source checkpoint.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the result if it exists.")]
-ShardSize = Annotated[str, typer.Option(help="Largest file of the result.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+ShardSize = Annotated[str, typer.Option(help="Largest size of a weight file.")]
 MemoryLimit = Annotated[
-    str, typer.Option(help="Most that weights take up in memory, whatever the model.")
+    str, typer.Option(help="Most memory that weights may take, for models of any size.")
 ]
 NoResume = Annotated[
-    bool, typer.Option("--no-resume", help="Start over where a run was interrupted.")
+    bool, typer.Option("--no-resume", help="Start again instead of resuming an interrupted run.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def silence_transformers() -> None:
-    """Its bars for reading and writing say nothing that ours does not."""
+    """Switch off the progress bars of transformers, which repeat our own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def show(result: Any, as_json: bool = False) -> None:
-    """Print a report as its table, or as JSON."""
+    """Print a report as a table or as JSON.
+
+    Args:
+        result: has the methods `table` and `to_dict`.
+        as_json: whether to print JSON.
+    """
     if as_json:
         print_json(result.to_dict())
     else:
@@ -44,10 +49,12 @@ def show(result: Any, as_json: bool = False) -> None:
 
 
 def print_json(data: dict[str, Any]) -> None:
+    """Print a dictionary as indented JSON."""
     print(json.dumps(data, indent=2))
 
 
 def print_table(table: Any) -> None:
+    """Print a rich table."""
     from rich.console import Console
 
     Console().print(table)

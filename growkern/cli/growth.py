@@ -1,4 +1,4 @@
-"""`growkern plan`, `grow` and `verify`."""
+"""The commands `growkern plan`, `growkern grow` and `growkern verify`."""
 
 import sys
 from pathlib import Path
@@ -32,12 +32,13 @@ def plan(
     source: Source,
     growth: dict[str, Any],
     as_json: AsJson = False,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes to shard over.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that will share the model.")] = 1,
     tokens: Annotated[
-        float | None, typer.Option(help="Tokens the source was trained on, for advice on depth.")
+        float | None,
+        typer.Option(help="Tokens the source was trained on; used for advice on depth."),
     ] = None,
 ) -> None:
-    """Show what growing would do, from the config and the file headers alone."""
+    """Show what growing would do. Reads the config and the file headers, no weights."""
     from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, **growth)
@@ -56,21 +57,23 @@ def grow(
     growth: dict[str, Any],
     overwrite: Overwrite = False,
     dtype: Annotated[
-        str | None, typer.Option(help=f"{' | '.join(DTYPES)}; else the source's.")
+        str | None, typer.Option(help=f"{' | '.join(DTYPES)}; default: as in SRC.")
     ] = None,
     max_shard_size: ShardSize = "5GB",
     memory_limit: MemoryLimit = "1GiB",
     no_resume: NoResume = False,
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Go on past NaN and Inf.")
+        bool, typer.Option("--allow-nonfinite", help="Accept NaN and Inf in SRC.")
     ] = False,
     text: Annotated[
-        Path | None, typer.Option(help="Text to report the loss before and after on.")
+        Path | None, typer.Option(help="Text file to compare the losses of SRC and DST on.")
     ] = None,
     optimizer: Annotated[
-        Path | None, typer.Option(help="The Trainer's optimizer.pt, to be grown into DST too.")
+        Path | None, typer.Option(help="optimizer.pt of transformers' Trainer, to be grown too.")
     ] = None,
-    moments: Annotated[str, typer.Option(help="Of it: grow | old_slices | reset.")] = "grow",
+    moments: Annotated[
+        str, typer.Option(help="Optimizer moments: grow | old_slices | reset.")
+    ] = "grow",
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     from growkern.growth.grow import grow_checkpoint
@@ -95,12 +98,17 @@ def grow(
     if optimizer is not None and moments == "grow":
         print_moments(report)
     if text is None:
-        print(f"check it with: growkern verify {source} {report.directory}")
+        print(f"check the result with: growkern verify {source} {report.directory}")
     else:
         finish(source, report.directory, compared)
 
 
 def dtype_of(name: str | None) -> Any:
+    """The torch dtype of a name, or None for None.
+
+    Raises:
+        GrowthError: the name is not in DTYPES.
+    """
     import torch
 
     if name is not None and name not in DTYPES:
@@ -109,16 +117,18 @@ def dtype_of(name: str | None) -> Any:
 
 
 def print_growth(report: Any) -> None:
+    """Print the findings of a growth, and how much it wrote and how fast."""
     from growkern.growth.plan.table import human
 
     for finding in report.plan.findings:
         print(finding.line())
     speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
-    kept = f", {human(report.bytes_kept)}B of it before" if report.bytes_kept else ""
+    kept = f", {human(report.bytes_kept)}B of it by an earlier run" if report.bytes_kept else ""
     print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
 def print_moments(report: Any) -> None:
+    """Print the findings on the grown optimizer moments."""
     from growkern.growth.optimizer.moments import moment_findings
 
     for finding in moment_findings(report.plan):
@@ -129,12 +139,15 @@ def print_moments(report: Any) -> None:
 def verify(
     source: Source,
     target: Target,
-    text: Annotated[Path | None, typer.Option(help="Text to compare the models on.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
     checksums: Annotated[
-        bool, typer.Option("--checksums", help="Only compare the files with what was written.")
+        bool,
+        typer.Option(
+            "--checksums", help="Only check whether files changed since they were written."
+        ),
     ] = False,
 ) -> None:
-    """Check that DST is SRC grown: every tensor, then the outputs of both. Exit 1 if it is not."""
+    """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
     silence_transformers()
     if checksums:
         compare_checksums(source, target)
@@ -143,7 +156,12 @@ def verify(
 
 
 def compare_checksums(source: Path, target: Path) -> None:
-    """Show what is not as it was; a source that is gone is passed over."""
+    """Print the files and tensors that changed; exit 1 if any did.
+
+    Args:
+        source: its tensors are checked if the directory still exists.
+        target: the grown checkpoint.
+    """
     from growkern.growth.disk.checksums import verify_checksums
 
     report = verify_checksums(target, source if source.exists() else None)
@@ -157,7 +175,13 @@ def compare_checksums(source: Path, target: Path) -> None:
 
 
 def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
-    """Show how the grown checkpoint compares; exit 1 if it is not what it should be."""
+    """Compare a grown checkpoint with its source and print the result; exit 1 on failure.
+
+    Args:
+        source: the checkpoint that was grown.
+        target: the grown checkpoint.
+        compared: tokens and labels from `tokens_of`, or empty for random tokens.
+    """
     from growkern.growth.record.verify import verify as check
 
     report = check(source, target, **compared)
@@ -167,7 +191,20 @@ def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
 
 
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
-    """The start of a text as tokens and labels, (rows, length) each, at most `most` ids."""
+    """The start of a text as tokens and labels for the source model.
+
+    Args:
+        source: checkpoint with a tokenizer.
+        text: UTF-8 text file.
+        length: tokens per row, if the model has as many positions.
+        most: largest number of tokens.
+
+    Returns:
+        "tokens" and "labels", (rows, length) int64 each.
+
+    Raises:
+        GrowthError: the text is too short.
+    """
     from transformers import AutoTokenizer
 
     from growkern.growth.record.outputs import longest
@@ -178,11 +215,11 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     opened = open_source(source, allow_nonfinite=True)
     tokenizer = AutoTokenizer.from_pretrained(source)
     length = min(length, longest(opened))
-    # 16 characters a token: far more than any tokenizer needs on average
+    # 16 characters per token are more than enough for any tokenizer
     blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
     rows = [blocks[i] for i in range(min(len(blocks), most // length))]
     if not rows:
-        raise GrowthError(f"{text}: less than {length} tokens; give more text")
+        raise GrowthError(f"{text} has fewer than {length} tokens: give more text")
     masked = opened.class_name.endswith("ForMaskedLM")
     collate = MaskedLMCollator(tokenizer) if masked else CausalLMCollator(tokenizer)
     batch = collate(rows)

@@ -1,4 +1,4 @@
-"""`growkern fold` and `replay`."""
+"""The commands `growkern fold` and `growkern replay`."""
 
 import sys
 from pathlib import Path
@@ -24,13 +24,15 @@ def fold(
     target: Target,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the small checkpoint.")],
     lineage: Annotated[
-        Path | None, typer.Option(help="lineage.json of the growth; else DST's own.")
+        Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
     ] = None,
     overwrite: Overwrite = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the result; else the source's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of OUT; default: as in the source.")
+    ] = None,
     max_shard_size: ShardSize = "5GB",
 ) -> None:
-    """Fold the grown checkpoint DST, trained since or not, back into the source's sizes."""
+    """Shrink DST back to the sizes of its source, even after further training."""
     from growkern.growth.plan.table import human
     from growkern.growth.record.fold_checkpoint import fold as make
 
@@ -56,7 +58,7 @@ def replay(
     memory_limit: MemoryLimit = "1GiB",
     no_resume: NoResume = False,
 ) -> None:
-    """Grow SRC into DST once more, as LINEAGE says: the same files to the byte."""
+    """Repeat the growth that LINEAGE records: grow SRC into DST, byte for byte the same."""
     from growkern.growth.replay import replay as make
 
     silence_transformers()

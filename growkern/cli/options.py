@@ -1,4 +1,4 @@
-"""The growth options of the commands, taken from the definitions they fill."""
+"""Makes the growth options of the commands from the dataclasses and families that define them."""
 
 import functools
 import inspect
@@ -12,17 +12,17 @@ from growkern.families.load import load_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
 from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 
-# the growth options that are numbers; the others list their choices
+# help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
-    "noise": "Size of the cancelling noise, relative to each weight.",
-    "carry": "Size of the mean that extra coordinates carry through a post-norm; 0: none.",
-    "identity_gain": "Size of what runs between the norms of inserted post-norm blocks.",
-    "seed": "Seed of maps, noise, shares and random weights.",
+    "noise": "Size of the noise that makes copies differ, relative to each weight.",
+    "carry": "Mean that extra coordinates carry through a post-norm; 0 for none.",
+    "identity_gain": "Size of the values between the norms of inserted post-norm blocks.",
+    "seed": "Seed of all random choices.",
 }
 
 
 def growth_options() -> list[tuple[str, type, Any]]:
-    """Name, type and typer option of everything growth can be told, from its own definitions."""
+    """The name, type and typer option of every growth option and every target size."""
     options = []
     for field in fields(GrowthOptions):
         text = " | ".join(CHOICES.get(field.name, ())) or OTHER_OPTIONS[field.name]
@@ -35,13 +35,17 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for name, families in families_with.items():
         option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
         options.append((name, int, option))
-    text = "Round the vocabulary up to a multiple."
+    text = "Round the vocabulary up to a multiple of this."
     options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     return options
 
 
 def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the growth options and one option per target size, as a dict `growth`."""
+    """Decorate a command so that it accepts all growth options and target sizes.
+
+    Args:
+        command: has a parameter `growth`, which gets the options that were given as a dict.
+    """
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "growth"]
     added = [
         inspect.Parameter(

@@ -1,4 +1,4 @@
-"""`growkern cache-teacher`."""
+"""The command `growkern cache-teacher`."""
 
 import sys
 from pathlib import Path
@@ -13,20 +13,29 @@ from growkern.cli.app import Source, app, silence_transformers
 def cache_teacher(
     source: Source,
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="UTF-8 text files.")],
-    out: Annotated[Path, typer.Option(help="Directory of the cache.")],
-    k: Annotated[int, typer.Option("--k", help="Tokens kept per row.")],
-    temperature: Annotated[float, typer.Option(help="Of the softmax: the training run's.")],
-    rows: Annotated[str, typer.Option(help="labels | all (every real token)")] = "labels",
-    dtype: Annotated[str, typer.Option(help="float16 | bfloat16 | float32")] = "float16",
-    sequence_length: Annotated[int, typer.Option(help="The run's data.sequence_length.")] = 128,
-    masking_probability: Annotated[float, typer.Option(help="The run's; masked models.")] = 0.15,
-    seed: Annotated[int, typer.Option(help="The run's training.seed: of the masks.")] = 0,
-    epochs: Annotated[int, typer.Option(help="Maskings kept of each block; masked models.")] = 1,
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory; else SRC's own.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the new cache.")],
+    k: Annotated[int, typer.Option("--k", help="Tokens stored per row.")],
+    temperature: Annotated[float, typer.Option(help="Softmax temperature; as in the run.")],
+    rows: Annotated[
+        str, typer.Option(help="Rows to store: labels | all (every real token).")
+    ] = "labels",
+    dtype: Annotated[
+        str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")
+    ] = "float16",
+    sequence_length: Annotated[int, typer.Option(help="data.sequence_length of the run.")] = 128,
+    masking_probability: Annotated[
+        float, typer.Option(help="As in the run (masked models).")
+    ] = 0.15,
+    seed: Annotated[int, typer.Option(help="Seed of the masks: training.seed of the run.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Maskings per block (masked models).")] = 1,
+    tokenizer: Annotated[Path | None, typer.Option(help="Its directory; default: SRC.")] = None,
     batch_size: Annotated[int, typer.Option(help="Blocks per call of the teacher.")] = 32,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache.")] = False,
 ) -> None:
-    """Run the teacher SRC once over the text and keep its k likeliest tokens per row."""
+    """Run the teacher SRC once over texts and store its k likeliest tokens per row.
+
+    "The run" below is the training run that will use the cache.
+    """
     from transformers import AutoTokenizer
 
     from growkern.growth.plan.table import human

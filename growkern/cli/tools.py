@@ -1,4 +1,4 @@
-"""`growkern demo`, `bench` and `info`."""
+"""The commands `growkern demo`, `growkern bench` and `growkern info`."""
 
 import subprocess
 import sys
@@ -13,11 +13,15 @@ from growkern.errors import GrowthError, nearest
 
 @app.command()
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", help="Where to work.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Minutes instead of a quarter.")] = False,
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for all files.")] = Path(
+        "runs/demo"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller models; takes a few minutes.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the models and the data order.")] = 0,
 ) -> None:
-    """Train, grow and train on here, on text that ships with Python: a table and a picture."""
+    """Train a small model, grow it and compare ways to train on. Needs no download."""
     from growkern.demo import run_demo
 
     run_demo(directory, quick=quick, seed=seed)
@@ -26,13 +30,13 @@ def demo(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="One benchmark; all when left out.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a benchmark; default: all.")] = None,
 ) -> None:
-    """Run the microbenchmarks of the source tree; further options go to the benchmark."""
+    """Run the benchmarks of the source tree. Other options are passed on to the benchmark."""
     root = Path(__file__).parents[2]
     names = sorted(p.stem.removeprefix("bench_") for p in root.glob("bench/bench_*.py"))
     if not names:
-        raise GrowthError("bench/ is not part of an installed package: run this in a source tree")
+        raise GrowthError("an installed package has no bench/: run this in a source tree")
     if name is not None and name not in names:
         raise GrowthError(f"no benchmark {name!r}{nearest(name, names)}")
     for chosen in [name] if name else names:
@@ -44,7 +48,7 @@ def bench(
 
 @app.command()
 def info(as_json: AsJson = False) -> None:
-    """Show versions, devices, and which backends are live here and why."""
+    """Show versions, devices, and which backends run on this machine and why."""
     from growkern.info import collect
 
     show(collect(), as_json)

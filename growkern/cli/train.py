@@ -1,4 +1,4 @@
-"""`growkern train` and `plot`."""
+"""The commands `growkern train` and `growkern plot`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +10,14 @@ from growkern.cli.app import app, silence_transformers
 
 @app.command()
 def train(
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Settings of the run.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.toml", help="File with the settings of the run.")
+    ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Drop another run in the output directory.")
+        bool, typer.Option("--overwrite", help="Delete another run in the output directory.")
     ] = False,
 ) -> None:
-    """Train in two stages as RUN.toml says; started again, it goes on where it was."""
+    """Train as RUN.toml says. Started again, it resumes from the last checkpoint."""
     import torch.distributed as dist
 
     from growkern.train.run import train as start
@@ -27,7 +29,7 @@ def train(
         if not is_first:
             return
     if result is None:
-        print("this run is finished; nothing was done")
+        print("this run is finished already; nothing was done")
     else:
         print(f"{result.global_step} steps, mean training loss {result.training_loss:.4f}")
 
@@ -36,16 +38,18 @@ def train(
 def plot(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Training runs; with --attention checkpoints."),
+        typer.Argument(
+            metavar="RUN...", help="Training directories; with --attention, checkpoints."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="PNG to write.  \\[loss_vs_flops.png, attention.png]")
+        Path | None, typer.Option(help="PNG file.  \\[loss_vs_flops.png or attention.png]")
     ] = None,
     attention: Annotated[
-        Path | None, typer.Option(metavar="TEXT", help="Draw what heads attend to in this text.")
+        Path | None, typer.Option(metavar="TEXT", help="Draw attention maps for this text file.")
     ] = None,
 ) -> None:
-    """Draw loss against FLOPs of runs, or attention maps of checkpoints, side by side."""
+    """Draw loss against FLOPs of runs side by side, or attention maps of checkpoints."""
     from growkern.plot import plot_attention, plot_runs
 
     if attention is None:

@@ -1,4 +1,4 @@
-"""The whole of growkern on this machine, on text that is already there, in minutes."""
+"""A demonstration: trains a small BERT, grows it, and compares ways to train the large one."""
 
 from growkern.demo.config import FULL, MICRO, QUICK, DemoConfig
 from growkern.demo.run import run_demo

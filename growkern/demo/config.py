@@ -1,4 +1,4 @@
-"""How large a demo is: frozen presets, and the runs that it compares."""
+"""The settings of the demo: its sizes, and the training runs that it compares."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """A BERT, by the names of its config."""
+    """The sizes of a BERT. The fields have the names of transformers' `BertConfig`."""
 
     hidden_size: int
     num_attention_heads: int
@@ -16,10 +16,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run: warm-up, then a rate that falls linearly to 0.
+    """The settings of a training run: a warm-up, then a rate that falls linearly to 0.
 
-    The protocol is bert2BERT's: small and large model train for equally many steps, every run of
-    the large model alike, and a run ends where it reaches the loss that scratch ends at.
+    As in bert2BERT, the small and the large model train for the same number of steps. All runs of
+    the large model have the same settings. A run ends when it reaches the final loss of the run
+    from scratch.
+
+    Args:
+        steps: optimizer steps.
+        learning_rate: the peak of the schedule.
+        warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
+        eval_every: optimizer steps between two evaluations.
+        save_every: optimizer steps between two checkpoints.
     """
 
     steps: int
@@ -31,11 +39,23 @@ class Training:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Everything that decides a demo's numbers, but for the seed and the machine.
+    """All settings of the demo except the seed.
 
-    max_files: of the corpus, None for all. eval_blocks: blocks of the fixed validation set.
-    layers_per_block, stage1_share: of the two stages. inheritance_share: part of the steps in
-    which the source teaches.
+    Args:
+        name: of the preset.
+        source: sizes of the small model.
+        target: sizes of the large model.
+        source_training: of the small model.
+        target_training: of the large model, in all runs.
+        vocab_size: tokens of the tokenizer.
+        sequence_length: tokens per block.
+        batch_size: blocks per step.
+        masking_probability: chance of a token to be masked.
+        eval_blocks: blocks of the validation set, the same in every evaluation.
+        max_files: text files to read, None for all.
+        layers_per_block: layers that train in a step of stage 1.
+        stage1_share: share of the steps that are stage 1.
+        inheritance_share: share of the steps in which the small model is a teacher.
     """
 
     name: str
@@ -56,7 +76,15 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to train the large model. growth: options of `growkern.grow`; None: from scratch."""
+    """A way to train the large model.
+
+    Args:
+        name: of its directory.
+        title: in the table and the picture.
+        growth: options of `growkern.grow`; None trains from scratch.
+        two_stage: whether to train in two stages.
+        inheritance: whether the small model is a teacher.
+    """
 
     name: str
     title: str
@@ -65,7 +93,7 @@ class Contestant:
     inheritance: bool = False
 
 
-# the first one sets the loss that the others have to reach
+# the final loss of the first one is the loss that the others have to reach
 CONTESTANTS = (
     Contestant("scratch", "scratch"),
     Contestant("direct_copy", "DirectCopy", {"method": "direct_copy"}),

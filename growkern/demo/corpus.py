@@ -1,7 +1,7 @@
-"""Text that is already there: the sources and documents of the running Python's own library.
+"""Provides text for the demo without a download: the standard library of the running Python.
 
-Files are split into training and validation by a hash of what they hold, so that two copies of one
-file never stand on both sides, and the split does not depend on the machine.
+A hash of its content decides whether a file is for training or for validation. Two copies of a file
+are therefore never in both sets, and the split is the same on every machine.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from growkern.errors import GrowthError
 
 SUFFIXES = (".py", ".rst", ".txt")
-# not the library's own text; its tests and its tables of characters, which some systems leave out
+# installed packages, and parts of the library that some systems leave out
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 SKIPPED |= {"encodings", "lib-dynload"}
 # one file in 20 is for validation
@@ -30,14 +30,21 @@ SPECIAL_TOKENS = {
 
 
 class Corpus(NamedTuple):
-    """Texts in a fixed order."""
+    """Texts for training and validation, in a fixed order."""
 
     train: list[str]
     validation: list[str]
 
 
 def library_files(root: Path | None = None) -> list[Path]:
-    """Text files of the standard library (or below `root`), sorted by their path in it."""
+    """The text files of the standard library or of another folder.
+
+    Args:
+        root: folder to search; None takes the standard library.
+
+    Returns:
+        The files, sorted by their path below the folder.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
     found = {
         path.relative_to(root).as_posix(): path
@@ -48,9 +55,14 @@ def library_files(root: Path | None = None) -> list[Path]:
 
 
 def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
-    """Read and split files. max_files: only so many, those whose hash comes first.
+    """Read files and split them into training and validation texts.
 
-    raises: GrowthError when one side of the split would be empty.
+    Args:
+        files: text files.
+        max_files: how many to use, those with the smallest hashes; None uses all.
+
+    Raises:
+        GrowthError: there is no text for training or none for validation.
     """
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     numbers = [int.from_bytes(hashlib.sha256(t.encode()).digest()[:8], "little") for t in texts]
@@ -61,14 +73,19 @@ def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
         (corpus.validation if held_out else corpus.train).append(texts[i])
     if not (any(corpus.train) and any(corpus.validation)):
         raise GrowthError(
-            f"{len(chosen)} text files found in this Python's library: too few to train and to "
-            "validate on; install the whole standard library"
+            f"{len(chosen)} text files found in this Python's standard library: too few for "
+            "training and validation. Install the complete standard library"
         )
     return corpus
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding learnt from the texts; every byte is known, so nothing is lost."""
+    """Learn a byte-pair encoding from texts. Every byte is a token, so no text is unknown.
+
+    Args:
+        texts: to learn from.
+        vocab_size: number of tokens, special ones included.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

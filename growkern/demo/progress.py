@@ -1,4 +1,4 @@
-"""What the demo says while it works: bars on a terminal, a line per stage anywhere."""
+"""Prints the progress of the demo: bars on a terminal, and one line per finished stage."""
 
 import time
 from collections.abc import Iterator
@@ -15,24 +15,30 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# where there is no terminal to draw a bar on: a line about this often, in seconds
+# seconds between two lines of progress where no terminal can show a bar
 QUIET_SECONDS = 15.0
 
 
 class Narrator:
-    """Prints the stages of a demo; `stage` is entered for the one at work."""
+    """Prints the stages of a demo as they begin and end.
+
+    Args:
+        console: to print on.
+        stages: number of stages in all.
+    """
 
     def __init__(self, console: Console, stages: int) -> None:
         self.console, self.stages = console, stages
         self._number = 0
 
     def skip(self, title: str) -> None:
-        """A stage that an earlier start has done."""
+        """Print that an earlier run of the demo finished this stage."""
         self._number += 1
         self.console.print(f"[dim]{self._label(title)}: done before[/]")
 
     @contextmanager
     def stage(self, title: str) -> Iterator["Stage"]:
+        """While active, shows the progress of a stage; then prints its time."""
         self._number += 1
         progress = Progress(
             TextColumn("{task.description}"),
@@ -59,7 +65,10 @@ class Narrator:
 
 
 class Stage:
-    """The stage at work."""
+    """Shows the progress of the stage that is running.
+
+    `note` is printed when the stage ends.
+    """
 
     def __init__(self, console: Console, progress: Progress, task: TaskID, label: str) -> None:
         self.console, self.progress, self.task, self.label = console, progress, task, label
@@ -67,7 +76,13 @@ class Stage:
         self._said = time.perf_counter()
 
     def report(self, step: int, steps: int, loss: float | None) -> None:
-        """A training step is over."""
+        """Show that a training step has ended.
+
+        Args:
+            step: number of the step, counted from 1.
+            steps: of the whole run.
+            loss: the last validation loss, None if there is none yet.
+        """
         note = "" if loss is None else f"validation loss {loss:.3f}"
         self.progress.update(self.task, completed=step, total=steps, note=note)
         now = time.perf_counter()

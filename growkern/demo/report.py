@@ -1,4 +1,4 @@
-"""What a demo found: one table, one picture, and every number behind them as JSON."""
+"""Summarises the training runs of the demo in a table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,17 @@ NOT_REACHED = "not reached"
 
 
 def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """One record per run; the first curve is training from scratch.
+    """Compare the runs of the large model with the run from scratch.
 
-    flops, seconds: until the run first reaches scratch's final loss, the teacher's counted; None
-    where it never does. saving: of scratch's FLOPs to that loss. saving_with_source: the source's
-    own training counted as well, in full, for every run but scratch.
+    Args:
+        source: of the small model.
+        curves: of the large model; the first one is the run from scratch.
+
+    Returns:
+        One record per run. "flops" and "seconds" are counted until the run first reaches the final
+        loss of scratch, teachers included; None if it never does. "saving" is the share of
+        scratch's FLOPs that the run saved. "saving_with_source" also counts the whole training of
+        the small model as a cost.
     """
     scratch = curves[0]
     target = scratch.losses[-1]
@@ -38,17 +44,22 @@ def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
-    """The records of `summarize` as a rich table."""
+    """Make a rich table from the records of `summarize`.
+
+    Args:
+        rows: from `summarize`.
+        source: of the small model.
+    """
     target = rows[0]["final_loss"]
     caption = (
-        f"The small model: loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} for "
-        f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs of a "
-        "teacher are counted where there is one; evaluation is not."
+        f"The small model went from loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} with "
+        f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs include "
+        "those of teachers, but not evaluation."
     )
     if source.losses[-1] <= target:
         caption += (
-            " The small model is already where scratch ends: trained this briefly, scratch sets "
-            "no mark to measure savings by."
+            " The small model has already reached the loss where scratch ends. Training was too "
+            "short for the savings to mean anything."
         )
     table = Table(
         title=f"Training the large model to validation loss {target:.3f} (where scratch ends)",

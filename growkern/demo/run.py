@@ -1,4 +1,7 @@
-"""The demo, stage by stage: corpus, source, growth, one training per contestant, the verdict."""
+"""Runs the demo: trains a small model, grows it, trains the large one in six ways, and compares.
+
+Every stage is stored when it is done. An interrupted demo resumes with the first unfinished stage.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,22 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train a small BERT, grow it, and train the large one in six ways to the same loss.
 
-    directory: everything goes there; started again, it goes on where it was. quick: the same path
-    with smaller models. seed: of models, growth, masks and data order. config: instead of a preset.
-    returns: what `results.json` in the directory holds.
-    raises: GrowthError when the directory holds something else, when this Python has no library
-        sources, when a grown model fails its verification.
-    Source: bert2BERT (Chen et al. 2022); Knowledge Inheritance (Qin et al. 2022).
+    The methods are those of bert2BERT (Chen et al. 2022) and Knowledge Inheritance (Qin et al.
+    2022).
+
+    Args:
+        directory: for all files. A second call with the same settings resumes the demo.
+        quick: use smaller models.
+        seed: of models, growth, masks and data order.
+        console: to print on.
+        config: settings to use instead of a preset.
+
+    Returns:
+        The contents of `results.json` in the directory.
+
+    Raises:
+        GrowthError: the directory holds something else, this Python lacks the sources of its
+            standard library, or a grown model fails its verification.
     """
     config = config or (QUICK if quick else FULL)
     demo = _Demo(Path(directory), config, seed, console or Console())
@@ -68,7 +81,7 @@ def run_demo(
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Loading a model of a few megabytes needs no bar, and its hints are not the reader's."""
+    """While active, transformers prints no progress bars and no warnings."""
     log = transformers.utils.logging
     verbosity = log.get_verbosity()
     log.disable_progress_bar()
@@ -81,6 +94,8 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 class _Demo:
+    """The stages of the demo, and the directory they work in."""
+
     def __init__(self, directory: Path, config: DemoConfig, seed: int, console: Console) -> None:
         identity = {
             "config": asdict(config),
@@ -91,14 +106,16 @@ class _Demo:
         self.directory, self.config, self.seed, self.console = directory, config, seed, console
         self.stages = Stages(directory, identity)
         self.grown = {c.growth["method"]: c.growth for c in CONTESTANTS if c.growth}
-        # corpus, source, plan, growths, runs
+        # three stages before the growths: corpus, source and plan
         self.narrator = Narrator(console, 3 + len(self.grown) + len(CONTESTANTS))
 
     def run(self) -> dict[str, Any]:
-        corpus = self._once("corpus", "read the library, train a tokenizer", self._make_corpus)
+        corpus = self._once(
+            "corpus", "read the standard library, train a tokenizer", self._make_corpus
+        )
         self.console.print(
             f"  {corpus['characters'] / 1e6:.1f} million characters, {corpus['train_tokens']} "
-            f"tokens to train on, {corpus['validation_tokens']} held out"
+            f"tokens for training, {corpus['validation_tokens']} for validation"
         )
         data = self._load_data()
         source = curve_from(
@@ -129,7 +146,7 @@ class _Demo:
         tokenizer = train_tokenizer(corpus.train, config.vocab_size)
         tokenizer.save_pretrained(self.directory / "tokenizer")
         train, held_out = (pack_text(t, tokenizer, config.sequence_length) for t in corpus)
-        # spread over the whole held-out text, and the same in every evaluation
+        # evenly spaced over the whole text, and the same in every evaluation
         rows = np.linspace(0, len(held_out) - 1, min(config.eval_blocks, len(held_out)))
         validation_NS = held_out.tokens_NS[rows.astype(np.int64)]
         np.save(self.directory / "train.npy", train.tokens_NS)
@@ -170,7 +187,7 @@ class _Demo:
             max_position_embeddings=self.config.sequence_length,
             type_vocab_size=1,
             pad_token_id=0,
-            # a run of minutes sees each text once: there is nothing to regularise
+            # a short run sees each text about once, so dropout would only slow it down
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
@@ -187,7 +204,7 @@ class _Demo:
 
     def _grow(self, method: str) -> dict[str, Any]:
         target = self.directory / "grown" / method
-        # what a killed growth left beside its target
+        # left over by an interrupted growth
         for left in target.parent.glob(f".{method}.*"):
             shutil.rmtree(left)
         grow_checkpoint(
@@ -202,7 +219,7 @@ class _Demo:
         if method == "fpi" or not report.ok:
             self.console.print(report.table())
         if not report.ok:
-            raise GrowthError(f"{target} is not what the plan says: {report.failure}")
+            raise GrowthError(f"{target} failed its verification: {report.failure}")
         return {"ok": report.ok, "exact": report.plan.exact, "outputs": dict(report.outputs)}
 
     # ------------------------------------------------------------------- runs
@@ -255,7 +272,7 @@ class _Demo:
         stage.note = f"validation loss {curve.losses[0]:.3f} to {curve.losses[-1]:.3f}"
         return curve_record(curve)
 
-    # ---------------------------------------------------------------- verdict
+    # ---------------------------------------------------------------- results
 
     def _conclude(
         self,

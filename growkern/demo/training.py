@@ -1,4 +1,4 @@
-"""One training run of the demo: resumed if it was cut off, stopped at the loss it has to reach."""
+"""Trains one model of the demo. An interrupted run resumes; a run stops at its target loss."""
 
 import shutil
 import time
@@ -17,13 +17,13 @@ from growkern.train.data import MaskedLMCollator, TokenBlocks
 from growkern.train.run import last_checkpoint, train_or_resume
 from growkern.train.trainer import TwoStageTrainer
 
-# step, steps in all, validation loss if there is one yet
+# called with the step, the number of steps, and the last validation loss or None
 Report = Callable[[int, int, float | None], None]
 
 
 @dataclass(frozen=True)
 class Data:
-    """What all runs of a demo train and validate on."""
+    """The tokenizer and the blocks of all runs of a demo."""
 
     tokenizer: Any
     train: TokenBlocks
@@ -43,9 +43,22 @@ def train_model(
     target_loss: float | None = None,
     **trainer_options: Any,
 ) -> Curve:
-    """Train a model in `directory`, or go on with it; leave the model and its log there.
+    """Train a model, or resume its training, and save it with its log.
 
-    target_loss: stop at the first evaluation that is not above it.
+    Args:
+        model: to be trained.
+        directory: of the run.
+        data: to train and validate on.
+        config: settings of the demo.
+        training: settings of the run.
+        title: of the curve.
+        seed: of masks and data order.
+        report: called after each step and each evaluation.
+        target_loss: training stops at the first validation loss that is not above it.
+        trainer_options: of `TwoStageTrainer`.
+
+    Returns:
+        The curve of the run.
     """
     watch = _Watch(target_loss, report)
     trainer = TwoStageTrainer(
@@ -61,7 +74,7 @@ def train_model(
     trainer.remove_callback(PrinterCallback)
     checkpoint = last_checkpoint(directory)
     if checkpoint is not None and watch.reached(_history(checkpoint)):
-        # it was cut off between its last step and its mark
+        # it was interrupted after its last step, but before its result was stored
         trainer.state.log_history = _history(checkpoint)
         trainer._load_from_checkpoint(str(checkpoint))
     else:
@@ -69,26 +82,27 @@ def train_model(
     trainer.save_model()
     trainer.save_state()
     for left in directory.glob("checkpoint-*"):
-        # renamed first: a checkpoint that is half deleted must not be taken for one to go on from
+        # renamed first: a partly deleted checkpoint must not be resumed from
         shutil.rmtree(left.rename(left.with_name(f".{left.name}")))
     return curve_of(trainer.state.log_history, title)
 
 
 def curve_from(record: dict[str, Any]) -> Curve:
-    """A curve read back from JSON."""
+    """Make a curve from the JSON record of `curve_record`."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
     return Curve(**values)
 
 
 def curve_record(curve: Curve) -> dict[str, Any]:
+    """A curve as a JSON record."""
     return asdict(curve)
 
 
 class _Watch(TrainerCallback):
-    """Reports, stops the run at its target, and notes the seconds of training in the log.
+    """Reports progress, stops a run at its target, and logs the seconds of training.
 
-    Seconds are counted from the start of a step to its end: evaluating, saving and being killed
-    cost none, and a run that goes on goes on counting.
+    Only the time from the start to the end of each step counts, not evaluation or saving. A resumed
+    run continues the count.
     """
 
     def __init__(self, target_loss: float | None, report: Report) -> None:
@@ -147,7 +161,7 @@ def _arguments(
         logging_steps=training.eval_every,
         eval_strategy="steps",
         eval_steps=training.eval_every,
-        # a run that goes on has the loss of its start in its log already
+        # a resumed run already has the loss of its start in its log
         eval_on_start=last_checkpoint(directory) is None,
         save_strategy="steps",
         save_steps=training.save_every,
@@ -155,6 +169,6 @@ def _arguments(
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        # pinning warns where there is no accelerator
+        # pinning memory gives a warning without an accelerator
         dataloader_pin_memory=torch.cuda.is_available(),
     )

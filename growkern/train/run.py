@@ -282,6 +282,6 @@ def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> Train
         dataloader_num_workers=training.data_workers,
         report_to="tensorboard" if run.output.tensorboard else "none",
         disable_tqdm=not progress,
-        # pinning warns at every epoch where there is no accelerator
+        # pinning memory gives a warning in every epoch without an accelerator
         dataloader_pin_memory=torch.cuda.is_available(),
     )

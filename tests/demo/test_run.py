@@ -134,7 +134,7 @@ def test_refuses_a_directory_of_something_else(finished, tmp_path):
     with pytest.raises(GrowthError, match="another size, seed or version"):
         run(directory, seed=1)
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(GrowthError, match="no demo's"):
+    with pytest.raises(GrowthError, match="not the directory of a demo"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

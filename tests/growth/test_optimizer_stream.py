@@ -205,7 +205,7 @@ def test_killed_while_it_is_written_the_same_line_goes_on(tmp_path):
         [sys.executable, "-m", "growkern", *command], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "of it before" in done.stdout
+    assert "of it by an earlier run" in done.stdout
     assert not staging.exists()
     report = grow(source, tmp_path / "expected")
     assert_same_state(load(target), growkern.grow_optimizer(load(source), report.plan))

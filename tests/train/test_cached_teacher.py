@@ -80,8 +80,8 @@ def test_nothing_is_read_once_the_teacher_is_gone(tmp_path, monkeypatch):
         ({"schedule": InheritanceSchedule(end_step=6, kl_rows="all")}, "kl_rows"),
         ({"schedule": InheritanceSchedule(end_step=6, teacher_weights=(0.5, 0.5))}, "one teacher"),
         ({"collator": MaskedLMCollator(TinyTokenizer(), 0.4, seed=1)}, "not in"),
-        ({"model": build("bert", layers=2, width=8, vocab_size=40)}, "over 48 tokens"),
-        ({"model": build("bert", layers=2, width=8, vocab_size=64)}, "over 48 tokens"),
+        ({"model": build("bert", layers=2, width=8, vocab_size=40)}, "a vocabulary of 48 tokens"),
+        ({"model": build("bert", layers=2, width=8, vocab_size=64)}, "a vocabulary of 48 tokens"),
     ],
     ids=["temperature", "kl_rows", "teachers", "collator", "vocabulary below", "vocabulary above"],
 )

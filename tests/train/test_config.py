@@ -88,7 +88,7 @@ def test_round_trip(load):
         ("steps = 100", "steps = 0", "training.steps is 0: it must be positive"),
         ("learning_rate = 1", "learning_rate = -1", "learning_rate is -1.0: it must be 0 or more"),
         ("learning_rate = 1", "learning_rate = nan", "learning_rate is nan: it must be 0 or more"),
-        ('[teacher]\npaths = ["small", "other"]', "", "go together"),
+        ('[teacher]\npaths = ["small", "other"]', "", "belong together"),
         ('[model]\npath = "grown"', "model = 3", r"model is 3 \(int\): it must be a table"),
         ("[data]", "[data", "cannot read"),
     ],

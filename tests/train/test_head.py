@@ -121,7 +121,7 @@ def test_probe_refuses_logits_that_are_changed_otherwise():
             output.logits = output.logits * 2
             return output
 
-    with pytest.raises(GrowthError, match=r"Doubled changes its logits .* not known"):
+    with pytest.raises(GrowthError, match=r"Doubled changes its logits .* not supported"):
         check_head(Doubled(transformers.LlamaConfig(**SIZES)))
 
 

@@ -111,7 +111,7 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     shutil.rmtree(workplace / "out")
     (workplace / "out").mkdir()
     (workplace / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(GrowthError, match="no run's directory"):
+    with pytest.raises(GrowthError, match="not the directory of a run"):
         train(workplace / "run.toml", overwrite=True, progress=False)
     assert (workplace / "out" / "thesis.txt").read_text() == "mine"
 
@@ -120,8 +120,8 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ('path = "model"', 'path = "modle"', "modle is no checkpoint directory"),
-        ('paths = ["teacher"]', 'paths = ["none"]', "none is no checkpoint directory"),
+        ('path = "model"', 'path = "modle"', "modle is not a checkpoint directory"),
+        ('paths = ["teacher"]', 'paths = ["none"]', "none is not a checkpoint directory"),
         ("text/*.txt", "txet/*.txt", r"no text file matches .*txet"),
         ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
         ("sequence_length = 16", "sequence_length = 1600", r"model has \d+ positions"),

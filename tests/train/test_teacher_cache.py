@@ -217,7 +217,7 @@ def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypat
         {"model": build("bert", layers=1, width=8, seed=1)},
         {"collator": collator_of("bert", seed=1)},
     ):
-        with pytest.raises(GrowthError, match="half-made cache of something else"):
+        with pytest.raises(GrowthError, match="unfinished cache of something else"):
             make(tmp_path / "c", **change)
     make(tmp_path / "c", temperature=1.0, overwrite=True)
     assert TeacherCache(tmp_path / "c").header.temperature == 1.0
@@ -230,7 +230,7 @@ def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypat
 
 def test_nothing_but_a_cache_is_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(GrowthError, match="no teacher cache"):
+    with pytest.raises(GrowthError, match="not a teacher cache"):
         make(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").is_file()
 
@@ -272,10 +272,10 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
         ({"dtype": "fp16"}, "dtype"),
         ({"epochs": 0}, "epochs"),
         ({"collator": random_masks}, "other masks each time"),
-        ({"collator": nothing}, "without a single row"),
+        ({"collator": nothing}, "has a row to store"),
         ({"collator": lambda features: {"ids": 1}}, "must give input_ids and labels"),
         ({"model": broken}, "NaN"),
-        ({"model": tmp_path / "nowhere"}, "no checkpoint directory"),
+        ({"model": tmp_path / "nowhere"}, "not a checkpoint directory"),
     ]:
         with pytest.raises(GrowthError, match=message):
             make(tmp_path / "c", **change)
@@ -284,12 +284,12 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
 
 
 def test_what_is_no_cache_is_refused(tmp_path):
-    with pytest.raises(GrowthError, match="no teacher cache"):
+    with pytest.raises(GrowthError, match="not a teacher cache"):
         TeacherCache(tmp_path)
     make(tmp_path / "c", shard_bytes=300)
     for name, content, message in [
-        ("cache.json", b"{}", "no header of format"),
-        ("cache.json", b"\xff", "no teacher cache"),
+        ("cache.json", b"{}", "not a cache header of format"),
+        ("cache.json", b"\xff", "not a teacher cache"),
         ("index.safetensors", b"", "truncated or corrupt"),
         ("rows-00001.safetensors", None, "truncated or corrupt"),
     ]:

@@ -369,7 +369,7 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
     two.average_tokens_across_devices = False
     refuse("gives the labels of small batches", args=two)
     two.average_tokens_across_devices, two.ddp_find_unused_parameters = True, False
-    refuse("waits for ever", args=two)
+    refuse("would wait for ever", args=two)
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse("would train alone", args=given())
