@@ -28,7 +28,7 @@ def cache_teacher(
     ] = 0.15,
     seed: Annotated[int, typer.Option(help="Seed of the masks: training.seed of the run.")] = 0,
     epochs: Annotated[int, typer.Option(help="Maskings per block (masked models).")] = 1,
-    tokenizer: Annotated[Path | None, typer.Option(help="Its directory; default: SRC.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer; default: SRC.")] = None,
     batch_size: Annotated[int, typer.Option(help="Blocks per call of the teacher.")] = 32,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache.")] = False,
 ) -> None:

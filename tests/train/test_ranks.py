@@ -98,6 +98,6 @@ def test_a_run_file_on_two_processes(workplace):  # noqa: F811
 def test_batches_that_cannot_be_shared_are_refused(workplace, monkeypatch):  # noqa: F811
     assert "batch_size = 4" in RUN
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(GrowthError, match="batch_size is 4: .* multiple of the 3 processes"):
+    with pytest.raises(GrowthError, match=r"batch_size is 4: .* multiple of the 3 processes"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
