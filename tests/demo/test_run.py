@@ -172,7 +172,7 @@ def test_a_source_beyond_scratch_is_said_to_be():
     scratch = curve("scratch", (8.0, 6.0), (0.0, 50.0), (0.0, 5.0))
     source = curve("source", (7.0, 6.0), (0.0, 20.0), (0.0, 2.0))
     text = " ".join(printed(summarize(source, [scratch]), source).split())
-    assert "The small model is already where scratch ends" in text
+    assert "The small model has already reached the loss" in text
 
 
 def test_presets_compare_like_with_like():
