@@ -1,11 +1,14 @@
-"""python -m bench.aot: compile every kernel without a GPU and read its machine code.
+"""Compiles every kernel without a GPU and reads from its machine code how fast it can be.
 
-Registers, spills, shared memory, widths of loads and stores, and the speed these allow, for every
-architecture; kept in bench/results/aot.json, where only what has changed is made anew. Ends with 1
-if a kernel spills, or loads or stores narrowly without saying why. A module of Triton kernels takes
-part by having ``aot_cases()``; CUDA kernels are in bench/shared/cuda_cases.py. Those are compiled
-by NVRTC down to machine code, so that no other tool has to understand its PTX; without NVRTC their
-rows stay as they are.
+    python -m bench.aot
+
+The result is bench/results/aot.json: registers, spills, shared memory, widths of loads and stores,
+and the speed these allow, for every architecture. Only kernels that have changed are compiled
+again. The exit code is 1 if a kernel spills, or if its loads or stores are narrow without a reason.
+
+A module of Triton kernels takes part by having ``aot_cases()``. The CUDA kernels are listed in
+bench/shared/cuda_cases.py. NVRTC compiles them to machine code, so that no other tool has to read
+its PTX. Without NVRTC their rows stay as they are.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# the interpreter's stand-ins cannot be compiled, and Triton decides when a kernel is decorated
+# Interpreted kernels cannot be compiled. Triton reads this variable when it decorates a kernel.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -46,22 +49,23 @@ from growkern.ops.backend.launch import AotCase
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 BACKENDS = Path(triton.__file__).parent / "backends"
-# not every Triton is built with AMD's backend
+# some builds of Triton lack the AMD backend
 ARCHS = [arch for arch in TARGETS if arch != "gfx942" or (BACKENDS / "amd").is_dir()]
 CUOBJDUMP = BACKENDS / "nvidia/bin/cuobjdump"
-# the least share of the loaded and stored bytes that moves at full width. The rest are numbers of a
-# row that every thread reads; 12 bytes of them stand beside 16 of weights in the rows of `expand`,
-# and 20 beside 32 of logits where a gradient is all that is asked for
+# The least share of the bytes that must be loaded and stored at full width. The rest are values of
+# a row that all threads read. In the rows of `expand` there are 12 bytes of them to 16 bytes of
+# weights. In the backward pass of the loss there are 20 to 32 bytes of logits.
 WIDE_SHARE = 0.85
 OTHER_SHARES = {"expand rows": 0.55, "CUDA expand": 0.75, "kl_mlm rows backward": 0.6}
-UNCOUNTED = {"no estimate": "widths are chosen while it runs, so all of them stand in the code"}
+UNCOUNTED = {"no estimate": "the kernel chooses widths at run time, so the code has all of them"}
 
 
 Job = tuple[str, str, str]
 
-# BERT's 30522 and GPT-2's 50257: what a multiple of 16 hides. One architecture tells
+# Vocabularies such as BERT's 30522 and GPT-2's 50257 are slower than multiples of 16. Compiling
+# them for one architecture is enough to see by how much.
 RAGGED_ARCH = "sm_90"
-RAGGED = "rows of a vocabulary that is no multiple of 16 start and end anywhere"
+RAGGED = "rows are not aligned, because the vocabulary is no multiple of 16"
 
 
 def ragged(case: AotCase) -> AotCase:
@@ -75,6 +79,7 @@ def ragged(case: AotCase) -> AotCase:
 
 
 def all_cases() -> list[AotCase]:
+    """The launches of all Triton kernels of the library."""
     modules = (m.name for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops."))
     cases = []
     for name in modules:
@@ -84,14 +89,14 @@ def all_cases() -> list[AotCase]:
 
 
 def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """The members of a tuple argument with their paths in it; an argument that is none, whole."""
+    """The members of a tuple argument, each with its path. Other arguments have one empty path."""
     if isinstance(kind, tuple):
         return [((j,), member) for j, member in enumerate(kind)]
     return [((), kind)]
 
 
 def _blocks(case: AotCase) -> list[int]:
-    """Sizes of the block that one turn of the hot loop takes."""
+    """Sizes of the block that one pass of the hot loop handles."""
     return [v for k, v in case.constexprs.items() if k.startswith("BLOCK_")]
 
 
@@ -105,7 +110,8 @@ def _source(case: AotCase) -> ASTSource:
     names = case.kernel.arg_names
     given = {**case.signature, **case.constexprs}
     if sorted(given) != sorted(names):
-        raise ValueError(f"{case.name}: arguments {sorted(set(given) ^ set(names))} do not match")
+        wrong = sorted(set(given) ^ set(names))
+        raise ValueError(f"{case.name}: these arguments are missing or unknown: {wrong}")
     signature = {name: _typed(case.signature.get(name)) for name in names}
     constants, attrs = dict(case.constexprs), {}
     for name, kind in case.signature.items():
@@ -119,8 +125,8 @@ def _source(case: AotCase) -> ASTSource:
 
 
 def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
-    """Registers, spills, shared memory and the hot code of a kernel on one architecture."""
-    # enable_fp_fusion is what the launchers pass, and from Triton 3.9 has to be said
+    """Compile a Triton kernel for one architecture: its row of the table."""
+    # The launchers pass enable_fp_fusion, too. From Triton 3.9 on it has no default here.
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False, "maxnreg": case.maxnreg}
     target = TARGETS[arch]
     compiled = triton.compile(_source(case), target, options)
@@ -129,7 +135,7 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
     else:
         usage, code = _usage_of_cubin(compiled.asm["cubin"])
     blocks = _blocks(case)
-    # 64 lanes of AMD's with 8 bytes ask for as much at once as 32 with 16
+    # AMD's 64 lanes with 8 bytes each access as much at once as 32 lanes with 16 bytes
     wide = 512 // target.warp_size
     elements = math.prod(blocks) / (target.warp_size * case.num_warps)
     return {
@@ -149,12 +155,12 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
 
 
 def compile_cuda(case: CudaCase, arch: str) -> dict[str, Any]:
-    """The same of a CUDA kernel, with shared memory as the launch asks for it."""
+    """Compile a CUDA kernel for one architecture: its row of the table."""
     usage, code = _usage_of_cubin(nvrtc.compile_cubin(case.kernel, arch))
-    # where the width of an access is decided while it runs, all widths stand in the code, and it
-    # cannot be counted
+    # A ragged kernel chooses the width of an access at run time. Its code holds accesses of all
+    # widths, and counting them would mean nothing.
     ragged = case.narrow == RAGGED_ROWS
-    # every element is stored once
+    # each element is stored once, so the stores tell their number
     elements = sum(width * count for width, count in code.stores.items()) / case.element_bytes
     return {
         "kernel": case.name,
@@ -185,9 +191,9 @@ def _usage_of_cubin(cubin: bytes) -> tuple[dict[str, int], HotCode]:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
     if usage is None:
-        raise RuntimeError(f"no resource usage in the report of cuobjdump:\n{printed[:2000]}")
+        raise RuntimeError(f"cuobjdump reported no resource usage:\n{printed[:2000]}")
     registers, stack, local = (int(x) for x in usage.groups())
-    # what does not fit in registers goes to the stack or to local memory
+    # values that do not fit in registers are on the stack or in local memory
     return {"registers": registers, "spilled_bytes": stack + local}, read_sass(printed)
 
 
@@ -195,7 +201,7 @@ def _usage_of_gcn(text: str) -> dict[str, int]:
     def number(field: str) -> int:
         found = re.search(rf"\.{field}:\s+(\d+)", text)
         if found is None:
-            raise RuntimeError(f"no {field} in the assembly")
+            raise RuntimeError(f"the assembly has no {field}")
         return int(found[1])
 
     return {
@@ -205,7 +211,7 @@ def _usage_of_gcn(text: str) -> dict[str, int]:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """What a kernel must not have."""
+    """The faults of a kernel: spills, too many registers, narrow accesses without a reason."""
     name = f"{row['kernel']} on {row['arch']}"
     found = [f"{name}: {row['spilled_bytes']} bytes spilled"] if row["spilled_bytes"] else []
     if row["registers"] > row.get("most registers", 255):
@@ -213,34 +219,38 @@ def faults(row: dict[str, Any]) -> list[str]:
     shares = [least for of, least in OTHER_SHARES.items() if row["kernel"].startswith(of)]
     least = min(shares, default=WIDE_SHARE)
     if row["wide_share"] < least and not row["narrow"]:
-        found.append(f"{name}: loads {row['loads']} in the hot code, {row['wide']} bytes wanted")
+        found.append(
+            f"{name}: narrow loads {row['loads']} in the hot code, not {row['wide']} bytes"
+        )
     if row["wide_store_share"] < least and not row["narrow_stores"]:
-        found.append(f"{name}: stores {row['stores']} in the hot code, {row['wide']} bytes wanted")
+        found.append(
+            f"{name}: narrow stores {row['stores']} in the hot code, not {row['wide']} bytes"
+        )
     return found
 
 
 @functools.cache
 def _readers() -> str:
-    """The code that makes a row out of machine code."""
+    """The source of the code that makes a row from machine code."""
     return "".join(Path(file).read_text() for file in (__file__, roofline.__file__))
 
 
 def fingerprint(case: AotCase, arch: str) -> str:
-    """All that a row depends on: kernel with what it calls, launch, compiler, readers."""
+    """A hash of all that a row depends on: kernel and callees, launch, compiler, this code."""
     launch = case._replace(kernel=case.kernel.cache_key)
     everything = (launch, arch, triton.__version__, _readers())
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 
 
 def cuda_fingerprint(case: CudaCase, arch: str) -> str:
-    # the name of the cached machine code is of sources, flags, architecture and NVRTC
+    # the file name is a hash of sources, flags, architecture and NVRTC
     source = nvrtc.cache_path(case.kernel, arch).name
     everything = (source, case._replace(kernel=None), arch, triton.__version__, _readers())
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 
 
 def _jobs(only: str, archs: Sequence[str]) -> list[Job]:
-    """What there is to compile here: (name, architecture, fingerprint)."""
+    """The kernels to compile, as (name, architecture, fingerprint)."""
     jobs = [
         (case.name, arch, fingerprint(case, arch))
         for case in all_cases()
@@ -263,9 +273,16 @@ def compile_all(
     kept: Sequence[dict[str, Any]] = (),
     each: Callable[[dict[str, Any]], Any] = lambda row: None,
 ) -> list[dict[str, Any]]:
-    """A row per kernel and architecture; those of `kept` that still hold are not made again.
+    """Compile all kernels.
 
-    `each` is called with every row that is made, as soon as it is.
+    Args:
+        only: take only kernels whose name contains this.
+        archs: the architectures; empty for all.
+        kept: older rows. Those with an unchanged fingerprint are reused.
+        each: called with every new row as soon as it is made.
+
+    Returns:
+        One row per kernel and architecture.
     """
     known = {row.get("fingerprint"): row for row in kept}
     wanted = _jobs(only, archs)
@@ -273,8 +290,8 @@ def compile_all(
     with contextlib.ExitStack() as stack:
         compiled = map(_compile_named, jobs)
         if len(jobs) > 2:
-            # compilers are single-threaded; a kernel does not travel to another process, its name
-            # does
+            # Compilers use one thread, so run several. A kernel cannot be sent to another process,
+            # but its name can.
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(os.cpu_count(), mp_context=context))
             compiled = pool.map(_compile_named, jobs)
@@ -301,7 +318,7 @@ def compilers() -> dict[str, str | None]:
 
 
 def run(recorder: Recorder) -> None:
-    """A piece of `bench.gpu`: with the Triton of that machine."""
+    """As a piece of `bench.gpu`: compile with the Triton of that machine."""
 
     def each(row: dict[str, Any]) -> None:
         recorder.add(row)
@@ -312,13 +329,26 @@ def run(recorder: Recorder) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=results.RESULTS / "aot.json")
-    parser.add_argument(
-        "--only", default="", help="kernels whose name contains this; writes nothing"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--again", action="store_true", help="also what has not changed")
-    parser.add_argument("--arch", action="append", default=[], choices=ARCHS)
+    parser.add_argument(
+        "--json", type=Path, default=results.RESULTS / "aot.json", help="file to update"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="compile kernels whose name contains this, and save nothing",
+    )
+    parser.add_argument("--again", action="store_true", help="also compile unchanged kernels")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        choices=ARCHS,
+        help="compile for this architecture, and save nothing; may be repeated",
+    )
     args = parser.parse_args(argv)
     before = results.read(args.json)
     kept = [] if args.again else before.get("rows", [])
@@ -329,7 +359,7 @@ def main(argv: list[str]) -> int:
         print(fault)
     if not args.only and not args.arch:
         document = {"op": "aot", "machine": compilers(), "rows": rows}
-        # nothing of it depends on the machine; of what has not changed commit and date stay
+        # The result does not depend on the machine. If nothing changed, commit and date stay.
         if any(before.get(key) != value for key, value in document.items()):
             said = {**results.git_facts(), "sources": results.source_digest()}
             results.write(args.json, {"op": "aot", **said, "date": results.today(), **document})

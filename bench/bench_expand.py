@@ -1,9 +1,14 @@
-"""python -m bench.bench_expand: widen 4096 x 4096 to 8192 x 8192 beside eager indexing.
+"""Measures `expand` on one matrix: 4096 x 4096 widened to 8192 x 8192, beside eager indexing.
 
-On a CPU every call that returns a fresh tensor pays for the first touch of its memory; "reused"
-writes to memory that exists (`out=`). The limit there is the fastest of two ways to write the
-output and read nothing: `fill_`, and the library's streaming stores fed from one source row in
-the cache. On a GPU it is a copy that moves as many bytes.
+    python -m bench.bench_expand
+
+Columns of the table:
+
+- "ours" returns a fresh tensor. On a CPU it pays for the first touch of that memory.
+- "reused" writes to memory that exists (`out=`).
+- "limit" is the fastest possible time. On a GPU it is a copy that moves as many bytes. On a CPU
+  it is the faster of two ways to write the output without reading: `fill_`, and the library's
+  streaming stores fed from one source row in the cache.
 """
 
 import argparse
@@ -15,6 +20,7 @@ import torch
 from bench.on_gpu.check_expand import truth_rows
 from bench.shared.harness import (
     Rows,
+    benchmark_parser,
     compiled,
     interleaved_ms,
     machine,
@@ -30,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def bytes_moved(source: int, target: int, element: int) -> int:
-    """Least possible traffic: each source element read once, each target element written once."""
+    """Least bytes possible: read every source element once, write every target element once."""
     return (source * source + target * target) * element
 
 
@@ -38,13 +44,13 @@ def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(0)
     extra = torch.randint(source, (target - source,), generator=rng)
     mixed = torch.cat([torch.arange(source), extra])[torch.randperm(target, generator=rng)]
-    # contiguous: two halves of the source, each twice; tiled: the whole source, twice
+    # contiguous: each half of the source twice in a row; tiled: the whole source twice
     halves = torch.arange(source).view(2, -1).repeat(1, target // source).flatten()
     return {"contiguous": halves, "tiled": torch.arange(target) % source, "arbitrary": mixed}
 
 
 def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], Any]]:
-    """What one writes without the library, by name."""
+    """The ways to do the same without the library, by name."""
     weight, index = case["weight"], case["rows"]
     scale, noise = (case.get(name) for name in ("col_scale", "col_noise"))
 
@@ -53,7 +59,7 @@ def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], An
         if scale is not None:
             wide = wide * scale.to(weight.dtype)
         if noise is not None:
-            # a random number for each element: that they cancel would take more
+            # Plain noise: one random number per element. Noise that cancels would cost more.
             wide = wide * (1 + noise.to(weight.dtype) * torch.rand_like(wide))
         return wide
 
@@ -68,7 +74,7 @@ def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], An
 
 
 def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """The fastest ways known to move the bytes that have to move."""
+    """The fastest known ways to move the bytes that must move."""
     if DEVICE == "cuda":
         half = bytes_moved(weight.shape[0], out.shape[0], weight.element_size()) // 2
         there, back = (torch.empty(half, dtype=torch.int8, device=DEVICE) for _ in range(2))
@@ -85,10 +91,19 @@ def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], An
 def measure(
     dtype: torch.dtype, kind: str, index: torch.Tensor, scaled: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row of the table; "noise" is what growth does by default: halves, and noise on them."""
+    """Measure one row of the table.
+
+    Args:
+        dtype: of the weight.
+        kind: name of the index map.
+        index: the map, used for rows and columns.
+        scaled: "no", "halved", "yes" (halves and sixths) or "noise": halves with noise on them,
+            as growth makes them by default.
+        args: the command line.
+    """
     source, target = SOURCE, len(index)
     weight = torch.randn(source, source, generator=torch.Generator().manual_seed(1)).to(dtype)
-    # even counts of FPI divide by a power of two, uneven ones by others too
+    # With even replica counts FPI divides by powers of two, with uneven ones also by others.
     scale = torch.full((target,), source / target, device=DEVICE)
     if scaled == "yes":
         scale[::3] /= 3
@@ -123,7 +138,7 @@ def measure(
         "of limit": limit / ms["reused"],
         "GB/s": bytes_moved(source, target, weight.element_size()) / ms["reused"] / 1e6,
         "error": relative_error(ours()[part], truth),
-        # its random numbers are others
+        # eager draws other random numbers
         "eager error": relative_error(others["eager"]()[part], truth)
         if scaled != "noise"
         else None,
@@ -131,13 +146,13 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--compile", action="store_true", help="torch.compile of eager as well")
-    parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
+    parser = benchmark_parser(__doc__, repeats=7)
+    parser.add_argument(
+        "--compile", action="store_true", help="also measure torch.compile of eager indexing"
+    )
     args = parser.parse_args()
     if not args.no_test:
-        require_green("expand")
+        require_green("tests/ops/test_expand.py")
     facts = machine()
     rows = Rows()
     for dtype in DTYPES:

@@ -1,13 +1,19 @@
-"""python -m bench.bench_expand_model: all tensors of a Llama of 1B grown to 3B, in few launches.
+"""Measures `expand` on a whole model: all tensors of a 1B Llama grown to 3B.
 
-The calls are those of the growth plan; weights are random. "growkern" is what `grow` does: a work
-list where Triton answers (its making is in the time), else tensor by tensor, into memory that
-exists. The limit is a copy of as many bytes: each source element that is used read once, each
-target element written once. "wall" is what a caller waits, "device" the same without the CPU's
-launches (replays of a CUDA graph). Eager is indexing, then a product per scale and for the noise.
+    python -m bench.bench_expand_model
+
+The calls come from a growth plan. The weights are random. Rows of the table:
+
+- "growkern" does what `grow` does: with Triton one work list for all tensors, otherwise tensor by
+  tensor. It writes to memory that exists. Building the list is part of the time.
+- "eager" is indexing, then one product per scale and one for the noise.
+- The limit is a copy of as many bytes: every used source element read once, every target element
+  written once.
+
+"wall" is the time a caller waits. "device" leaves out the CPU's launches, by replaying a CUDA
+graph.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +25,7 @@ import torch
 from bench.shared import llama_growth, peers
 from bench.shared.harness import (
     Rows,
+    benchmark_parser,
     compiled,
     interleaved_ms,
     machine,
@@ -30,18 +37,18 @@ from growkern.ops.expand.op import expand, expand_reference
 from growkern.ops.expand.work import work_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# by device: what fits there and ends in a minute
+# by device: a growth that fits and ends in a minute
 SIZES = {"cpu": "100M to 200M", "cuda": "1B to 3B"}
 DTYPE = torch.bfloat16
 METHODS = ("fpi", "aki")
-# of `expand`: the library's choice
+# backend of `expand`; None: the library chooses
 BACKEND: str | None = None
-# tensors that are compared with float64
+# how many tensors are compared with float64
 SAMPLE = 10
 
 
 def wall_ms(call: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds from the call until the device is done."""
+    """Median time from the call until the device has finished, ms."""
     wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     times = []
     for turn in range(repeats + 1):
@@ -55,7 +62,7 @@ def wall_ms(call: Callable[[], Any], repeats: int) -> float:
 
 
 def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
-    """Without the CPU's part: replays of a graph. None on a CPU, which has no such part."""
+    """Median time of the device alone, ms, by replaying a CUDA graph. None on a CPU."""
     if DEVICE == "cpu":
         return None
     graph = torch.cuda.CUDAGraph()
@@ -65,13 +72,13 @@ def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
 
 
 def eager(call: Callable[..., torch.Tensor], case: dict[str, Any]) -> torch.Tensor:
-    """The definition as plain PyTorch or compiled, in the order of the op."""
+    """Call `expand_reference`, plain or compiled, with the case's arguments in its order."""
     order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
     return call(*(case.get(name) for name in order), case.get("seed", 0))
 
 
 class Model:
-    """The tensors of a growth, a place for each result, and the ways to fill them."""
+    """The tensors of a growth, memory for each result, and the ways to fill it."""
 
     def __init__(self, method: str) -> None:
         rng = torch.Generator(DEVICE).manual_seed(0)
@@ -93,12 +100,12 @@ class Model:
             expand(**case, out=out, backend=BACKEND)
 
     def plain(self, call: Callable[..., torch.Tensor] = expand_reference) -> None:
-        """Fresh results, freed at once: as indexing gives them."""
+        """Compute fresh results, as indexing does, and free each at once."""
         for case in self.cases:
             eager(call, case)
 
     def error(self, results: Sequence[torch.Tensor]) -> float:
-        """The worst of some tensors against float64: the last layer and what comes after it."""
+        """Largest error of the last tensors against float64: last layer, norm and head."""
         pairs = zip(self.cases[-len(results) :], results, strict=True)
         return max(
             relative_error(x, eager(expand_reference, _in_float64(case))) for case, x in pairs
@@ -106,7 +113,7 @@ class Model:
 
 
 def measure(method: str, repeats: int, rows: Rows) -> None:
-    """A row for every way to grow the model, beside a copy of as many bytes."""
+    """Add one row for every way to grow the model, beside a copy of as many bytes."""
     model = Model(method)
     there, back = (torch.empty(model.moved // 2, dtype=torch.int8, device=DEVICE) for _ in "ab")
     there.random_(-128, 127)
@@ -131,7 +138,7 @@ def measure(method: str, repeats: int, rows: Rows) -> None:
         shares = {"of limit": limit / wall, "of limit, device": device and limit / device}
         return {"wall ms": wall, "device ms": device, **shares}
 
-    # the list itself is made on the CPU and copied: no CUDA graph can hold it
+    # A CUDA graph cannot hold a work list, which is made on the CPU and copied.
     ways = {
         "growkern": partial(written, model.work_list, False),
         "growkern, tensor by tensor": partial(written, model.one_by_one, True),
@@ -146,7 +153,7 @@ def measure(method: str, repeats: int, rows: Rows) -> None:
         except Exception as error:
             if name != "torch.compile":
                 raise
-            # a compiler that is missing or gives up is no reason to lose the others' figures
+            # If the compiler is missing or fails, the other rows are still worth having.
             rows.append(row | {"why not": peers.why_failed(error)})
 
 
@@ -155,12 +162,9 @@ def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
-    args = parser.parse_args()
+    args = benchmark_parser(__doc__, repeats=3).parse_args()
     if not args.no_test:
-        require_green("expand")
+        require_green("tests/ops/test_expand.py")
     facts = machine()
     rows = Rows()
     for method in METHODS:

@@ -1,24 +1,28 @@
-"""python -m bench.bench_grow_checkpoint: grow Llama-like checkpoints of three sizes onto disk.
+"""Measures `grow_checkpoint`: Llama-like checkpoints of three sizes grown on disk.
 
-Beside it, in the same run: `cp` of the bytes that were written, with and without waiting for the
-disk as growth does; and the script one would write without streaming, which holds both models in
-memory and calls `save_pretrained`. Time and peak memory (VmHWM) of both are those of a child
-process from after its imports, over what these take: Python, PyTorch and transformers add some
-seconds and 300 to 450 MB to every run, which `bench_grow_optimizer` measures. `cp` is timed with
-its start. Processor seconds, of all cores, tell more than the clock on a busy machine. "cold" means
-that the files read were dropped from the page cache before; that row has one repeat.
+    python -m bench.bench_grow_checkpoint
+
+Each growth is compared, in the same run, with:
+
+- "cp": `cp` of the files that were written. "cp, on disk" also waits until they are on disk, as
+  growth does.
+- "load all": the script one would write without streaming. It holds both models in memory and
+  calls `save_pretrained`.
+
+Growth runs in a child process. Time and peak memory (VmHWM) count from after its imports. Python,
+PyTorch and transformers add some seconds and 300 to 450 MB to every run, which
+`bench_grow_optimizer` measures. The time of `cp` includes starting it. On a busy machine the
+processor seconds, summed over all cores, tell more than the clock. "cold" means that the source
+files were dropped from the page cache first. That row has one repeat.
 """
 
 import argparse
 import filecmp
 import json
-import mmap
-import os
 import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +32,8 @@ import torch
 import transformers
 
 import growkern
-from bench.shared.harness import ROOT, Rows, machine, show_and_save
+from bench.shared import system
+from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
 
 # hidden size of source and target, layers, vocabulary
 SIZES = {
@@ -59,21 +64,11 @@ def make_source(directory: Path, hidden: int, layers: int, vocabulary: int) -> N
 # -------------------------------------------------------------------- children
 
 
-def status(field: str) -> float:
-    """A line of /proc/self/status, MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
-
-
 def child(way: str, source: str, target: str, hidden: int) -> None:
-    """Grow in one of two ways; prints seconds and peak memory over what imports take."""
-    import growkern.growth.grow
-
-    growkern.plan(source, hidden_size=hidden).to_dict()
-    with torch.device("meta"):
-        transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(source))
-    Path("/proc/self/clear_refs").write_text("5")
-    base, start, used = status("VmRSS"), time.perf_counter(), time.process_time()
+    """Grow in one of two ways. Prints seconds, and peak memory above what the imports take."""
+    system.warm_up(source, transformers.LlamaForCausalLM, hidden_size=hidden)
+    system.reset_peak()
+    base, start, used = system.status_mb("VmRSS"), time.perf_counter(), time.process_time()
     if way == "stream":
         growkern.grow_checkpoint(
             source,
@@ -88,60 +83,31 @@ def child(way: str, source: str, target: str, hidden: int) -> None:
         grown.save_pretrained(target, max_shard_size=SHARD)
     seconds = time.perf_counter() - start
     used = time.process_time() - used
-    print(json.dumps({"seconds": seconds, "used": used, "peak": status("VmHWM") - base}))
-
-
-def run_child(way: str, source: Path, target: Path, hidden: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.bench_grow_checkpoint", "--child", way]
-    command += [str(source), str(target), str(hidden)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    print(json.dumps({"seconds": seconds, "used": used, "peak": system.status_mb("VmHWM") - base}))
 
 
 # ------------------------------------------------------------------- measuring
 
 
-def bytes_of(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir())
-
-
-def evict(directory: Path) -> None:
-    """Drop a directory's files from the page cache."""
-    for file in directory.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def settle(size: int) -> None:
-    """Same start for all: nothing left for the disk, and memory for `size` bytes of files at hand.
-
-    A virtual machine's free memory need not be there yet: what was freed last is, the rest its host
-    has to find, which took up to ten times as long as writing to it.
-    """
-    os.sync()
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    mmap.mmap(-1, size, flags=flags).close()
-
-
 def copy(source: Path, target: Path) -> tuple[float, float, float]:
-    """Seconds of `cp`, until what it wrote is on disk, and of the processor."""
+    """Time `cp`: seconds until it ends, until its files are on disk, and of the processor."""
     start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", source, target], check=True)
     copied, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     used_cp = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
-    for file in target.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    system.sync_files(target)
     return copied, time.perf_counter() - start, used_cp
 
 
 def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
-    """One row of the table; the ways take turns."""
+    """Measure one row of the table. The ways take turns.
+
+    Args:
+        where: directory to work in.
+        size: a key of SIZES.
+        cold: drop the source files from the page cache first.
+        repeats: runs of each way; medians are returned, and the largest peaks.
+    """
     hidden, wide, layers, vocabulary = SIZES[size]
     source, grown, other = where / f"source-{size}", where / "grown", where / "other"
     if not source.exists():
@@ -152,23 +118,23 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for way, target in (("stream", grown), ("load all", other)):
             shutil.rmtree(target, ignore_errors=True)
-            settle(bytes_of(source) * 5)
+            system.settle(system.bytes_of(source) * 5)
             if cold:
-                evict(source)
-            result = run_child(way, source, target, wide)
+                system.evict(source)
+            result = system.run_child("bench.bench_grow_checkpoint", way, source, target, wide)
             times[way].append(result["seconds"])
             times[f"{way} used"].append(result["used"])
             peaks[way].append(result["peak"])
         weights = sorted(file.name for file in grown.glob("*.safetensors"))
         differ = filecmp.cmpfiles(grown, other, weights, shallow=False)[1:]
         shutil.rmtree(other)
-        settle(bytes_of(source) * 5)
+        system.settle(system.bytes_of(source) * 5)
         if cold:
-            evict(grown)
+            system.evict(grown)
         for name, seconds in zip(ways[2:5], copy(grown, other), strict=True):
             times[name].append(seconds)
         shutil.rmtree(other)
-    size_gb = bytes_of(grown) / 1e9
+    size_gb = system.bytes_of(grown) / 1e9
     shutil.rmtree(grown)
     s = {name: statistics.median(values) for name, values in times.items()}
     return {
@@ -190,12 +156,12 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--repeats", type=int, default=3, help="of the warm rows; cold has one")
-    parser.add_argument("--dir", type=Path, help="where to work; a disk with 12 GB free")
-    parser.add_argument("--no-cold", action="store_true", help="the warm rows alone")
-    parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
+    parser = benchmark_parser(__doc__, repeats=3)
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="checkpoints to grow"
+    )
+    parser.add_argument("--dir", type=Path, help="directory to work in, on a disk with 12 GB free")
+    parser.add_argument("--no-cold", action="store_true", help="leave out the row with cold files")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -203,9 +169,7 @@ def main() -> None:
         child(way, source, target, int(hidden))
         return
     if not args.no_test:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/growth/test_stream.py"]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            sys.exit("tests/growth/test_stream.py fails: no figures from wrong files")
+        require_green("tests/growth/test_stream.py")
     facts = {
         **machine(),
         "growkern": growkern.__version__,

@@ -1,17 +1,19 @@
-"""python -m bench.bench_grow_optimizer: a GPT-2 and its AdamW state grown onto disk, in a limit.
+"""Measures growth of a GPT-2 and its AdamW state on disk, within a memory limit of 100 MB.
 
-Beside it: the weights alone, and the script one would write without streaming, which holds both
-models and both states in memory. A row has two clocks and two peaks: of the whole process, from its
-start to its end; and of growth, from after its imports, over what they take (base). The peaks are
-the system's own (VmHWM). The ways take turns; medians, the largest peak.
+    python -m bench.bench_grow_optimizer
+
+It is compared with growing the weights alone, and with the script one would write without
+streaming, which holds both models and both states in memory. The ways take turns.
+
+Every row has two times and two peaks of memory. One of each is of the whole process. The other is
+of growth alone: it starts after the imports, and its peak counts above their memory ("base"). The
+peaks are the system's own (VmHWM). Times are medians. Of the peaks the largest is kept.
 """
 
 import argparse
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +23,8 @@ import torch
 import transformers
 
 import growkern
-from bench.bench_grow_checkpoint import bytes_of, settle, status
-from bench.shared.harness import ROOT, Rows, machine, show_and_save
+from bench.shared import system
+from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
 
 WIDTHS, LAYERS = (640, 1280), 12
 MEMORY_LIMIT = "100MB"
@@ -30,7 +32,7 @@ WAYS = ("weights alone", "with optimizer.pt", "with optimizer.pt, in memory")
 
 
 def make_source(directory: Path) -> None:
-    """A float32 checkpoint after one step with random gradients."""
+    """Write a float32 checkpoint with its optimizer state after one step on random gradients."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=WIDTHS[0], n_layer=LAYERS, n_head=10)
     model = transformers.GPT2LMHeadModel(config)
@@ -43,14 +45,12 @@ def make_source(directory: Path) -> None:
 
 
 def child(way: str, source: Path, target: Path) -> None:
-    """Grow in one of the ways; prints seconds and peaks."""
-    import growkern.growth.grow
-
+    """Grow in one of WAYS. Prints seconds and peaks of memory."""
     how = {"n_embd": WIDTHS[1]}
-    growkern.growth.grow._shapes(growkern.plan(source, **how))
-    before = status("VmHWM")
-    Path("/proc/self/clear_refs").write_text("5")
-    base, start, used = status("VmRSS"), time.perf_counter(), time.process_time()
+    system.warm_up(source, transformers.GPT2LMHeadModel, **how)
+    before = system.status_mb("VmHWM")
+    system.reset_peak()
+    base, start, used = system.status_mb("VmRSS"), time.perf_counter(), time.process_time()
     file = source / "optimizer.pt"
     if way.endswith("in memory"):
         grown = growkern.grow(source, **how)
@@ -71,25 +71,20 @@ def child(way: str, source: Path, target: Path) -> None:
         "seconds": time.perf_counter() - start,
         "processor s": time.process_time() - used,
         "base MB": base,
-        "peak over base MB": status("VmHWM") - base,
-        "process peak MB": max(before, status("VmHWM")),
+        "peak over base MB": system.status_mb("VmHWM") - base,
+        "process peak MB": max(before, system.status_mb("VmHWM")),
     }
     print(json.dumps(result))
 
 
-def run_child(way: str, source: Path, target: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.bench_grow_optimizer", "--child", way]
+def timed_child(way: str, source: Path, target: Path) -> dict[str, float]:
     start = time.perf_counter()
-    done = subprocess.run(
-        [*command, str(source), str(target)], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
-    whole = {"process seconds": time.perf_counter() - start}
-    return whole | json.loads(done.stdout.splitlines()[-1])
+    found = system.run_child("bench.bench_grow_optimizer", way, source, target)
+    return {"process seconds": time.perf_counter() - start} | found
 
 
 def measure(where: Path, repeats: int) -> list[dict[str, Any]]:
+    """One row per way, each run `repeats` times in the directory `where`."""
     source, target = where / "source", where / "grown"
     make_source(source)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -97,9 +92,9 @@ def measure(where: Path, repeats: int) -> list[dict[str, Any]]:
     for _ in range(repeats):
         for way in WAYS:
             shutil.rmtree(target, ignore_errors=True)
-            settle(bytes_of(source) * 5)
-            found[way].append(run_child(way, source, target))
-            sizes[way] = bytes_of(target) / 1e9
+            system.settle(system.bytes_of(source) * 5)
+            found[way].append(timed_child(way, source, target))
+            sizes[way] = system.bytes_of(target) / 1e9
     rows = []
     for way, runs in found.items():
         row: dict[str, Any] = {"way": way, "written GB": sizes[way], "repeats": repeats}
@@ -111,21 +106,16 @@ def measure(where: Path, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="where to work; a disk with 6 GB free")
-    parser.add_argument("--no-test", action="store_true", help="the tests have just been run")
+    parser = benchmark_parser(__doc__, repeats=3)
+    parser.add_argument("--dir", type=Path, help="directory to work in, on a disk with 6 GB free")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         way, source, target = args.child
         child(way, Path(source), Path(target))
         return
-    test = "tests/growth/test_optimizer_stream.py"
     if not args.no_test:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", test]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            sys.exit(f"{test} fails: no figures from wrong files")
+        require_green("tests/growth/test_optimizer_stream.py")
     versions = {"growkern": growkern.__version__, "transformers": transformers.__version__}
     facts = {**machine(), **versions, "memory_limit": MEMORY_LIMIT}
     rows = Rows()

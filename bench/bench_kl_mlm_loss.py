@@ -1,23 +1,35 @@
-"""python -m bench.bench_kl_mlm_loss: time, bandwidth, memory and gradient error on ready logits.
+"""Measures `kl_mlm_loss` on ready logits: time, bandwidth, memory and gradient error.
 
-Forward and backward, every row labelled, temperature 2 and alpha 0.5. The error is that of the KL
-gradient (alpha 1) on 64 rows at 5 % drift against float64 of the same rounded logits. Then the same
-without a teacher ("labels alone"), beside losses that know no other case; there the error is that
-of its own gradient. "copy" is the limit: the machine's rate of reading and writing.
+    python -m bench.bench_kl_mlm_loss
+
+Each row is one forward and backward pass with temperature 2 and alpha 0.5. Every row of the logits
+has a label. "copy" is the limit: the rate at which the machine reads and writes.
+
+The gradient error is that of the KL part (alpha 1), on 64 rows of a student that has drifted 5 %
+from its teacher. The truth is float64 on the same rounded logits.
+
+The rows "labels alone" have no teacher, to compare with libraries that offer only that case. Their
+error is that of the label loss's gradient.
 """
 
-import argparse
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from bench.shared import peers
-from bench.shared.harness import Rows, machine, require_green, show_and_save
-from bench.shared.loss_measure import DEVICE, Provider, gradient_error, in_turns
+from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.loss_measure import (
+    DEVICE,
+    Provider,
+    gradient_error,
+    in_turns,
+    loss_parser,
+    prepare,
+)
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 
-# rows, vocabulary: BERT's, a modern one
+# rows and vocabulary: that of BERT, and a modern one
 SHAPES = {
     "cpu": [(512, 30522), (128, 128_256)],
     "cuda": [(9830, 30522), (8192, 128_256)],
@@ -26,7 +38,7 @@ DRIFT, T = 0.05, 2.0
 
 
 def bytes_moved(N, V, element, alone):
-    """Least possible traffic: forward reads s, u; backward reads s, u and writes ds."""
+    """Least bytes possible: forward reads s and u; backward reads s and u and writes ds."""
     return (3 if alone else 5) * N * V * element
 
 
@@ -58,7 +70,7 @@ def growkern_labels(student, teacher, labels, alpha):
 
 
 def losses(with_compile):
-    """Name, loss, whether without a teacher, and the library it comes from if not from here."""
+    """The losses to compare, each as (name, loss, whether it has no teacher, peer or None)."""
     both = {"plain": plain, "growkern": growkern}
     alone = {"plain": plain_labels, "growkern": growkern_labels}
     if with_compile:
@@ -85,7 +97,7 @@ def error_of(fn, alpha, V, dtype):
 
 
 def measured(shape, dtype, with_compile, repeats):
-    """Rows of all providers, with the rate at which the least bytes of their case came by."""
+    """One row per provider. "GB/s" is the least bytes of its case over its time."""
     student, teacher, labels = make_inputs(*shape, dtype)
     target = torch.empty_like(teacher)
 
@@ -108,23 +120,13 @@ def measured(shape, dtype, with_compile, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True,
-        help="torch.compile of plain as well",
-    )  # fmt: skip
-    parser.add_argument("--no-test", action="store_true", help="skip the op's tests")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if not args.no_test:
-        require_green("kl_mlm_loss")
+    args = loss_parser(__doc__).parse_args()
+    prepare(args, "kl_mlm_loss")
     facts = machine()
     rows = Rows()
     for shape in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
-            # else a cache that is full after eight shapes would leave the rest uncompiled
+            # After 8 shapes the cache is full, and PyTorch runs all others uncompiled.
             torch._dynamo.reset()
             what = {
                 "shape": "{}x{}".format(*shape),

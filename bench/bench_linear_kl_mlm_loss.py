@@ -1,20 +1,33 @@
-"""python -m bench.bench_linear_kl_mlm_loss: time, memory and gradient error beside plain PyTorch.
+"""Measures `linear_kl_mlm_loss` from hidden states: time, memory and gradient error.
 
-Forward and backward, every row labelled, temperature 1 and alpha 0.5 (what every provider can
-do). The error is that of the KL gradient (alpha 1) on 64 rows at 5 % drift against float64. Then
-the same without a teacher ("labels alone", alpha 0), beside losses that know no other case; there
-the error is that of its own gradient. "GEMMs alone" is the time of the products, the limit.
+    python -m bench.bench_linear_kl_mlm_loss
+
+Each row is one forward and backward pass with temperature 1 and alpha 0.5, which all libraries
+support. Every row of the hidden states has a label. "GEMMs alone" is the limit: the time of the
+matrix products that no such loss can avoid.
+
+The gradient error is that of the KL part (alpha 1), on 64 rows of a student that has drifted 5 %
+from its teacher. The truth is float64.
+
+The rows "labels alone" have no teacher (alpha 0), to compare with libraries that offer only that
+case. Their error is that of the label loss's gradient.
 """
 
-import argparse
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from bench.shared import peers
-from bench.shared.harness import Rows, machine, require_green, show_and_save
-from bench.shared.loss_measure import DEVICE, Provider, gradient_error, in_turns
+from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.loss_measure import (
+    DEVICE,
+    Provider,
+    gradient_error,
+    in_turns,
+    loss_parser,
+    prepare,
+)
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # rows, vocabulary, student width, teacher width
@@ -28,7 +41,7 @@ DRIFT = 0.05
 
 
 def make_inputs(N, V, H, H_t, dtype):
-    """A student that is its teacher widened and then moved by DRIFT."""
+    """A teacher, and a student made from it: widened, then moved by DRIFT."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     columns = torch.cat([torch.arange(H_t), torch.randint(H_t, (H - H_t,))]).to(DEVICE)
     hidden_t, weight_t = (torch.randn(rows, H_t, generator=rng, device=DEVICE) for rows in (N, V))
@@ -43,7 +56,7 @@ def make_inputs(N, V, H, H_t, dtype):
 
 
 def plain(student, teacher, labels, alpha):
-    """What one writes without a library: logits, then losses in float32."""
+    """The loss as one writes it without a library: all logits, then both losses in float32."""
     logits = [F.linear(*head) for head in (student, teacher)]
     z, u = (x if x.dtype == torch.float64 else x.float() for x in logits)
     mlm = F.cross_entropy(z, labels)
@@ -56,7 +69,7 @@ def growkern(student, teacher, labels, alpha):
 
 
 def growkern_float32(student, teacher, labels, alpha):
-    """Logits as plain PyTorch has them, where a CPU would take float64."""
+    """With float32 logits, as plain PyTorch has them. On a CPU the default is float64."""
     return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha, logits_dtype=torch.float32)
 
 
@@ -70,16 +83,16 @@ def growkern_labels(student, teacher, labels, alpha):
 
 
 def gemms_alone(student, teacher, labels, alpha):
-    """The products no loss of hidden states can do without, and nothing else."""
+    """Only the matrix products that every loss from hidden states needs."""
     with torch.no_grad():
         (hidden, weight), heads = student, (student, teacher) if alpha else (student,)
-        # of the teacher's logits nothing stays, as a loss would overwrite them too
+        # The teacher's logits are dropped here. A loss could overwrite them, too.
         *_, z = (F.linear(*head) for head in reversed(heads))
         return z @ weight, z.t() @ hidden
 
 
 def losses(with_compile, dtype):
-    """Name, loss, its alpha, that of its error, and the library it comes from if not from here."""
+    """The losses to compare, each as (name, loss, alpha, alpha of its error, peer or None)."""
     both = {"plain": plain, "growkern": growkern}
     alone = {"plain": plain_labels, "growkern": growkern_labels}
     if DEVICE == "cpu" and dtype == torch.float32:
@@ -128,24 +141,15 @@ def providers(shape, dtype, with_compile):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True,
-        help="torch.compile of plain as well",
-    )  # fmt: skip
-    parser.add_argument("--vocabulary", type=int, help="of all shapes only those")
-    parser.add_argument("--no-test", action="store_true", help="skip the op's tests")
+    parser = loss_parser(__doc__)
+    parser.add_argument("--vocabulary", type=int, help="measure only shapes with this vocabulary")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if not args.no_test:
-        require_green("linear_kl_mlm_loss")
+    prepare(args, "linear_kl_mlm_loss")
     facts = machine()
     rows = Rows()
     for shape in SHAPES[DEVICE]:
         for dtype in DTYPES if args.vocabulary in (None, shape[1]) else ():
-            # else a cache that is full after eight shapes would leave the rest uncompiled
+            # After 8 shapes the cache is full, and PyTorch runs all others uncompiled.
             torch._dynamo.reset()
             what = {
                 "shape": "{}x{}x{}/{}".format(*shape),

@@ -1,19 +1,22 @@
-"""python -m bench.bench_topk_kl_mlm_loss: time, memory and gradient error of a kept teacher.
+"""Measures `topk_kl_mlm_loss`, the loss with a cached teacher: time, memory, gradient error.
 
-Forward and backward, every row labelled, temperature 1 and alpha 0.5, beside the loss with the
-live teacher's head and beside plain PyTorch on the same k entries. The error is that of the KL
-gradient (alpha 1) on 64 rows at 5 % drift against float64, of the same k entries each: it is the
-arithmetic's, not what k leaves out (`bench_topk` shows that).
+    python -m bench.bench_topk_kl_mlm_loss
+
+Each row is one forward and backward pass with temperature 1 and alpha 0.5. Every row of the hidden
+states has a label. The loss is compared with the live teacher's loss ("live teacher") and with
+plain PyTorch on the same k entries.
+
+The gradient error is that of the KL part (alpha 1), on 64 rows of a student that has drifted 5 %
+from its teacher. The truth is float64 on the same k entries. So the error is that of the
+arithmetic only. `bench_topk` measures the loss of accuracy by storing k entries.
 """
-
-import argparse
 
 import torch
 from torch.nn import functional as F
 
 from bench.bench_linear_kl_mlm_loss import DRIFT, make_inputs
-from bench.shared.harness import machine, require_green, show_and_save
-from bench.shared.loss_measure import DEVICE, gradient_error, measure
+from bench.shared.harness import machine, show_and_save
+from bench.shared.loss_measure import DEVICE, gradient_error, loss_parser, measure, prepare
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.cached_teacher.rows import topk_of_head
@@ -27,7 +30,7 @@ KS = (64, 1024)
 
 
 def plain(student, topk, labels, alpha):
-    """What one writes without a library: logits in their dtype, then the bucket in float32."""
+    """The loss as one writes it without a library: all logits, then the rest in float32."""
     ids, log_p = topk
     z = F.linear(*student)
     log_q = (z if z.dtype == torch.float64 else z.float()).log_softmax(-1)
@@ -47,14 +50,8 @@ def exact(student, topk, labels, alpha):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--no-test", action="store_true", help="skip the op's tests")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if not args.no_test:
-        require_green("topk_kl_mlm_loss")
+    args = loss_parser(__doc__, compiled=False).parse_args()
+    prepare(args, "topk_kl_mlm_loss")
     facts = machine() | {"drift": DRIFT}
     rows = []
     for N, V, H, H_t in SHAPES[DEVICE]:

@@ -1,8 +1,12 @@
-"""python -m bench.exactness: how far grown models and losses are from float64, in figures.
+"""Measures how exact grown models and losses are. The README and the log quote these figures.
 
-Random models, every norm and bias away from its default, on a CPU; the largest difference of the
-outputs over the largest output. Losses: the KL gradient (alpha 1) of 64 rows with a student that
-has drifted from its teacher, temperature 1. What the README and the log quote comes from here.
+    python -m bench.exactness
+
+Models: random weights on a CPU, with no norm or bias at its default. The error is the largest
+difference of the outputs over the largest output.
+
+Losses: the error of the KL gradient (alpha 1, temperature 1) against float64, on 64 rows of a
+student that has drifted from its teacher.
 """
 
 import sys
@@ -24,13 +28,13 @@ EXACT = (
     ("GPT2LMHeadModel", GPT2, {"n_embd": 20}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24}),
 )
-# no whole multiple: `rope_theta` changes, and its frequencies are float32
+# With no whole multiple of head_dim `rope_theta` changes, and its frequencies are float32.
 ROTARY = ("LlamaForCausalLM", LLAMA, {"head_dim": 6})
 DRIFTS = (0.01, 0.05, 0.2)
 
 
 def carried() -> Iterator[dict[str, Any]]:
-    """Encoders with a norm behind each block at widths that are no multiples, in float64."""
+    """BERT encoders grown to widths that are no whole multiples, in float64."""
     for width, heads, wide in WIDTHS:
         sizes = BERT | {"hidden_size": width, "num_attention_heads": heads}
         sizes |= {"intermediate_size": 2 * width}
@@ -43,7 +47,7 @@ def carried() -> Iterator[dict[str, Any]]:
 
 
 def exact() -> Iterator[dict[str, Any]]:
-    """What the tables call exact, in the two dtypes."""
+    """Growths that the README calls exact, in float64 and float32."""
     for name, sizes, how in (*EXACT, ROTARY):
         for dtype in (torch.float64, torch.float32):
             source = random_model(name, sizes, dtype=dtype)
@@ -56,14 +60,14 @@ def exact() -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def _logits_error(source: Any, grown: Any) -> float:
-    """As the models compute by themselves, where `relative_error` has all of it in float64."""
+    """The error in the models' own dtype. `relative_error` computes all in float64."""
     tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     z, grown_z = (model.eval()(input_ids=tokens).logits for model in (source, grown))
     return ((z - grown_z).abs().max() / z.abs().max()).item()
 
 
 def losses() -> Iterator[dict[str, Any]]:
-    """The linear loss and plain PyTorch at several drifts."""
+    """The gradient errors of the linear loss and of plain PyTorch at several drifts."""
     for drift in DRIFTS:
         linear.DRIFT = drift
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,16 +1,19 @@
-"""python -m bench.gpu: all a GPU has to show, on a bare machine, from the source tree.
+"""Checks, measures and tunes every kernel on a GPU, from a bare source tree.
 
-Checks, benchmarks, training steps and tuning, in pieces of at most eight minutes. Every piece is
-a process of its own with a time limit; one that is done for these sources on this GPU is not done
-again. Results go to bench/results/<gpu>/<piece>.json, `python -m bench.report` makes tables and
-pictures of them.
+The work is split into pieces of at most eight minutes. Each piece is a process with a time limit.
+A piece that is done for these sources on this GPU does not run again. Results are saved as
+bench/results/<gpu>/<piece>.json. `python -m bench.report` makes tables and pictures of them.
 
     python -m bench.gpu --list
-    python -m bench.gpu --budget 540            # seconds in all; what is cut then runs again
+    python -m bench.gpu --budget 540            # seconds in all; pieces cut short run again later
     python -m bench.gpu --only check_expand --only bench_expand
-    python -m bench.gpu --dry-run               # no GPU: toy sizes, a minute of one core
+    python -m bench.gpu --dry-run               # without a GPU: toy sizes, a minute of one core
 
-Exit code 0: everything that ran is right; 1: a check failed or a piece did not end; 2: no GPU.
+Exit codes:
+
+- 0: everything that ran is right
+- 1: a check failed, or a piece did not finish
+- 2: there is no GPU
 """
 
 import argparse
@@ -39,9 +42,9 @@ LOG_LINES = 12
 
 
 def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
-    """What the pieces find around them."""
+    """The environment variables of the pieces."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    # kernels interpreted on a GPU machine would check and measure nothing
+    # With interpreted kernels a GPU would be neither checked nor measured.
     env |= {"TRITON_INTERPRET": "0", "TOKENIZERS_PARALLELISM": "false"}
     if args.commit:
         env["GROWKERN_COMMIT"] = args.commit
@@ -54,7 +57,7 @@ def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
 
 
 def unpack_wheels(wheels: Path, site: Path) -> Path:
-    """Unpacked rather than read in place: Triton needs the source files of its kernels."""
+    """Unpack wheels, because Triton needs the source files of kernels and cannot read a zip."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -62,41 +65,42 @@ def unpack_wheels(wheels: Path, site: Path) -> Path:
 
 
 def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
-    """Asked in a child: this process never touches the GPU, so no piece can spoil it."""
+    """The machine's facts, from a child. This process never uses the GPU, so none can break it."""
     code = "import json; from bench.shared.results import machine; print(json.dumps(machine()))"
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the machine cannot be described:\n{done.stderr}")
+        raise RuntimeError(f"could not read the facts of this machine:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
+    """Run the chosen pieces and save their results: the exit code."""
     env = environment(args, scratch)
     facts = facts_of_this_machine(env)
     if "gpu" not in facts and not args.dry_run:
-        console.print("no GPU found by PyTorch; --dry-run takes the same path at toy sizes")
+        console.print("PyTorch finds no GPU. --dry-run runs the same code on the CPU at toy sizes.")
         return 2
     where = args.results or results.RESULTS / results.slug(facts)
     if args.dry_run:
         where = args.results or scratch / "results"
-        # forks find it around them
+        # forks take their environment from this process
         os.environ.update(env)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    # beside the results, where what is done outlives a kill
+    # Pieces write here while they run. It lies beside the results, so that a kill loses no rows.
     running = where / ".running"
     gather(running, where)
     end = time.perf_counter() + args.budget
 
     def one(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
-        # wheels that have come meanwhile are a reason to ask again
+        # A library that was missing may be among the wheels now: run again.
         comes_late = args.wheels and results.lacks_peers(results.read(kept))
         if not args.again and not comes_late and results.is_done(kept, facts):
             return {"status": "done"}
         left = end - time.perf_counter()
         if left < min(piece.limit_s, args.shortest):
-            return {"status": "skipped", "reason": f"{left:.0f} s of the budget are left"}
+            return {"status": "skipped", "reason": f"only {left:.0f} s of the budget are left"}
         return run_apart(
             piece,
             running / kept.name,
@@ -118,14 +122,14 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
                 failed.append(piece.name)
     console.print(f"{cpu_seconds:.0f} s of CPU time", style="dim")
     if failed:
-        console.print(f"[red]{len(failed)} not right:[/] {', '.join(failed)}")
+        console.print(f"[red]{len(failed)} failed:[/] {', '.join(failed)}")
     return int(bool(failed))
 
 
 def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console) -> None:
     status = document["status"]
     line = f"{MARKS.get(status, f'[red]{status}[/]')} {piece.name}"
-    # one that never ran leaves nothing
+    # a piece that did not run has no document to save
     kept = results.keep(path, document) if "rows" in document else path
     if "rows" not in document or status == "skipped":
         console.print(f"{line}  {document.get('reason', '')}")
@@ -142,17 +146,29 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--list", action="store_true", help="the pieces, and stop")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU at toy sizes")
-    parser.add_argument("--again", action="store_true", help="also what is done already")
-    parser.add_argument("--jobs", type=int, default=1, help="at a time; more disturb the timings")
+    parser.add_argument("--list", action="store_true", help="list the pieces and stop")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run this piece; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU at toy sizes")
+    parser.add_argument("--again", action="store_true", help="also run pieces that are done")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="pieces at a time; more than 1 disturbs the timings"
+    )
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
-    parser.add_argument("--shortest", type=float, default=60.0, help="start nothing with less left")
-    parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack for the pieces")
-    parser.add_argument("--results", type=Path, help="where to; default bench/results/<gpu>")
-    parser.add_argument("--commit", help="of these sources, where there is no git")
-    # how this command calls itself
+    parser.add_argument(
+        "--shortest", type=float, default=60.0, help="start no piece with fewer seconds left"
+    )
+    parser.add_argument("--wheels", type=Path, help="directory of wheels for the pieces")
+    parser.add_argument(
+        "--results", type=Path, help="directory to write (default: bench/results/<gpu>)"
+    )
+    parser.add_argument("--commit", help="commit of these sources, if there is no git")
+    # this command starts itself with these options to run one piece
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--document", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)

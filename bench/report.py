@@ -1,41 +1,44 @@
-"""Tables and pictures from the JSON under bench/results; nothing is measured here.
+"""Makes tables and pictures from the results under bench/results. It measures nothing.
 
-python -m bench.report rewrites the blocks of README.md between `<!-- name -->` and
-`<!-- /name -->`, bench/results/aot.md, and the PNGs of every GPU beside its JSON. Where there is
-no figure a table says "not measured yet", where a piece failed "failed" and why. Results of another
-machine come in by `--take DIRECTORY`, which replaces nothing that is better documented.
+    python -m bench.report
+
+It writes:
+
+- the blocks of README.md between `<!-- name -->` and `<!-- /name -->`,
+- bench/results/aot.md,
+- the PNGs of every GPU, beside its JSON.
+
+Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
+and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
+better documented result.
 """
 
 import argparse
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, take
+from bench.shared.pictures import draw
+from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
 
 NOTHING = "not measured yet"
 Row = dict[str, Any]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _good(path: Path) -> dict[str, Any]:
-    """A document to quote: finished, right, and of real sizes."""
-    document = read(path)
-    return document if document.get("status", "ok") == "ok" and not document.get("toy") else {}
 
 
 # ------------------------------------------------------------------------ CPU
 
 
 def cpu_expand(results: Path) -> str:
-    """Ranges over maps and scaling: times eager, share of the write limit."""
-    rows = _good(results / "expand.json").get("rows", [])
+    """The README's table of `expand` on a CPU: ranges over index maps and scaling."""
+    rows = quotable(results / "expand.json").get("rows", [])
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         for words, kinds, noise in (
@@ -96,7 +99,7 @@ def _model_figure(method: str) -> Callable[[Sequence[Row]], str | None]:
 
 
 def _loss_figure(shape: str) -> Callable[[Sequence[Row]], str | None]:
-    """Time and memory beside plain, in bfloat16, for shapes that begin so."""
+    """Time and memory beside plain PyTorch, in bfloat16, for shapes that start with `shape`."""
 
     def figure(rows: Sequence[Row]) -> str | None:
         found = [r for r in rows if r["shape"].startswith(shape) and r["dtype"] == "bfloat16"]
@@ -127,7 +130,7 @@ def _step_figure(rows: Sequence[Row]) -> str | None:
 
 
 def _gemm_figure(rows: Sequence[Row]) -> str | None:
-    """The largest number of rows: time of the loss over that of its GEMMs."""
+    """Time of the loss over that of its GEMMs, at the largest number of rows."""
     found = [row for row in rows if row["op"] == "linear"]
     size = max((row["size"] for row in found), default=0)
     ours = _first(found, provider="growkern", size=size)
@@ -144,7 +147,7 @@ def _suite_figure(rows: Sequence[Row]) -> str | None:
     return f"{passed} passed, {skipped} skipped" if rows else None
 
 
-# what, the piece it is read from, how
+# what was measured, the piece it is read from, and how to word its figure
 GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`expand` against float64", "check_expand", _checks_figure),
     ("both losses against float64", "check_loss", _checks_figure),
@@ -179,7 +182,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
 
 
 def gpus(results: Path) -> list[Path]:
-    """Directories with results of a GPU."""
+    """The directories with results of a GPU."""
     found = sorted({path.parent for path in results.glob("*/*.json")})
     return [folder for folder in found if any("gpu" in _facts(p) for p in folder.glob("*.json"))]
 
@@ -192,13 +195,13 @@ BROKEN = ("failed", "timeout", "crashed")
 
 
 def _reason(document: dict[str, Any]) -> str:
-    """The first line of why a piece failed, fit for a cell of a table."""
+    """The first line of the reason why a piece failed, as a cell of a table."""
     lines = [line for why in document.get("failures", ()) for line in why.splitlines()[:1]]
     return (lines or ["no reason given"])[0][:120].replace("|", "/")
 
 
 def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
-    """A figure, or why there is none; a failure is never passed over in silence."""
+    """The figure of a piece, or the reason why there is none. A failure is always named."""
     document, later = read(path), read(aside_of(path))
     status = document.get("status", "ok")
     if document.get("toy") or not document:
@@ -215,6 +218,7 @@ def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
 
 
 def gpu_table(results: Path) -> str:
+    """The README's table of all GPUs, one column for each."""
     folders = gpus(results)
     names = [
         next(f["gpu"] for p in sorted(folder.glob("*.json")) if "gpu" in (f := _facts(p)))
@@ -230,12 +234,12 @@ def gpu_table(results: Path) -> str:
 # --------------------------------------------------------------- ahead of time
 
 
-# what a row may say of its accesses
+# the keys of a row that say why its loads or stores may be narrow
 NARROW = {"loads": "narrow", "stores": "narrow_stores"}
 
 
 def aot_table(results: Path) -> str:
-    """Every kernel and architecture: what its machine code allows."""
+    """The text of aot.md: for every kernel and architecture the speed its machine code allows."""
     document = read(results / "aot.json")
     facts = document.get("machine", {})
     columns = {
@@ -258,89 +262,25 @@ def aot_table(results: Path) -> str:
         return [*(cell((row | {"bound": bound}).get(key)) for key in columns), "; ".join(why)]
 
     head = (
-        "# Machine code, read ahead of time\n\n"
+        "# Machine code of the kernels\n\n"
+        "`python -m bench.aot` compiles every kernel without a GPU and reads its machine code. "
+        "Nothing here was timed.\n"
         f"Commit {document.get('commit', '?')}, {document.get('date', '?')[:10]}. "
-        f"Triton {facts.get('triton', '?')} and, for kernels named CUDA, NVRTC "
-        f"{facts.get('nvrtc', '?')}; `python -m bench.aot`; nothing here was timed. Spilled and "
-        "shared are bytes. Loads and stores are count x bytes a thread in the hot code; "
-        'instructions and bytes are per element; "of bandwidth" is the most of the chip\'s memory '
-        "bandwidth that instruction issue, special functions and load-store units leave, with "
-        "data-sheet rates (`bench/shared/roofline.py`). Branches of a CUDA kernel that exclude "
-        "each other count all, and a loop that is unrolled counts whole: there it may be more. The "
-        "last column says why loads or stores are allowed to be narrow; all others are 16 bytes "
-        "(8 on gfx942, whose 64 lanes ask for as much).\n\n"
+        f"Triton {facts.get('triton', '?')}, and NVRTC {facts.get('nvrtc', '?')} for the kernels "
+        "named CUDA.\n\n"
+        "- Spilled and shared are bytes.\n"
+        "- Loads and stores are those of one thread in the hot code: count x bytes per access.\n"
+        "- Instructions and bytes are per element.\n"
+        '- "of bandwidth" is the largest share of the chip\'s memory bandwidth that the kernel can '
+        "use. Instruction issue, special functions and load-store units limit it. The chip's rates "
+        "are from data sheets (`bench/shared/roofline.py`).\n"
+        "- For a CUDA kernel this share may be too low: branches that exclude each other all "
+        "count, and an unrolled loop counts completely.\n"
+        "- The last column says why loads or stores may be narrow. All others are 16 bytes wide, "
+        "or 8 on gfx942, whose 64 lanes then access as much as 32 lanes with 16 bytes.\n\n"
     )
     lines = [line(row) for row in document.get("rows", [])]
     return head + table([*columns.values(), "narrow, because"], lines) + "\n"
-
-
-# ------------------------------------------------------------------- pictures
-
-
-def draw(folder: Path) -> list[Path]:
-    """The pictures of one GPU, of what was measured on it."""
-    scaling = _good(folder / "scaling.json").get("rows", [])
-    ceilings = _good(folder / "ceilings.json").get("rows", [])
-    if not scaling:
-        return []
-    jobs = (("speed", _draw_speed), ("memory", _draw_memory), ("roofline", _draw_roofline))
-    made = []
-    for name, drawn in jobs:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        axes = figure.add_subplot(xscale="log", yscale="log")
-        drawn(axes, scaling, ceilings)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize="small")
-        figure.savefig(folder / f"{name}.png", dpi=130)
-        made.append(folder / f"{name}.png")
-    return made
-
-
-def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["op"], row["provider"]), []).append(row)
-    return found
-
-
-def slope(rows: Sequence[Row]) -> float:
-    """Growth of time with work between the two largest sizes: 1 is in proportion."""
-    a, b = sorted(rows, key=lambda row: row["size"])[-2:]
-    return math.log(b["ms"] / a["ms"]) / math.log(b["size"] / a["size"])
-
-
-def _draw_speed(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        label = f"{op}, {provider}" + (f", slope {slope(curve):.2f}" if len(curve) > 1 else "")
-        axes.plot([r["size"] for r in curve], [r["ms"] for r in curve], marker="o", label=label)
-    axes.set_xlabel("elements (expand), rows (losses)")
-    axes.set_ylabel("ms")
-
-
-def _draw_memory(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        if op != "expand" and all(r["extra MiB"] for r in curve):
-            x, y = ([r[key] for r in curve] for key in ("size", "extra MiB"))
-            axes.plot(x, y, marker="o", label=f"{op}, {provider}")
-    axes.set_xlabel("rows")
-    axes.set_ylabel("extra memory, MiB")
-
-
-def _draw_roofline(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        x = [r["flops"] / r["bytes"] for r in curve]
-        y = [r["flops"] / r["ms"] / 1e9 for r in curve]
-        axes.plot(x, y, marker="o", linestyle="", label=f"{op}, {provider}")
-    bandwidth = max((r["value"] for r in ceilings if r["ceiling"] == "copy"), default=None)
-    rate = max((r["value"] for r in ceilings if r["ceiling"] == "GEMM bfloat16"), default=None)
-    if bandwidth and rate:
-        x = [0.1, rate / bandwidth, 1e4]
-        label = f"measured: {bandwidth:.2f} TB/s, {rate:.0f} TFLOP/s"
-        axes.plot(x, [min(rate, v * bandwidth) for v in x], color="0.4", label=label)
-    axes.set_xlabel("FLOPs per byte that has to move")
-    axes.set_ylabel("TFLOP/s")
 
 
 # ----------------------------------------------------------------------- write
@@ -349,7 +289,7 @@ BLOCKS = {"cpu-expand": cpu_expand, "gpu": gpu_table}
 
 
 def with_blocks(text: str, results: Path) -> str:
-    """The text with every block between its marks made anew."""
+    """Replace every block between its marks by a new one."""
     for name, block in BLOCKS.items():
         marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         body = f"{block(results)}\n"
@@ -358,13 +298,26 @@ def with_blocks(text: str, results: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--take", type=Path, help="first keep the results unpacked there")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="directory to read (default: bench/results)"
+    )
+    parser.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="file whose blocks are rewritten"
+    )
+    parser.add_argument(
+        "--take",
+        type=Path,
+        metavar="DIRECTORY",
+        help="first bring in the results in this directory, which holds <gpu>/<piece>.json",
+    )
     args = parser.parse_args(argv)
     for path in take(args.take, args.results) if args.take else ():
-        print(f"kept: {path}")
+        print(f"saved: {path}")
     args.readme.write_text(with_blocks(args.readme.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
     made = [args.readme, args.results / "aot.md"]
@@ -372,7 +325,11 @@ def main(argv: list[str]) -> int:
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):
             document = read(aside)
-            print(f"{aside}: a later run {document.get('status')}: {document.get('failures')}")
+            print(f"{aside}: a later run: {document.get('status')} {document.get('failures')}")
     for path in made:
         print(path)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

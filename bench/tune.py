@@ -1,8 +1,11 @@
-"""Block sizes and warps of every Triton kernel, swept on the device beside today's choice.
+"""Finds the best block sizes and numbers of warps for every Triton kernel on a GPU.
 
-As a piece of `bench.gpu` it records every candidate's time, and whether its result is the
-default's. `python -m bench.tune bench/results/<gpu>` then writes what is faster into the table
-that the library ships, growkern/ops/backend/tuned.json.
+Two steps:
+
+1. As pieces of `bench.gpu` it times every candidate beside the default. It also checks that both
+   give the same result.
+2. `python -m bench.tune bench/results/<gpu>` writes the faster choices into the table that ships
+   with the library, growkern/ops/backend/tuned.json.
 """
 
 import argparse
@@ -21,12 +24,13 @@ from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
 from bench.on_gpu.recorder import Recorder
 from bench.shared import results
 from bench.shared.harness import interleaved_ms
+from bench.shared.loss_measure import frobenius
 from growkern.ops.backend.launch import TUNED_FILE, forced_choice, tuned_key
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
-# a choice must save this share of the time: less is noise
+# A choice must save at least this share of the time. Less may be noise.
 WORTH = 0.03
 Choice = dict[str, int]
 
@@ -46,7 +50,17 @@ def _sweep(
     choices: list[Choice],
     tolerance: float,
 ) -> None:
-    """One row per candidate. The default takes its turn beside each of them."""
+    """Time every candidate of one kernel at one size, in turns with the default.
+
+    Args:
+        recorder: gets one row per candidate.
+        kernel: its name in the table.
+        like: a tensor of the dtype and device that the table distinguishes.
+        size: the size that the table distinguishes.
+        call: launches the kernel.
+        choices: the candidates.
+        tolerance: largest relative Frobenius distance from the default's result.
+    """
     expected = call().clone()
     key = tuned_key(kernel, like, size) if like.is_cuda else f"{kernel} interpreted"
 
@@ -58,13 +72,13 @@ def _sweep(
         row: dict[str, Any] = {"key": key, **choice}
         try:
             actual = chosen(choice)
-            error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+            error = frobenius(actual, expected.double())
             calls = {"default": call, "ms": lambda: chosen(choice)}  # noqa: B023
             ms = interleaved_ms(calls, recorder.pick(10, 1))
         except Exception as reason:
             if type(reason) is LookupError:
                 raise
-            # too many registers or too much shared memory: not a choice
+            # It needs too many registers or too much shared memory.
             recorder.add(row | {"refused": f"{type(reason).__name__}: {reason}"[:200]})
             continue
         recorder.add(row | {"default ms": ms["default"], "ms": ms["ms"], "difference": error})
@@ -78,14 +92,14 @@ def _products(**values: tuple[int, ...]) -> Iterator[Choice]:
 
 
 def _expand(recorder: Recorder) -> None:
-    """What growth does by default: both axes gathered, columns scaled and with noise."""
+    """The default of growth: both axes gathered, columns scaled and with noise."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
     widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
     choices = list(
         _products(BLOCK_M=recorder.pick((4, 8, 16), (4,)), BLOCK_N=widths, num_warps=warps)
     )
-    # 4 to 32 columns for each thread
+    # each thread takes 4 to 32 columns
     choices = [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024 or recorder.toy]
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
         case = make_case(size, dtype, rng, noise="col") | {"row_scale": None}
@@ -94,12 +108,12 @@ def _expand(recorder: Recorder) -> None:
         def call(case: dict[str, Any] = case, out: Tensor = out) -> Tensor:
             return expand(**case, out=out, backend="triton")
 
-        # the order of operations is the same: bit for bit
+        # All choices do the same operations in the same order: the results must be equal.
         _sweep(recorder, "expand", out, size[3], call, choices, 0.0)
 
 
 def _row_choices(recorder: Recorder) -> list[Choice]:
-    """Of the kernels that take a row of the vocabulary block by block."""
+    """The candidates for kernels that read a row of logits block by block."""
     blocks, warps = recorder.pick(((1024, 2048, 4096, 8192, 16_384), (4, 8, 16, 32)), ((64,), (4,)))
     return [
         # a multiprocessor has 65536 registers
@@ -110,7 +124,7 @@ def _row_choices(recorder: Recorder) -> list[Choice]:
 
 
 def _kl_mlm_rows(recorder: Recorder) -> None:
-    """Forward and backward on ready logits; the linear loss launches the same on float32 ones."""
+    """Forward and backward on ready logits. The linear loss runs the same kernel in float32."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     shapes = recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)])
     choices = _row_choices(recorder)
@@ -123,17 +137,17 @@ def _kl_mlm_rows(recorder: Recorder) -> None:
             loss = kl_mlm_loss(z, u, y, alpha=0.5, temperature=2.0, backend="triton")
             return torch.autograd.grad(loss, z)[0]
 
-        # sums run in another order: a step of the gradient's dtype here and there
+        # Sums run in another order, so some values differ in the last digit of their dtype.
         _sweep(recorder, "kl_mlm_rows", student, V, call, choices, 1e-3)
 
 
 def _topk_kl_mlm_rows(recorder: Recorder) -> None:
-    """Hidden states so narrow that the rows are most of the time."""
+    """The hidden states are narrow, so that the rows take most of the time."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     k = recorder.pick(64, 4)
     for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
         student, _ = make_heads(N, V, 64, 60, torch.bfloat16, rng)
-        # logits are float32 whatever the hidden states are
+        # logits are float32 for all dtypes of the hidden states
         like = torch.empty(0, device=recorder.device)
         labels = make_labels(N, V, rng)
         ids = torch.rand(N, 8 * k, generator=rng, device=recorder.device).topk(k).indices
@@ -155,7 +169,12 @@ def _topk_kl_mlm_rows(recorder: Recorder) -> None:
 
 
 def best_choices(documents: list[dict[str, Any]]) -> dict[str, tuple[Choice, str]]:
-    """Key -> the fastest choice that is right and worth it, and what it was measured to save."""
+    """Pick the best choices from the documents of a sweep.
+
+    Returns:
+        Key of the table -> the fastest correct choice that saves at least WORTH, and a sentence on
+        where it was measured.
+    """
     best: dict[str, tuple[float, Choice, str]] = {}
     for document in documents:
         facts = document["machine"]
@@ -175,9 +194,11 @@ CHOICES = ("BLOCK_M", "BLOCK_N", "BLOCK_V", "num_warps", "maxnreg")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="bench/results/<gpu>")
-    parser.add_argument("--table", type=Path, default=TUNED_FILE)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="directory of results: bench/results/<gpu>")
+    parser.add_argument("--table", type=Path, default=TUNED_FILE, help="file to update")
     args = parser.parse_args(argv)
     documents = [results.read(path) for path in sorted(args.results.glob("tune_*.json"))]
     documents = [d for d in documents if not d.get("toy") and d.get("machine", {}).get("gpu")]
@@ -188,7 +209,7 @@ def main(argv: list[str]) -> int:
         print(f"{key}: {choice}  {words}")
     results.write(args.table, table)
     if not found:
-        print("nothing was measured to be faster than the default")
+        print("no choice was measured to be faster than the default")
     return 0
 
 

@@ -1,6 +1,7 @@
-"""Rates of the machine that no kernel on it can pass, measured with PyTorch alone.
+"""Measures the machine's own limits, such as its memory bandwidth, with PyTorch alone.
 
-Random data throughout: a bfloat16 product of zeros was 13 % faster than one of random numbers.
+No kernel can be faster. All data are random: a bfloat16 product of zeros was 13 % faster than one
+of random numbers.
 """
 
 import time
@@ -24,7 +25,7 @@ def run(recorder: Recorder) -> None:
 
 
 def _bandwidth(recorder: Recorder, device: str, repeats: int) -> None:
-    """Bytes read plus bytes written. The last size fits in a cache and shows it."""
+    """Bytes read plus bytes written. The last size fits in the cache, to show its rate."""
     for size in recorder.pick((4 << 30, 256 << 20, 16 << 20), (1 << 20,)):
         source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=device)
         target = torch.empty_like(source)
@@ -36,7 +37,7 @@ def _bandwidth(recorder: Recorder, device: str, repeats: int) -> None:
 
 
 def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
-    # a square one, and the heads of the linear loss's two shapes: (rows, vocabulary, width)
+    # a square one, and the two heads of the linear loss: (rows, vocabulary, width)
     shapes = recorder.pick(
         [(8192, 8192, 8192), (8192, 128_256, 4096), (9830, 30522, 768)], [(64,) * 3]
     )
@@ -46,7 +47,7 @@ def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
             b = torch.randn(N, K, device=device).to(dtype)
             calls: dict[str, Callable[[], Any]] = {str(dtype): lambda: a @ b.t()}  # noqa: B023
             if dtype == torch.bfloat16 and device == "cuda":
-                # what the linear loss does: logits in float32
+                # as the linear loss does: logits in float32
                 wide = torch.float32
                 calls["bfloat16 to float32"] = lambda: torch.mm(a, b.t(), out_dtype=wide)  # noqa: B023
             for name, ms in interleaved_ms(calls, repeats).items():
@@ -58,7 +59,7 @@ def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
 
 
 def _host(recorder: Recorder, device: str, repeats: int) -> None:
-    """To and from the host's memory, pinned and not, and within it."""
+    """Copies to and from the host's memory, pinned and pageable, and inside it."""
     size = recorder.pick(1 << 30, 1 << 20)
     on_device = torch.randint(-128, 127, (size,), dtype=torch.int8, device=device)
     for pinned in (True, False) if device == "cuda" else (False,):
@@ -85,7 +86,7 @@ def _host(recorder: Recorder, device: str, repeats: int) -> None:
 
 
 def _wall(call: Callable[[], Any], calls: int) -> float:
-    """Seconds per call, the device's work included."""
+    """Seconds per call, including the work of the device."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     start = time.perf_counter()
@@ -96,7 +97,7 @@ def _wall(call: Callable[[], Any], calls: int) -> float:
 
 
 def _launches(recorder: Recorder, device: str) -> None:
-    """Microseconds per call of almost nothing: what many small tensors cost."""
+    """Microseconds per call on a tiny tensor: the fixed cost of each launch."""
     x, index = torch.randn(8, 16, device=device), torch.arange(8, device=device)
     out = torch.empty_like(x)
 

@@ -1,6 +1,6 @@
-"""The CUDA C++ kernels on the device against float64, by the checks that the Triton kernels pass.
+"""Checks the CUDA C++ kernels against float64, with the same checks as the Triton kernels.
 
-Without a GPU their source runs in the tests' emulation of one.
+Without a GPU their source runs in the emulator that the tests have.
 """
 
 import contextlib
@@ -13,22 +13,21 @@ import torch
 
 from bench.on_gpu import check_expand, check_loss
 from bench.on_gpu.check_expand import check_case, in_nan, make_case
-from bench.on_gpu.recorder import Recorder, Skip
+from bench.on_gpu.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
 from growkern.ops.expand import on_cuda as expand_on_cuda
 from growkern.ops.loss.rows import on_cuda as rows_on_cuda
 
-# what one block may have on sm_90, and so little that the toy rows go to two
+# Shared memory of a block, in bytes: that of sm_90, and so little that toy rows need two blocks.
 LIMIT, SHARED_ROWS = 227 << 10, 2600
 
 
 def run(recorder: Recorder) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fill_new_memory()
     with _kernels(recorder):
         for check in (_matrices, _host):
             check(recorder, "cuda")
-        # each is a kernel of its own dtypes, and compiling it is most of a dry run
+        # Each trial compiles a kernel for its dtypes, which takes most of a dry run.
         check_expand.random_layouts(recorder, "cuda", trials=recorder.pick(60, 2))
         if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
             recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
@@ -39,14 +38,14 @@ def run(recorder: Recorder) -> None:
 
 @contextlib.contextmanager
 def _kernels(recorder: Recorder) -> Iterator[None]:
-    """The kernels on this device, or emulated."""
+    """Use the kernels of this device, or emulate them."""
     if recorder.device == "cuda":
         if missing := nvrtc.why_not():
             raise Skip(missing)
         yield
         return
     if shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise Skip("needs a GPU, or a C++ compiler for the emulation of one")
+        raise Skip("needs a GPU, or a C++ compiler to emulate one")
     from tests.ops.cuda_emulator import emulate
 
     with contextlib.ExitStack() as patches:
@@ -65,7 +64,7 @@ def _kernels(recorder: Recorder) -> Iterator[None]:
 
 
 def _matrices(recorder: Recorder, backend: str) -> None:
-    """Sizes of real models: rows that are whole 16-byte pieces, and rows that are not."""
+    """Sizes of real models: rows that are multiples of 16 bytes, and rows that are not."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick(
         [(4096, 4096, 8192, 8192), (4095, 4098, 8191, 8190), (30_522, 768, 30_522, 1024)],
@@ -87,7 +86,7 @@ def _matrices(recorder: Recorder, backend: str) -> None:
 
 
 def _host(recorder: Recorder, backend: str) -> None:
-    """A weight in pinned memory of the host, read over the bus: the bits of one on the device."""
+    """A weight in the host's pinned memory, read over the bus, must give the same result."""
     if recorder.device == "cpu":
         return
     rng = torch.Generator(recorder.device).manual_seed(1)

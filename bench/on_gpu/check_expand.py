@@ -1,8 +1,8 @@
-"""`expand` on the device against float64, at the sizes and in the layouts that break kernels.
+"""Checks `expand` on the device against float64, at sizes and layouts that break kernels.
 
-The output is NaN before every call; afterwards exactly what lies outside of it still is. The
-truth is plain indexing in float64, a few rows at a time; the noise comes from `hash_noise`, which
-the op's tests compare with Python's integers.
+The output and the memory around it are NaN before every call. After it all of the output must be
+written, and all around it must still be NaN. The truth is plain indexing in float64, a few rows at
+a time. Its noise comes from `hash_noise`, which the op's tests compare with Python's integers.
 """
 
 import os
@@ -20,14 +20,14 @@ from growkern.ops.expand.noise import hash_noise, line_keys
 from growkern.ops.expand.op import expand
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-# rows compared with float64; every element is looked at for NaN
+# How many rows are compared with float64. All elements are tested for NaN.
 SAMPLE_ROWS = 192
-# elements looked at in one go
+# how many elements are tested for NaN at a time
 PART = 1 << 28
 
 
 def run(recorder: Recorder) -> None:
-    for check in (_matrices, _past_int32, random_layouts, _many, _whole_model):
+    for check in (_matrices, _past_int32, random_layouts, work_list, _whole_model):
         check(recorder)
 
 
@@ -35,7 +35,15 @@ def run(recorder: Recorder) -> None:
 
 
 def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
-    """Rows `at` of the result in float64: equations (1) to (3) of expand.py, by plain indexing."""
+    """Rows of the correct result, by plain indexing with equations (1) to (3) of expand/op.py.
+
+    Args:
+        case: arguments of `expand`.
+        at: int64, the indices of the rows.
+
+    Returns:
+        float64, (len(at), columns).
+    """
     weight, upper = case["weight"], case.get("upper")
     R, C = weight.shape
     rows, cols = case.get("rows"), case.get("cols")
@@ -61,22 +69,24 @@ def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
 
 
 def worst_error(actual: Tensor, truth: Tensor) -> float:
-    """Largest error relative to each element; NaN if there is one."""
+    """Largest relative error of an element; NaN if any error is NaN."""
     floor = torch.finfo(actual.dtype).tiny
     error = (actual.double() - truth).abs() / truth.abs().clamp(min=floor)
     return float("nan") if error.isnan().any() else error.max().item()
 
 
 def allowed(weight: Tensor, out: torch.dtype, noise: bool) -> float:
-    """Half a step of the output dtype, and a step of the arithmetic per factor of (1) to (4)."""
+    """The allowed relative error: half a rounding step of the output dtype, and one rounding step
+    of the arithmetic for each factor of equations (1) to (4).
+    """
     eps = torch.finfo(acc_torch_dtype(weight)).eps
     if out == torch.bfloat16:
-        # a kernel goes there by way of float32
+        # kernels round to float32 first
         eps = max(eps, torch.finfo(torch.float32).eps)
-    # Triton's interpreter truncates to bfloat16, a device rounds
+    # Triton's interpreter truncates to bfloat16, whereas a device rounds
     whole = out == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
-    # below a noise of 1/2 the larger of two replicas is at most 3 times the smaller, whose own
-    # rounding comes on top of the larger's
+    # With noise the smaller of two replicas has the rounding error of the larger one besides its
+    # own. For noise below 1/2 the larger one is at most 3 times the smaller one.
     return (4 if noise else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
 
 
@@ -92,14 +102,23 @@ def make_case(
     noise: str = "",
     scales: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of `expand` on the generator's device; every kind of source index occurs."""
+    """Random arguments of `expand`, on the generator's device.
+
+    Args:
+        sizes: rows and columns of the weight, rows and columns of the result.
+        dtype: of the weight.
+        rng: draws everything.
+        upper: whether to also take the layer above.
+        noise: "row", "col" or "" for none.
+        scales: whether to scale rows and columns.
+    """
     R, C, M, N = sizes
     made = {"generator": rng, "device": rng.device}
 
     def index(n: int, m: int) -> Tensor:
         last = 2 * n if upper else n
         drawn = torch.randint(last, (m,), **made)
-        # the last source index in the last place: where an overflow would show
+        # the last source index in the last place, where an overflow would show
         drawn[-1] = last - 1
         return drawn
 
@@ -118,7 +137,15 @@ def make_case(
 
 
 def in_nan(shape: tuple[int, int], dtype: torch.dtype, rng: torch.Generator, layout: str) -> Tensor:
-    """A place for a result inside of NaN: dense, or with random gaps, offset and orientation."""
+    """Memory for a result, filled with NaN.
+
+    Args:
+        shape: of the result.
+        dtype: of the result.
+        rng: draws gaps and offsets; the memory is on its device.
+        layout: "dense" (nothing around it), "padded" (gaps between rows), "strided" (gaps between
+            rows and columns) or "turned" (padded and transposed).
+    """
     M, N = shape
     if layout == "dense":
         return torch.full(shape, float("nan"), dtype=dtype, device=rng.device)
@@ -147,15 +174,22 @@ def check_case(
     *,
     truth: dict[str, Any] | None = None,
 ) -> None:
-    """One call into `out`, which lies in NaN: all of it written, nothing beside it, all right.
+    """Call `expand` and check its result.
 
-    `truth` stands for the case where its tensors are not on the device.
+    Args:
+        recorder: gets the row, or the failure.
+        name: of the row.
+        case: arguments of `expand`.
+        out: where the result goes: memory from `in_nan`.
+        backend: of `expand`.
+        truth: the case for computing the truth, if the tensors of `case` are not on the device.
     """
     expand(**case, out=out, backend=backend)
     check_result(recorder, name, truth or case, out)
 
 
 def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tensor) -> None:
+    """Check that `out` is right and completely written, and that nothing around it is."""
     base = out if out._base is None else out._base
     M = out.shape[0]
     rng = torch.Generator().manual_seed(M)
@@ -165,7 +199,9 @@ def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tenso
     error = worst_error(out[at], truth_rows(case, at))
     gaps = base.numel() - out.numel()
     if (found := count_nan(base)) != gaps:
-        recorder.fail(f"{name}: {found} NaN after the call, {gaps} lie outside of the output")
+        recorder.fail(
+            f"{name}: {found} NaN after the call, but {gaps} elements lie outside of the output"
+        )
     shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
     noise = any(case.get(f"{axis}_noise") is not None for axis in ("row", "col"))
     recorder.check(name, error, allowed(case["weight"], out.dtype, noise), shape=shape)
@@ -210,14 +246,14 @@ def _past_int32(recorder: Recorder) -> None:
 def random_layouts(
     recorder: Recorder, backend: str = "triton", *, trials: int | None = None
 ) -> None:
-    """Ragged sizes, any dtype in and out, gaps and transposes on both sides."""
+    """Uneven sizes, all dtypes in and out, gaps and transposes of inputs and output."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     high = recorder.pick(1500, 30)
     for trial in range(trials or recorder.pick(60, 3)):
         R, C, M, N, pick = torch.randint(1, high, (5,), generator=rng, device=rng.device).tolist()
         dtype, out_dtype = DTYPES[pick % 4], DTYPES[pick // 4 % 4]
         if out_dtype == torch.float16 != dtype:
-            # rounded below its normal range: says nothing about layouts
+            # Values below float16's normal range lose digits, which has nothing to do with layouts.
             out_dtype = torch.float32
         upper, noise = pick // 16 % 2 == 1, ("", "row", "col")[pick // 32 % 3]
         case = make_case((R, C, M, N), dtype, rng, upper=upper, noise=noise)
@@ -230,8 +266,8 @@ def random_layouts(
         check_case(recorder, name, case, out, backend)
 
 
-def _many(recorder: Recorder) -> None:
-    """A work list of all kinds of tensors, in few launches; past 2**31 elements in all of them."""
+def work_list(recorder: Recorder) -> None:
+    """A work list of all kinds of tensors in few launches, with more than 2**31 elements in all."""
     rng = torch.Generator(recorder.device).manual_seed(4)
     sizes = recorder.pick(
         [(2048, 4096, 4096, 8192), (1, 4096, 1, 8192), (30_522, 768, 30_522, 1024), (5, 7, 9, 11)],
@@ -257,7 +293,7 @@ def _many(recorder: Recorder) -> None:
 
 
 def _whole_model(recorder: Recorder) -> None:
-    """Every call that grows a Llama of 1B to 3B; one row per method, the worst tensor in it."""
+    """Every call that grows a Llama of 1B to 3B. One row per method, with its worst tensor."""
     for method in ("fpi", "aki"):
         rng = torch.Generator(recorder.device).manual_seed(3)
         worst, where, count, elements = 0.0, "", 0, 0

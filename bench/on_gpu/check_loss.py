@@ -1,7 +1,8 @@
-"""Both losses on the device against float64: vocabularies to 262 144, logits past 2**31 elements.
+"""Checks both losses on the device against float64.
 
-The truth is torch's own cross-entropy and KL in float64, a few rows at a time. What is not
-written is NaN: memory is filled with it wherever it is allocated.
+Vocabularies go up to 262 144, and logits past 2**31 elements. The truth is PyTorch's own
+cross-entropy and KL in float64, a few rows at a time. New memory is filled with NaN, so that values
+a kernel does not write show up.
 """
 
 from collections.abc import Sequence
@@ -10,22 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.recorder import Recorder
+from bench.on_gpu.recorder import Recorder, fill_new_memory
+from bench.shared.loss_measure import frobenius
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 IGNORED = -100
 ALPHA, T = 0.7, 2.0
 DRIFT = 0.05
-# a gradient's relative Frobenius error, by dtype of the inputs
+# largest allowed relative Frobenius error of a gradient, by dtype of the inputs
 BARS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# float64 logits made at a time, elements
+# how many elements of float64 logits exist at a time
 PART = 1 << 26
 
 
 def run(recorder: Recorder) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fill_new_memory()
     for check in CHECKS:
         check(recorder, "triton")
 
@@ -42,11 +43,8 @@ def loss_sum(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
     return (1 - ALPHA) * mlm + ALPHA * T**2 * kl
 
 
-def frobenius(actual: Tensor, truth: Tensor) -> float:
-    return ((actual.double() - truth).norm() / truth.norm()).item()
-
-
 def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
+    """Random labels (N,); every third row has none."""
     labels = torch.randint(V, (N,), generator=rng, device=rng.device)
     labels[1::3] = IGNORED
     labels[0], labels[-1] = V - 1, 0
@@ -54,7 +52,7 @@ def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
 
 
 def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Beside each other, as a grown student and its teacher are; the largest come last."""
+    """Logits (N, V) of a student and its teacher, DRIFT apart. The last logit is the largest."""
     teacher = torch.empty(N, V, dtype=dtype, device=rng.device)
     student = torch.empty_like(teacher)
     for i in range(0, N, step := max(1, PART // V)):
@@ -78,7 +76,7 @@ def check_rows(
     labels: Tensor,
     backend: str = "triton",
 ) -> None:
-    """One call, forward and backward, against float64 row by row."""
+    """Check one forward and backward pass against float64."""
     N, V = student.shape
     z = student.detach().requires_grad_()
     loss = kl_mlm_loss(
@@ -96,7 +94,7 @@ def check_rows(
         squares += (grad[part].double() - grad64).square().sum().item()
         norm += grad64.square().sum().item()
     facts = {"shape": f"{N}x{V}", "dtype": str(student.dtype).removeprefix("torch.")}
-    # a sum of differences of logsumexps of size 20: each has float32's last digit
+    # The loss sums differences of logsumexps of about 20, each with float32's rounding error.
     recorder.check(f"{name}: loss", abs(loss.item() / truth - 1), 1e-5, **facts)
     bar = BARS[student.dtype]
     recorder.check(f"{name}: gradient", (squares / norm) ** 0.5, bar, **facts)
@@ -107,7 +105,7 @@ def check_rows(
 
 def _rows(recorder: Recorder, backend: str) -> None:
     rng = torch.Generator(recorder.device).manual_seed(0)
-    # BERT's and GPT-2's vocabularies are no multiples of 16; the last two pass 2**31 elements
+    # the vocabularies of BERT and GPT-2 are no multiples of 16; the last two pass 2**31 elements
     vocabularies = recorder.pick((30_522, 50_257, 128_256, 262_144, 262_145), (50, 4097))
     for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
         for V in vocabularies:
@@ -120,8 +118,8 @@ def _rows(recorder: Recorder, backend: str) -> None:
         check_rows(recorder, "2**31 logits", student, teacher, labels, backend)
 
 
-def _near(recorder: Recorder, backend: str) -> None:
-    """What the KL's gradient keeps of its digits beside a teacher at 1, 5 and 20 % drift."""
+def close_teacher(recorder: Recorder, backend: str) -> None:
+    """The error of the KL gradient when the student is only 1, 5 or 20 % from its teacher."""
     rng = torch.Generator(recorder.device).manual_seed(3)
     for V in recorder.pick((1000, 30_522, 262_144), (1000,)):
         for drift in (0.01, 0.05, 0.2):
@@ -144,7 +142,7 @@ def _near(recorder: Recorder, backend: str) -> None:
 
 
 def _padded_and_strided(recorder: Recorder, backend: str) -> None:
-    """Vocabularies padded unequally, with NaN as padding; rows apart, columns apart."""
+    """Vocabularies with different padding, filled with NaN; gaps between rows and columns."""
     rng = torch.Generator(recorder.device).manual_seed(1)
     N, V = recorder.pick((64, 50_257), (3, 41))
     for dtype in recorder.pick(tuple(BARS), (torch.float32,)):
@@ -171,7 +169,10 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
 def make_heads(
     N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A student that is its teacher widened, then moved by DRIFT: (hidden, weight) of each."""
+    """A student and its teacher, each as [hidden, weight].
+
+    The student is its teacher widened from H_t to H, then moved by DRIFT.
+    """
     made = {"generator": rng, "device": rng.device}
     extra = torch.randint(H_t, (H - H_t,), **made)
     columns = torch.cat([torch.arange(H_t, device=rng.device), extra])
@@ -184,7 +185,7 @@ def make_heads(
 def linear_truth(
     student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor
 ) -> tuple[float, Tensor, Tensor]:
-    """Loss, dX and dW of the labelled rows' sum in float64, some rows at a time."""
+    """Loss summed over the labelled rows, dX and dW in float64, some rows at a time."""
     x, w = (t.double() for t in student)
     x_t, w_t = (t.double() for t in teacher)
     dx, dw, loss = torch.zeros_like(x), torch.zeros_like(w), 0.0
@@ -201,7 +202,7 @@ def linear_truth(
 
 
 def _linear(recorder: Recorder, backend: str) -> None:
-    """The whole op: compaction, GEMMs into float32, rows in place, accumulation of dW."""
+    """The linear loss as a whole, in one chunk and in many, with and without `max_rows`."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     shapes = recorder.pick(
         [(9830, 30_522, 768, 512), (4096, 128_256, 2048, 1024), (512, 262_144, 1024, 768)],
@@ -215,16 +216,16 @@ def _linear(recorder: Recorder, backend: str) -> None:
             live = int((labels != IGNORED).sum())
             inputs = [x.requires_grad_() for x in student]
             facts = {"shape": f"{N}x{V}x{H}/{H_t}", "dtype": str(dtype).removeprefix("torch.")}
-            # one chunk as it chooses, then many; the second without room for ignored rows
+            # first the chunks it chooses, then many, without room for ignored rows
             for name, limits in (("", {}), (", chunks", {"chunk_bytes": 8 * V * max(2, N // 5)})):
                 loss = linear_kl_mlm_loss(
                     *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
                     backend=backend, max_rows=live if limits else None,
-                    # a device's default, also where one is emulated
+                    # the default on a GPU, here for the emulator as well
                     logits_dtype=torch.float32, **limits,
                 )  # fmt: skip
                 grads = torch.autograd.grad(loss, inputs)
-                # its mean over the labelled rows
+                # the loss is a mean over the labelled rows, the truth a sum
                 error = abs(loss.item() * live / truth[0] - 1)
                 recorder.check(f"linear{name}: loss", error, 1e-4, **facts)
                 for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
@@ -232,4 +233,4 @@ def _linear(recorder: Recorder, backend: str) -> None:
                     recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
 
 
-CHECKS = (_rows, _near, _padded_and_strided, _linear)
+CHECKS = (_rows, close_teacher, _padded_and_strided, _linear)

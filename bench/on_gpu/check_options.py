@@ -1,7 +1,7 @@
-"""Every option of the losses on the device against float64: divergences, smoothing, weights, tiles.
+"""Checks every option of the losses on the device against float64.
 
-The truth is (1) to (9) of kl_mlm_loss.py and (1) of topk_kl_mlm_loss.py written out in PyTorch and
-differentiated by autograd, with nothing of the library in it.
+The truth is equations (1) to (9) of kl_mlm_loss.py and (1) of topk_kl_mlm_loss.py, written in
+PyTorch and differentiated by autograd. It uses nothing of the library.
 """
 
 import math
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.check_loss import BARS, IGNORED, frobenius, make_heads, make_labels, make_logits
-from bench.on_gpu.recorder import Recorder
+from bench.on_gpu.check_loss import BARS, IGNORED, make_heads, make_labels, make_logits
+from bench.on_gpu.recorder import Recorder, fill_new_memory
+from bench.shared.loss_measure import frobenius
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
-# each alone, then many at once
+# each option by itself, then many at once
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"divergence": "reverse"},
     {"divergence": "jsd", "beta": 0.3},
@@ -32,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"divergence": "jsd", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0}
     | {"teacher_weights": [0.4, 0.6], "row_weights": True, "reduction": "none", "kl_rows": "all"},
 )
-# the same for cached teachers of k entries each
+# (k, options) for cached teachers with k entries
 TOPK_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {}),
     (64, {}),
@@ -47,9 +48,8 @@ ALPHA, T = 0.7, 2.0
 
 
 def run(recorder: Recorder) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    for check in (_rows, _linear, _topk, _past_int32):
+    fill_new_memory()
+    for check in (ready_logits, _linear, _topk, _past_int32):
         check(recorder)
 
 
@@ -61,7 +61,7 @@ def _capped(x: Tensor, cap: float | None) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor, kind: str, beta: float) -> Tensor:
-    """Of log-probs, per row."""
+    """Divergence of the log-probs `q` from `p`, per row."""
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return F.kl_div(b, a, reduction="none", log_target=True).sum(-1)
@@ -73,9 +73,10 @@ def _divergence(p: Tensor, q: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def _log_masses(teacher: Any, log_q: Tensor, options: Any) -> tuple[Tensor, Tensor]:
-    """What is compared: all tokens of logits, or the k of a cached teacher and the rest.
+    """Log-probs to compare, of the teacher and of the student.
 
-    The rest is 1 - sum, which float64 can bear.
+    A teacher given as logits has those of all tokens. A cached one has those of its k tokens, and
+    of the rest as one bucket. The rest is computed as 1 - sum, which is exact enough in float64.
     """
     if isinstance(teacher, Tensor):
         return (_capped(teacher, options.get("teacher_softcap")) / T).log_softmax(-1), log_q
@@ -88,7 +89,7 @@ def _log_masses(teacher: Any, log_q: Tensor, options: Any) -> tuple[Tensor, Tens
 
 
 def truth_of(z: Tensor, teachers: Sequence[Any], labels: Tensor, options: Any) -> Tensor:
-    """The loss per row, float64: its terms divided by how many rows have each."""
+    """The loss per row in float64. Each term is divided by the number of rows that have it."""
     z = _capped(z, options.get("softcap"))
     live = labels != IGNORED
     smoothing = options.get("label_smoothing", 0.0)
@@ -122,7 +123,7 @@ def compare(
     truth: Callable[..., Tensor],
     **facts: Any,
 ) -> None:
-    """Loss and every gradient; rows weigh differently where the loss is one per row."""
+    """Check the loss and every gradient. A loss per row is summed with uneven weights."""
     dtype = inputs[0].dtype
     given = [x.detach().requires_grad_() for x in inputs]
     in64 = [x.detach().double().requires_grad_() for x in inputs]
@@ -134,7 +135,7 @@ def compare(
     expected = expected.sum()
     facts = {"dtype": str(dtype).removeprefix("torch."), **facts}
     error = abs(loss.item() / expected.item() - 1)
-    # of the linear loss in bfloat16 the logits are rounded products
+    # in bfloat16 the linear loss rounds the products that are its logits
     recorder.check(f"{name}: loss", error, 1e-4, **facts)
     names = ("gradient",) if len(given) == 1 else ("dX", "dW")
     for wrt, grad, grad64 in zip(names, grads, torch.autograd.grad(expected, in64), strict=True):
@@ -142,7 +143,7 @@ def compare(
 
 
 def _named(options: dict[str, Any], N: int, rng: torch.Generator) -> tuple[str, dict[str, Any]]:
-    """What the options are called, and with tensors in them; K is 2 with weights of teachers."""
+    """A name for the options, and the options with tensors for `row_weights`."""
     words = [key if value in (True, "none") else f"{key} {value}" for key, value in options.items()]
     if "row_weights" in options:
         drawn = torch.rand(N, generator=rng, device=rng.device) + 0.5
@@ -150,7 +151,8 @@ def _named(options: dict[str, Any], N: int, rng: torch.Generator) -> tuple[str, 
     return ", ".join(words), options
 
 
-def _rows(recorder: Recorder) -> None:
+def ready_logits(recorder: Recorder) -> None:
+    """Every option on ready logits."""
     rng = torch.Generator(recorder.device).manual_seed(3)
     N, V = recorder.pick((64, 128_256), (3, 41))
     for dtype in recorder.pick(tuple(BARS), (torch.float32,)):
@@ -170,7 +172,7 @@ def _rows(recorder: Recorder) -> None:
 
 
 def _linear(recorder: Recorder) -> None:
-    """The same through the heads, in one go, by chunks of rows, and by tiles of the vocabulary."""
+    """Every option from hidden states, with the whole vocabulary at once and in tiles."""
     rng = torch.Generator(recorder.device).manual_seed(4)
     N, V, H, H_t = recorder.pick((256, 50_257, 768, 512), (5, 41, 12, 8))
     tiles = {"": {}, ", tiles": {"vocab_tile": recorder.pick(8192, 16)}}
@@ -178,7 +180,7 @@ def _linear(recorder: Recorder) -> None:
         student, first = make_heads(N, V, H, H_t, dtype, rng)
         second = make_heads(N, V, H, H_t, dtype, rng)[1]
         labels = make_labels(N, V, rng)
-        # at toy sizes the options themselves are done with: all of them at once
+        # `ready_logits` checks each option by itself; toy sizes take all of them at once
         for options in recorder.pick(({}, *OPTIONS), OPTIONS[-1:]):
             name, options = _named(options, N, rng)
             heads = [first, second][: 2 if "teacher_weights" in options else 1]
@@ -207,7 +209,7 @@ def _linear(recorder: Recorder) -> None:
 def _kept(teacher: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
     logits = teacher[0].double() @ teacher[1].double().t()
     log_p, ids = (logits / T).log_softmax(-1).topk(k, -1)
-    # any order will do
+    # any order of the k entries must work
     return ids.flip(-1), log_p.flip(-1).float()
 
 
@@ -242,7 +244,7 @@ def _topk(recorder: Recorder) -> None:
 
 
 def _past_int32(recorder: Recorder) -> None:
-    """Chunks of logits past 2**31 elements, beside small ones, which the rest has checked."""
+    """Chunks of more than 2**31 logits must give what small chunks give."""
     rng = torch.Generator(recorder.device).manual_seed(6)
     N, V, H = recorder.pick((8_300, 262_144, 64), (5, 41, 12))
     student, teacher = make_heads(N, V, H, H - 4, torch.bfloat16, rng)
@@ -261,7 +263,7 @@ def _past_int32(recorder: Recorder) -> None:
         for wrt, large, small in zip(
             ("loss", "dX", "dW"), made["large"], made["small"], strict=True
         ):
-            # dW is summed in another order
+            # dW is summed in another order, so it differs in the last digits
             error = frobenius(large, small.double())
             recorder.check(f"{name}, 2**31 logits: {wrt}", error, 2e-3, shape=f"{N}x{V}x{H}")
 

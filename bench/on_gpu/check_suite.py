@@ -1,4 +1,4 @@
-"""The ops' own tests on this device: every test is a row if it fails, and they are counted."""
+"""Runs the ops' own tests on this device: one row of counts per file, one failure per test."""
 
 import importlib.util
 import os
@@ -18,14 +18,14 @@ def run(recorder: Recorder) -> None:
         report = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--junitxml={report}"]
-        # most of the time goes into compiling kernels, one per process
+        # most of the time is spent compiling kernels, and each process compiles one at a time
         if importlib.util.find_spec("xdist") and not recorder.toy:
             command += ["-n", str(min(8, os.cpu_count() or 1))]
-        # at toy sizes the way there counts, not the tests
+        # a dry run only shows that tests can be run, so few are enough
         command += recorder.pick(["tests/ops"], ["tests/ops/test_expand.py", "-k", "test_empty"])
         code = subprocess.run(command, cwd=ROOT, env=dict(os.environ)).returncode
         if not report.exists():
-            raise RuntimeError(f"pytest left no report, exit code {code}")
+            raise RuntimeError(f"pytest wrote no report, exit code {code}")
         suite = ElementTree.parse(report).getroot()
     files: dict[str, dict[str, int]] = {}
     for case in suite.iter("testcase"):
@@ -40,4 +40,4 @@ def run(recorder: Recorder) -> None:
     for name, counts in files.items():
         recorder.add({"case": name, **counts})
     if code and not recorder.document["failures"]:
-        recorder.fail(f"pytest ends with exit code {code}")
+        recorder.fail(f"pytest ended with exit code {code}")

@@ -1,8 +1,9 @@
-"""`grow_into` of a model that FSDP2 has sharded: time, and what a rank's memory grows by.
+"""Measures `grow_into` of a model sharded by FSDP2: its time, and how much memory a rank needs.
 
-One rank (NCCL on a GPU, gloo elsewhere) in a process of its own, from a checkpoint on disk. The
-limit is the bytes of the rank's shard. Beside it what one writes without the library's way: the
-grown model whole in the host's memory, and its state dict spread over the mesh.
+There is one rank, in a process of its own. It uses NCCL on a GPU and gloo elsewhere, and grows from
+a checkpoint on disk. The least possible memory is the rank's shard. "whole, then spread" is the way
+without `grow_into`: grow the whole model in the host's memory, then spread its state dict over the
+mesh.
 """
 
 import json
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 
 from bench.on_gpu.recorder import Recorder
+from bench.shared import system
 from bench.shared.llama_growth import SIZES
 from bench.shared.results import ROOT
 
 WAYS = ("grow_into", "whole, then spread")
-# the aim allows a rank's memory to grow by its shard and this much
+# the goal: a rank needs at most its shard and this much more memory
 ALLOWED_MB = 256
 
 
@@ -37,7 +39,7 @@ def run(recorder: Recorder) -> None:
             facts = {"growth": size, **found, "over the shard MB": grown - found["shard MB"]}
             recorder.check(way, wrong, 0, **facts, **{"allowed MB": ALLOWED_MB})
         if recorder.document["rows"][0]["collectives"]:
-            recorder.fail("grow_into communicates")
+            recorder.fail("grow_into communicates between ranks, which it should not need")
 
 
 def _make_source(size: str, directory: Path) -> None:
@@ -63,11 +65,6 @@ def _in_child(way: str, size: str, source: Path, scratch: Path) -> dict[str, Any
 # ---------------------------------------------------------------------- child
 
 
-def _status_mb(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
-
-
 def _sharded(config: Any, mesh: Any) -> Any:
     import transformers
     from torch.distributed.fsdp import fully_shard
@@ -80,7 +77,7 @@ def _sharded(config: Any, mesh: Any) -> Any:
 
 
 def _spread(model: Any, device: str, source: str, target: dict[str, int]) -> None:
-    """Every parameter whole first."""
+    """Grow the whole model first, then give each rank its shard."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     import growkern
@@ -93,7 +90,7 @@ def _spread(model: Any, device: str, source: str, target: dict[str, int]) -> Non
 
 
 def child(way: str, size: str, source: str, store: str) -> dict[str, Any]:
-    """What it took; the parameters are compared with those of `grow` afterwards."""
+    """Grow in one of WAYS: time and memory, and how many parameters differ from `grow`'s."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
@@ -105,20 +102,20 @@ def child(way: str, size: str, source: str, store: str) -> dict[str, Any]:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     mesh, target = init_device_mesh(device, (1,)), SIZES[size][1]
     model = _sharded(growkern.plan(source, **target).target_config, mesh)
-    # contexts and libraries are there before anything is counted
+    # load all contexts and libraries before anything is measured
     dist.all_reduce(torch.ones(1, device=device))
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    Path("/proc/self/clear_refs").write_text("5")
-    base, start = _status_mb("VmRSS"), time.perf_counter()
+    system.reset_peak()
+    base, start = system.status_mb("VmRSS"), time.perf_counter()
     with CommDebugMode() as talk:
         if way == "grow_into":
             growkern.grow_into(model, source)
         else:
             _spread(model, device, source, target)
     wait()
-    seconds, host = time.perf_counter() - start, _status_mb("VmHWM") - base
+    seconds, host = time.perf_counter() - start, system.status_mb("VmHWM") - base
     peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
     held = {name: p.to_local() for name, p in model.named_parameters()}
     truth = dict(growkern.grow(source, **target).named_parameters())
@@ -136,5 +133,5 @@ if __name__ == "__main__":
     *arguments, out_path = sys.argv[1:]
     Path(out_path).write_text(json.dumps(child(*arguments)))
     sys.stdout.flush()
-    # gloo may abort in its own clean-up
+    # gloo may abort while it shuts down
     os._exit(0)

@@ -1,7 +1,7 @@
-"""The pieces of `bench.gpu`, most valuable first. A new one is one entry of ALL.
+"""Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to ALL.
 
-A piece is a module with ``run(recorder)``, or a benchmark with ``main()``: that one saves its rows
-with `report.show_and_save`, takes --no-test, and has its sizes in module constants.
+A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A benchmark must save
+its rows with `harness.show_and_save`, accept --no-test, and keep its sizes in module constants.
 """
 
 import importlib
@@ -20,17 +20,18 @@ from bench.shared.results import ROOT
 
 @dataclass(frozen=True)
 class Piece:
-    """One process of `bench.gpu`.
+    """One piece of `bench.gpu`, which runs in a process of its own.
 
     Attributes:
         name: of the piece and of its result file.
         about: one line for --list.
-        limit_s: seconds after which it is stopped; what it has recorded is kept.
-        module: under bench.
-        args: command line of a benchmark's ``main()``; ``toy_args`` at toy sizes.
+        limit_s: time limit in seconds. The rows recorded until then are kept.
+        module: its module, without "bench.".
+        args: command line of a benchmark's ``main()``.
+        toy_args: the same at toy sizes.
         toy: constants of the benchmark's module at toy sizes.
-        own_python: also in a dry run, which forks the others from one.
-        needs: packages that PyTorch, Triton and transformers do not bring; skipped without.
+        own_python: start a new Python in a dry run, too. All others are forked from one Python.
+        needs: packages it needs besides PyTorch, Triton and transformers. Skipped without them.
     """
 
     name: str
@@ -54,9 +55,11 @@ class Piece:
             module.run(recorder)
             return
         for name, value in self.toy.items() if recorder.toy else ():
-            # a constant that has another name by now must not leave the real sizes in force
+            # If a constant was renamed, the real sizes would stay.
             if not hasattr(module, name):
-                raise AttributeError(f"bench.{self.module} has no {name}: mend its piece")
+                raise AttributeError(
+                    f"bench.{self.module} has no {name}: update its entry in pieces.py"
+                )
             setattr(module, name, value)
 
         harness.collector = recorder.add
@@ -71,22 +74,24 @@ def _both(sizes: Any) -> dict[str, Any]:
 
 
 ALL = (
-    Piece("ceilings", "the machine, and the rates no kernel can pass", 150, "on_gpu.ceilings"),
+    Piece(
+        "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
+    ),
     Piece(
         "check_expand",
-        "expand against float64: large, strided, NaN-filled",
+        "expand against float64: large sizes, strides, NaN around the output",
         240,
         "on_gpu.check_expand",
     ),
     Piece(
         "check_loss",
-        "both losses against float64: V to 262144, past 2^31",
+        "both losses against float64: V up to 262144, more than 2^31 logits",
         300,
         "on_gpu.check_loss",
     ),
     Piece(
         "check_options",
-        "every option, the top-k loss, tiles against float64",
+        "every option of the losses, the top-k loss and tiles against float64",
         420,
         "on_gpu.check_options",
     ),
@@ -94,7 +99,7 @@ ALL = (
     Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
     Piece(
         "bench_expand",
-        "one matrix, 4096 to 8192, beside eager and torch.compile",
+        "expand of one matrix, 4096 to 8192, beside eager and torch.compile",
         240,
         "bench_expand",
         args=("--repeats", "15", "--compile"),
@@ -102,7 +107,7 @@ ALL = (
     ),
     Piece(
         "bench_expand_model",
-        "every tensor of a Llama of 1B grown to 3B, FPI and AKI",
+        "expand of all tensors of a Llama, 1B to 3B, FPI and AKI",
         450,
         "bench_expand_model",
         args=("--repeats", "7"),
@@ -110,7 +115,7 @@ ALL = (
     ),
     Piece(
         "bench_kl_mlm_loss",
-        "the rows of the loss on ready logits",
+        "the loss on ready logits",
         420,
         "bench_kl_mlm_loss",
         args=("--repeats", "11"),
@@ -128,7 +133,7 @@ ALL = (
     ),
     Piece(
         "bench_linear_bert",
-        "the same with the head of BERT-base",
+        "the loss from hidden states with the head of BERT-base",
         470,
         "bench_linear_kl_mlm_loss",
         args=("--repeats", "5", "--vocabulary", "30522"),
@@ -137,20 +142,20 @@ ALL = (
     ),
     Piece(
         "bench_topk_kl_mlm_loss",
-        "the loss from a kept teacher's top k",
+        "the loss with a cached teacher's top k",
         420,
         "bench_topk_kl_mlm_loss",
         args=("--repeats", "7"),
         toy={"SHAPES": _both([(8, 100, 16, 8)]), "KS": (4,)},
     ),
-    Piece("scaling", "time and memory over three decades of work", 240, "on_gpu.scaling"),
+    Piece("scaling", "time and memory over three decades of sizes", 240, "on_gpu.scaling"),
     Piece("train_bert", "a training step of BERT-base with a teacher", 240, "on_gpu.train_step"),
     Piece(
         "train_llama", "a training step of a Llama of 1B with a teacher", 420, "on_gpu.train_step"
     ),
     Piece(
         "trainer_step",
-        "TwoStageTrainer beside the layers alone and a plain Trainer",
+        "a step of TwoStageTrainer beside the layers alone and a plain Trainer",
         300,
         "on_gpu.trainer_step",
         needs=("accelerate",),
@@ -171,16 +176,16 @@ ALL = (
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
-    Piece("tune_topk_kl_mlm_rows", "the same of the top-k loss's", 300, "tune"),
+    Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
-# a benchmark takes part from the day it is there; those of disks and CPUs are for `make bench`
+# Entries without a file are left out. Benchmarks of disks and CPUs are run by `make bench`.
 PIECES = tuple(piece for piece in ALL if piece.file.is_file())
 
 
 def chosen(names: Sequence[str]) -> list[Piece]:
-    """The pieces of these names in their order; all of them where none is named."""
+    """The pieces with these names, in the order of PIECES; all of them if none is named."""
     known = [piece.name for piece in PIECES]
     if wrong := [name for name in names if name not in known]:
-        raise SystemExit(f"no piece {wrong[0]!r}: there are {', '.join(known)}")
+        raise SystemExit(f"no piece {wrong[0]!r}. The pieces are {', '.join(known)}")
     return [piece for piece in PIECES if not names or piece.name in names]

@@ -1,6 +1,6 @@
-"""A piece of `bench.gpu` in a process of its own, which ends with whoever started it.
+"""Runs each piece of `bench.gpu` in a process that ends when `bench.gpu` ends.
 
-The process writes its document after every row, so that what it had done stays whatever happens.
+The process writes its document after every row, so that no row is lost when it crashes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from bench.shared import results
 
 
 def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
-    """Run a piece in this process and leave its document at `path`: its status."""
+    """Run a piece in this process, write its document to `path`, and return its status."""
     recorder = Recorder(piece.name, path, toy=toy)
     try:
         piece.run(recorder)
@@ -37,10 +37,10 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
 
 
 def die_when(ended: Callable[[], Any]) -> None:
-    """Kill this process and all of its session as soon as `ended` returns.
+    """Kill this process and its session as soon as `ended` returns.
 
-    prctl(PR_SET_PDEATHSIG) would kill this process alone and leave the compilers and tests that it
-    has started.
+    prctl(PR_SET_PDEATHSIG) would kill only this process. The compilers and tests that it started
+    would go on.
     """
 
     def wait() -> None:
@@ -51,21 +51,23 @@ def die_when(ended: Callable[[], Any]) -> None:
 
 
 def die_with_writer(descriptor: int) -> None:
-    """The other end of the pipe is open in whoever started this process, and nowhere else."""
+    """Kill this process when the parent ends: only the parent holds the other end of the pipe."""
     os.set_inheritable(descriptor, False)
     die_when(lambda: os.read(descriptor, 1))
 
 
 # ------------------------------------------------------------------- starting
 
-# what every piece imports; not the library, whose kernels are interpreted or not from then on
+# Modules that every piece imports. The library is not among them: importing it decides whether its
+# kernels are interpreted.
 PRELOADED = ["torch", "torch._dynamo", "triton", "bench.shared.harness"]
 
 
 class _Forked:
-    """A piece in a fork of a Python that has imported PyTorch already, to be used like Popen.
+    """A piece in a fork of a Python that has already imported PyTorch. Used like Popen.
 
-    For dry runs: imports were most of their time. On a GPU nothing may be shared.
+    It is for dry runs, which otherwise spend most of their time on imports. On a GPU pieces must
+    not share anything.
     """
 
     def __init__(self, piece: Piece, path: Path, log: Path) -> None:
@@ -103,14 +105,14 @@ def _run_forked(name: str, path: Path, log: Path) -> None:
 
 
 class _Started(subprocess.Popen):
-    """A piece in a Python of its own, with the reading end of a pipe that closes when we end."""
+    """A piece in a new Python. It gets the reading end of a pipe that closes when we end."""
 
     def __init__(self, piece: Piece, path: Path, log: Path, env: dict[str, str], toy: bool) -> None:
         theirs, self._ours = os.pipe()
         command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
         command += ["--alive", str(theirs)]
         if piece.own_python:
-            # Triton decides at its first import, which comes before the piece's own lines
+            # Triton reads this at its first import, which comes before the piece's own code.
             env = {name: value for name, value in env.items() if name != "TRITON_INTERPRET"}
         with log.open("w") as out:
             super().__init__(
@@ -139,7 +141,20 @@ def run_apart(
     console: Console | None = None,
     forked: bool = False,
 ) -> dict[str, Any]:
-    """Run a piece in a process of its own, and end that with all it started: its document."""
+    """Run a piece in a process of its own, then kill whatever it left running.
+
+    Args:
+        piece: the piece.
+        path: where it writes its document; its log lies beside it.
+        env: environment variables.
+        toy: run at toy sizes.
+        limit_s: time limit in seconds.
+        console: shows the progress; None for none.
+        forked: fork it from a Python that has imported PyTorch, unless it needs its own.
+
+    Returns:
+        The document.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     log, start = path.with_suffix(".log"), time.perf_counter()
     path.unlink(missing_ok=True)
@@ -150,7 +165,7 @@ def run_apart(
     try:
         timed_out = _wait(child, piece, path, start + limit_s, console)
     finally:
-        # what it has started (compilers, tests) is in its session
+        # compilers and tests that it started are in its session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -163,7 +178,7 @@ def run_apart(
 
 
 def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
-    """The document of a process that is no more; `status` and `why` if it could not say itself."""
+    """The document of a process that has ended. `status` and `why` apply if it did not finish."""
     document = results.read(path) or {"piece": name, "rows": [], "failures": []}
     if document.get("status", "running") == "running":
         document["status"] = status
@@ -176,7 +191,7 @@ def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
 
 
 def gather(running: Path, where: Path) -> None:
-    """Keep what a run that was killed has left behind."""
+    """Save the documents that a killed run left in the directory `running`."""
     for path in sorted(running.glob("*.json")):
         document = ended(path, path.stem, "crashed", "killed together with `bench.gpu`")
         if document["rows"] or document["failures"]:
@@ -185,7 +200,7 @@ def gather(running: Path, where: Path) -> None:
 
 
 def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console | None) -> bool:
-    """Wait for the child and show how far it is; True when its time was up first."""
+    """Wait for the child and show its progress. Returns True if its time ran out."""
     start = time.perf_counter()
     with console.status(piece.name) if console else contextlib.nullcontext() as status:
         while (now := time.perf_counter()) < end:

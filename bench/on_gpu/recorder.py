@@ -1,4 +1,4 @@
-"""What a piece of `bench.gpu` is given: sizes to take, a place for its rows, a way to fail."""
+"""Records the rows and failures of one piece of `bench.gpu`, and picks its sizes."""
 
 import importlib.util
 import os
@@ -12,22 +12,29 @@ from bench.shared import results
 
 
 class Skip(Exception):
-    """The piece cannot run here, and says why; not a failure."""
+    """Raised by a piece that cannot run here. The message says why. It is not a failure."""
 
 
 def needs(*packages: str) -> None:
-    """Skips the piece where a package is not installed that it cannot do without."""
+    """Skip the piece if one of these packages is not installed."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise Skip(f"needs {', '.join(missing)}")
 
 
+def fill_new_memory() -> None:
+    """Make PyTorch fill new tensors with NaN, so that values a kernel does not write show up."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 class Recorder:
-    """The document of one piece, written after every row: what is done survives a crash.
+    """The document of one piece. It is written after every row, so that a crash loses none.
 
     Attributes:
-        toy: toy sizes instead of real ones; the code is the same.
+        path: the file of the document.
+        toy: whether to take toy sizes. The code is the same.
         device: "cuda", or "cpu" in a dry run.
-        document: status "running", "ok", "failed" or "skipped"; machine, rows, failures.
+        document: status ("running", "ok", "failed" or "skipped"), machine, rows and failures.
     """
 
     def __init__(self, name: str, path: Path, *, toy: bool) -> None:
@@ -46,30 +53,35 @@ class Recorder:
         self.flush()
 
     def flush(self) -> None:
+        """Write the document."""
         self.document["seconds"] = round(time.perf_counter() - self.started, 1)
-        # with those of the processes it has waited for
+        # including child processes that have ended
         self.document["CPU seconds"] = round(sum(os.times()[:4]), 1)
         results.write(self.path, self.document)
 
     def pick(self, full: Any, toy: Any) -> Any:
+        """One of two values: `toy` in a run at toy sizes, otherwise `full`."""
         return toy if self.toy else full
 
     def add(self, row: dict[str, Any]) -> None:
+        """Record a row."""
         self.document["rows"].append(row)
         self.flush()
 
     def fail(self, why: str) -> None:
+        """Record a failure. The piece goes on, and its status will be "failed"."""
         self.document["failures"].append(why)
         self.flush()
 
     def check(self, case: str, error: float, bound: float, **facts: Any) -> None:
-        """A row of a check. NaN and infinity fail."""
+        """Record the row of a check, which fails unless error <= bound. NaN fails, too."""
         good = error <= bound
         self.add({"case": case, **facts, "error": error, "bound": bound, "ok": good})
         if not good:
             self.fail(f"{case}: error {error:.3e}, allowed {bound:.3e}")
 
     def finish(self) -> str:
+        """Write the final status and return it. A piece without rows has failed."""
         if self.document["status"] == "running":
             if not self.document["rows"]:
                 self.document["failures"].append("no rows: nothing was measured or checked")

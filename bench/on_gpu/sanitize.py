@@ -1,5 +1,8 @@
-"""compute-sanitizer over the checks at toy sizes: accesses out of bounds, races,
-memory that is read before it is written, and barriers that not all threads reach."""
+"""Runs compute-sanitizer over the checks at toy sizes.
+
+Its four tools find accesses out of bounds, races, memory that is read before it is written, and
+barriers that not all threads reach.
+"""
 
 import os
 import shutil
@@ -14,6 +17,7 @@ from bench.shared.results import ROOT
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 CHECKS = ("check_expand", "check_loss", "check_cuda")
+# exit code of a tool that has found an error
 FOUND = 86
 
 
@@ -23,7 +27,8 @@ def run(recorder: Recorder) -> None:
     sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
     if sanitizer is None:
         raise Skip("compute-sanitizer is neither under CUDA_HOME nor on the PATH")
-    # PyTorch's own allocator hands out parts of large blocks: nothing would be out of bounds
+    # PyTorch's allocator hands out parts of large blocks. Accesses next to a tensor would lie
+    # inside the block, and memcheck would miss them.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in TOOLS:
         for check in CHECKS:

@@ -1,8 +1,8 @@
-"""How cost grows with work: three sizes a decade apart, time, memory, and what moved.
+"""Measures how time and memory grow with work, over sizes a decade apart.
 
-FLOPs are those of the equations: one per scale in `expand`, four GEMMs in the linear loss (three of
-the student's, one of the teacher's), and 20 per logit in the rows of the loss. Errors are relative,
-of what a call returns against float64 of the same inputs, where that fits into a gigabyte.
+FLOPs are counted from the equations: one per scale in `expand`, four GEMMs in the linear loss
+(three of the student and one of the teacher), and 20 per logit in the loss of ready logits. Errors
+are relative to float64 on the same inputs. They are computed where the float64 result fits in 1 GB.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def run(recorder: Recorder) -> None:
         _record(recorder, "rows", N, 10 * N * V, 20 * N * V, _rows(N, V, rng))
     V, H, H_t = recorder.pick((128_256, 2048, 1024), (50, 12, 8))
     for N in recorder.pick((256, 2560, 25_600), (4, 8)):
-        # both heads and hidden states read, the student's gradients written
+        # reads both heads and hidden states, writes the student's gradients
         moved = 2 * (2 * V * H + V * H_t + 2 * N * H + N * H_t)
         flops = 2 * N * V * (3 * H + H_t)
         _record(recorder, "linear", N, moved, flops, _linear(N, V, H, H_t, rng))
@@ -125,13 +125,13 @@ def _linear(N: int, V: int, H: int, H_t: int, rng: torch.Generator) -> Calls:
         return torch.autograd.grad(loss_sum(z, u, labels), wide)
 
     gemms = {"GEMMs alone": _gemms(student, teacher)}
-    # seven float32 matrices of logits would not fit beside each other
+    # eager needs seven float32 matrices of logits at once
     fits = {"eager": plain} if N * V * 4 * 7 < 60 << 30 else {}
     return {"growkern": ours} | gemms | fits | _truth(N * V, truth)
 
 
 def _gemms(student: list[Tensor], teacher: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """What no linear loss can do without: both logits in float32, dX, and dW in float32."""
+    """The products that every linear loss needs: both logits in float32, dX, dW in float32."""
     (x, w), (x_t, w_t) = ([t.detach() for t in head] for head in (student, teacher))
     wide = {"out_dtype": torch.float32} if x.is_cuda else {}
     dz = torch.randn(len(x), len(w), device=x.device).to(x.dtype)

@@ -1,8 +1,9 @@
-"""A real training step with a teacher: Hugging Face models from their configs, no downloads.
+"""Measures a whole training step with a teacher, with and without the fused loss.
 
-Student and teacher run, loss, backward, AdamW. Random weights, synthetic tokens; bfloat16
-weights, so that the output head is what differs. "plain" makes both logits and computes the loss
-as one writes it; "growkern" puts `linear_kl_mlm_loss` in place of the output projections.
+A step runs student and teacher, then loss, backward and AdamW. "plain" computes both logits and the
+loss as one writes it in PyTorch. "growkern" replaces the output projections by
+`linear_kl_mlm_loss`. The models are Hugging Face models with random weights in bfloat16 and random
+tokens, so nothing is downloaded.
 """
 
 import copy
@@ -40,7 +41,7 @@ def _llama(width: int, layers: int, heads: int, ffn: int, vocab: int) -> Any:
 
 
 def bert(width: int, layers: int, heads: int, ffn: int, vocab: int) -> Any:
-    # no dropout: both sides must compute one function
+    # without dropout, because both sides must compute the same function
     config = transformers.BertConfig(
         vocab_size=vocab,
         hidden_size=width,
@@ -53,7 +54,8 @@ def bert(width: int, layers: int, heads: int, ffn: int, vocab: int) -> Any:
     return transformers.BertForMaskedLM(config)
 
 
-# builder; student and teacher: width, layers, heads, ffn; vocabulary; batch, sequence; labelled
+# builder, (width, layers, heads, ffn) of student and teacher, vocabulary, (batch, sequence),
+# share of labelled tokens
 FULL = {
     "train_bert": (bert, (768, 12, 12, 3072), (512, 12, 8, 2048), 30_522, (128, 512), 0.15),
     "train_llama": (_llama, (2048, 16, 32, 8192), (1024, 16, 16, 4096), 128_256, (4, 2048), 1.0),
@@ -67,7 +69,7 @@ TOY = {
 def plain(
     student: Any, teacher: Any, inputs: dict[str, Tensor], labels: Tensor, causal: bool
 ) -> Tensor:
-    """Both logits whole, the labelled rows in float32."""
+    """The loss from both logits, with the labelled rows in float32."""
     rows = align_labels(labels, causal=causal).flatten()
     live = rows != IGNORED
     with torch.no_grad():
@@ -82,9 +84,9 @@ def plain(
 def ours(
     student: Any, teacher: Any, inputs: dict[str, Tensor], labels: Tensor, causal: bool
 ) -> Tensor:
-    """Hidden states into `linear_kl_mlm_loss`, inside the student's own forward."""
+    """The loss from hidden states, computed inside the student's own forward pass."""
     rows = align_labels(labels, causal=causal)
-    # what a collator knows: a GPU is not asked how many rows are labelled
+    # A collator knows this bound, so the GPU need not be asked how many rows are labelled.
     most = rows.numel() if causal else int(0.2 * rows.numel()) + 64
     with torch.no_grad():
         head = head_inputs(teacher, inputs)
@@ -120,7 +122,7 @@ def make_batch(
 def measure(
     loss_of: Loss, models: tuple[Any, Any], batches: list[Any], causal: bool, steps: int
 ) -> dict[str, Any]:
-    """Median step, losses and the peak of memory; the student is trained."""
+    """Train the student for some steps: median time, first and last loss, peak memory."""
     student, teacher = models
     cuda = batches[0][1].is_cuda
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, fused=cuda)
@@ -130,7 +132,7 @@ def measure(
         inputs, labels = batches[step % len(batches)]
         wait()
         if cuda and step == 2:
-            # gradients and the optimizer's state exist now
+            # the gradients and the optimizer's state exist by now
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = loss_of(student, teacher, inputs, labels, causal)
@@ -165,7 +167,7 @@ def run(recorder: Recorder) -> None:
     part = [{k: v[:1] for k, v in batches[0][0].items()}, batches[0][1][:1]]
     truth = _truth(models, part, causal)
     models = tuple(model.to(torch.bfloat16) for model in models)
-    # off the device: a student beside the one that trains would count as memory of the step
+    # kept on the CPU, because on the device it would count as memory of the step
     start = {name: x.cpu().clone() for name, x in models[0].state_dict().items()}
     for provider, loss_of in (("plain", plain), ("growkern", ours)):
         models[0].load_state_dict(start)
@@ -176,11 +178,11 @@ def run(recorder: Recorder) -> None:
             error = abs(loss_of(*models, *part, causal).item() / truth - 1)
         figures = measure(loss_of, models, batches, causal, recorder.pick(12, 1))
         facts = {"provider": provider, "batch": "x".join(map(str, shape)), **figures}
-        # bfloat16 models are that far from float64; a loss that is wrong is further
+        # bfloat16 models differ from float64 by up to this; a wrong loss differs by more
         recorder.check(f"{name}, {provider}", error, 2e-2, **facts)
 
 
 def _truth(models: tuple[Any, Any], part: list[Any], causal: bool) -> float:
-    """The loss of the first batch's first row through the models in float64."""
+    """The loss of the first batch's first row, with the models in float64."""
     with torch.no_grad():
         return plain(*(copy.deepcopy(m).double() for m in models), *part, causal).item()

@@ -1,8 +1,9 @@
-"""What a step of `TwoStageTrainer` costs beside the layers alone and a plain Hugging Face Trainer.
+"""Measures a step of `TwoStageTrainer` beside a plain Hugging Face Trainer and a bare loop.
 
-A BERT from its config, random tokens, bfloat16 weights, AdamW. "layers alone" is a loop of
-forward, the same fused loss, backward and optimizer, and nothing else: the limit. "x alone" is the
-time beside it. A stage-1 step stands beside its share of the whole model's FLOPs.
+The model is a BERT with random weights in bfloat16, on random tokens, with AdamW. "layers alone" is
+the limit: a loop of forward, the same fused loss, backward and optimizer, and nothing else. "x
+alone" is the time of a step over that of this loop. For steps of stage 1 the table also has their
+share of the whole model's FLOPs.
 """
 
 import copy
@@ -37,7 +38,7 @@ class _Rows(torch.utils.data.Dataset):
 
 
 class _Clock(transformers.TrainerCallback):
-    """When each step ended, its data and the work of the device included."""
+    """Notes when each step ended, after the device has finished its work."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -126,7 +127,7 @@ def run(recorder: Recorder) -> None:
         step = statistics.median(seconds)
         facts = {"batch": "x".join(map(str, shape)), "ms per step": 1e3 * step}
         facts["x alone"] = step / limit
-        # bfloat16 is that far from float64
+        # bfloat16 differs from float64 by up to this
         recorder.check(name, abs(loss / truth - 1), 2e-2, **facts)
 
     record("layers alone", alone, loss)
@@ -141,7 +142,7 @@ def run(recorder: Recorder) -> None:
 
 
 def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> None:
-    """The steps of stage 1 by their depth, beside their share of the FLOPs."""
+    """Record the steps of stage 1 by depth, each with its share of the FLOPs."""
     from growkern import TwoStageConfig, TwoStageTrainer
     from growkern.train.flops import ModelCost
     from growkern.train.sub_model import layer_stacks
@@ -162,7 +163,7 @@ def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> 
         return cost.train(B, S, depth, trained) + rows * cost.head_row(train=True)
 
     found: dict[int, list[float]] = {}
-    # the first interval is the second step's
+    # the first interval is that of the second step
     for step, seconds in enumerate(clock.seconds, start=1):
         depth = stages.depth(step, layers)
         assert depth is not None

@@ -1,6 +1,6 @@
-"""What the CUDA kernels are compiled to for real sizes, to be compiled without a GPU.
+"""Lists the CUDA kernels that real sizes launch, so that they can be compiled without a GPU.
 
-The launches are planned as the ops plan them, on tensors that have sizes and no memory.
+The ops plan the launches themselves, from tensors that have a size but no memory.
 
 Shape letters used in this file: V vocabulary, K teachers; R, C rows and columns of a weight.
 """
@@ -17,20 +17,25 @@ from growkern.ops.loss.rows.options import Maths, Rows
 from growkern.ops.loss.rows.state import Steps, n_numbers
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# bytes of shared memory that a block may have, of CUDA's programming guide
+# Bytes of shared memory that a block may have, from CUDA's programming guide.
 SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
-ALIKE = "place, source and scale of an output row, which all threads read alike"
-HALVED = "four sums in float32 are 16 bytes read and 8 stored; a warp still fills whole lines"
-RAGGED = "rows begin and end anywhere: pieces of 16 bytes where their place allows it"
+ALIKE = "all threads read the same index, source and scale of an output row"
+HALVED = "16 bytes of float32 become 8 bytes to store; a warp still fills whole lines"
+RAGGED = "rows are not aligned to 16 bytes; 16-byte pieces are used where possible"
 
 
 class CudaCase(NamedTuple):
-    """One way in which a CUDA kernel is launched.
+    """One launch of a CUDA kernel.
 
-    `registers` is the most that leaves a multiprocessor as many threads as the kernel needs;
-    `element_bytes` are those of an element it stores, `traffic` the bytes that cross the device's
-    memory for one at the least. Loads are 16 bytes wide, or `narrow` says why they cannot be;
-    `narrow_stores` the same of stores.
+    Attributes:
+        name: as it stands in the table.
+        kernel: source and macros.
+        grid: blocks, threads and shared memory.
+        registers: the most a thread may use; with more, too few threads fit on a multiprocessor.
+        element_bytes: size of an element that it stores.
+        traffic: least bytes per element that must cross the device's memory.
+        narrow: why loads are narrower than 16 bytes; empty if they must not be.
+        narrow_stores: the same for stores.
     """
 
     name: str
@@ -73,7 +78,7 @@ def _rows_case(
 def _expand_case(
     name: str, limit: int, registers: int, dtype: torch.dtype, upper: bool, noise: bool, N: int
 ) -> CudaCase:
-    """A weight of half as many rows and columns as the result has, both axes gathered."""
+    """A weight with half the rows and columns of the result; both axes are gathered."""
     R, C = N // 2, N // 2
     weight, vector = _shape(R, C, dtype=dtype), _shape(N, dtype=FP32)
     made = expand_on_cuda.plan(
@@ -88,9 +93,9 @@ def _expand_case(
 
 
 def cuda_cases(arch: str) -> list[CudaCase]:
-    """The launches that matter on an architecture."""
+    """The launches to compile for an architecture, such as "sm_90"."""
     limit = SHARED_LIMITS[arch]
-    # four blocks of 256 threads on a multiprocessor of 65536 registers, three with noise
+    # A multiprocessor has 65536 registers. It should run 4 blocks of 256 threads, 3 with noise.
     cases = [
         _expand_case("FPI bf16", limit, 64, BF16, False, False, 8192),
         _expand_case("FPI, noise bf16", limit, 80, BF16, False, True, 8192),
@@ -98,9 +103,9 @@ def cuda_cases(arch: str) -> list[CudaCase]:
         _expand_case("FPI fp32", limit, 64, FP32, False, False, 8192),
         _expand_case("AKI, noise bf16, ragged", limit, 80, BF16, True, True, 8190),
     ]
-    if arch == "sm_80":  # has no clusters
+    if arch == "sm_80":  # it has no thread-block clusters
         return cases
-    # two blocks leave 128 to each thread
+    # with two blocks on a multiprocessor a thread may use 128 registers
     cases += [
         _rows_case("linear, bf16 gradient", limit, 64, 128_256, FP32, BF16),
         _rows_case("linear, fp32 gradient", limit, 64, 128_256, FP32, FP32),

@@ -1,5 +1,6 @@
-"""What every benchmark shares: interleaved timing, errors, tables and JSON."""
+"""Common parts of every benchmark: command-line options, fair timing, errors, tables, saving."""
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from bench.shared.results import ROOT, cell, machine
 
 __all__ = [
     "Rows",
+    "benchmark_parser",
     "compiled",
     "interleaved_ms",
     "machine",
@@ -27,17 +29,18 @@ __all__ = [
     "show_and_save",
 ]
 
-# written before every timed call on a GPU: empties a cache of 60 MB and, 0.2 ms long, lets the
-# CPU queue the call meanwhile, so that small calls are not timed by their launches
+# Zeroed before every timed call on a GPU. This empties its cache (60 MB). It also takes 0.2 ms,
+# in which the CPU queues the call, so that a small call is not timed by its launch.
 FLUSH_BYTES = 1 << 30
-# what takes every row as soon as it is there, in place of a file at the end; set by `bench.gpu`
+# Called with every row as soon as it is measured, instead of saving a file at the end.
+# `bench.gpu` sets it.
 collector: Callable[[dict[str, Any]], None] | None = None
-# of `torch.compile`; a dry run takes one that compiles nothing
+# The backend of `torch.compile`. A dry run sets one that compiles nothing.
 compiler = "inductor"
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of a benchmark, handed on as they come: what is measured survives what comes after."""
+    """The rows of a benchmark. Each is also handed to `collector`, so that a crash loses none."""
 
     def append(self, row: dict[str, Any]) -> None:
         super().append(row)
@@ -45,27 +48,60 @@ class Rows(list[dict[str, Any]]):
             collector(row)
 
 
-def require_green(op: str) -> None:
-    """A fast wrong answer is not fast: the op's tests run first, and stop the benchmark if red."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/ops/test_{op}.py"]
+def benchmark_parser(description: str | None, *, repeats: int | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have.
+
+    Args:
+        description: the text of --help: the module's docstring, shown as it is written.
+        repeats: default of --repeats; None leaves the option out.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if repeats is not None:
+        words = "timed runs of each case; medians are reported (default: %(default)s)"
+        parser.add_argument("--repeats", type=int, default=repeats, help=words)
+    parser.add_argument(
+        "--no-test", action="store_true", help="skip the tests that normally run first"
+    )
+    return parser
+
+
+def require_green(tests: str) -> None:
+    """Run a test file first, because the speed of wrong code means nothing.
+
+    Args:
+        tests: path of the file, from the root of the repository.
+
+    Raises:
+        SystemExit: a test failed.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if subprocess.run(command, cwd=ROOT, env=env).returncode:
-        sys.exit(f"tests/ops/test_{op}.py fails: no figures from a wrong op")
+        sys.exit(f"{tests} fails. The benchmark does not run on wrong code.")
 
 
 def compiled(call: Callable[..., Any], shapes: int = 8) -> Callable[..., Any]:
-    """`torch.compile` of a call that meets so many shapes; none of them may be left uncompiled."""
-    # a cache that is full after eight dtypes and shapes would leave the rest uncompiled
+    """`torch.compile` of a function that will see up to `shapes` different shapes."""
+    # After 8 dtypes and shapes the cache is full, and PyTorch runs all others uncompiled.
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = max(8, shapes)
     return torch.compile(call, backend=compiler)
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each call, after one to warm up.
+    """Time several calls fairly.
 
-    They take turns, so that whatever else the machine does slows all of them alike. On a GPU it
-    is the time between two events on the device, from a cold cache.
+    The calls take turns, so that other load on the machine slows all of them alike. On a GPU the
+    time is measured on the device, between two events, starting from an empty cache.
+
+    Args:
+        calls: name -> the call to time.
+        repeats: timed calls of each, after one to warm up.
+
+    Returns:
+        Name -> median in milliseconds.
     """
     timed = _device_ms if torch.cuda.is_available() else _wall_ms
     times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
@@ -81,13 +117,13 @@ def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
     start = time.perf_counter()
     result = call()
     elapsed = 1e3 * (time.perf_counter() - start)
-    # freeing a fresh result is its owner's cost, not the op's
+    # Freeing the result takes time that belongs to the caller, not to the op.
     del result
     return lambda: elapsed
 
 
 def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
-    """Queues the call between two events; the time is read later, when all of them have run."""
+    """Queue a call between two events. The returned function waits for them and reads the time."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
     start.record()
@@ -102,12 +138,12 @@ def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference from float64, as a share of the largest true value."""
+    """Largest difference from the float64 truth, as a share of its largest value."""
     return ((actual.double() - truth).abs().max() / truth.abs().max()).item()
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Rows with different keys share one table; what a row does not have is "-"."""
+    """Print rows as one table. A row without a column's value shows "-" there."""
     table = Table(*dict.fromkeys(key for row in rows for key in row))
     for row in rows:
         table.add_row(*(cell(row.get(column.header)) for column in table.columns))
@@ -115,7 +151,16 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path | None:
-    """Prints the rows as a table and keeps them in bench/results/[<gpu>/]<op>.json."""
+    """Print the rows as a table and save them as bench/results/[<gpu>/]<op>.json.
+
+    Args:
+        op: name of the benchmark.
+        facts: the machine, as `machine()` describes it.
+        rows: the results.
+
+    Returns:
+        The file that was written; None if `collector` took the rows instead.
+    """
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()))
     show(rows, console)
@@ -126,11 +171,5 @@ def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) ->
     path = results.RESULTS / results.slug(facts) / f"{op}.json"
     kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": rows})
     if kept != path:
-        console.print(f"{path} is better documented than this run: see {kept.name}")
+        console.print(f"{path} is better documented than this run, which is saved as {kept.name}")
     return kept
-
-
-if __name__ == "__main__":
-    from bench.report import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,7 @@
-"""The list of `expand` calls that grows a Llama: what a growth plan asks for, without weights."""
+"""Lists the `expand` calls that grow a whole Llama, so that checks and benchmarks can make them.
+
+The calls come from a growth plan. The weights are random, so no checkpoint is needed.
+"""
 
 import contextlib
 import sys
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from growkern.ops.expand.op import expand
 
-# source config and target sizes. 1B is Llama-3.2-1B; 3B has its heads' width and grouping
+# Source config and target sizes. 1B is Llama-3.2-1B. 3B has heads of the same width and grouping.
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "1B to 3B": (
         {
@@ -63,7 +66,14 @@ TENSORS = ("rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
 
 @dataclass(frozen=True)
 class ExpandCall:
-    """One call of `expand`: shapes of what is random, and everything else as the plan has it."""
+    """One call of `expand`, without its weights.
+
+    Attributes:
+        name: of the target tensor.
+        source: shape of the weight.
+        has_upper: whether the call also takes the layer above.
+        given: all other arguments, as the plan has them.
+    """
 
     name: str
     source: tuple[int, ...]
@@ -77,7 +87,7 @@ class ExpandCall:
         return tuple(n if index is None else len(index) for n, index in sizes)
 
     def bytes_moved(self, element: int) -> int:
-        """Least possible: each source element that is used read once, each target written once."""
+        """Least bytes possible: read every source element once, write every target element once."""
         used = torch.Size(self.source).numel() * (1 + self.has_upper)
         return (used + torch.Size(self.shape).numel()) * element
 
@@ -93,8 +103,19 @@ class ExpandCall:
 
 
 def expand_calls(size: str, method: str) -> list[ExpandCall]:
-    """The calls of a growth by `method`, in its order. A vector is a matrix of one row."""
-    # three seconds that only this function needs
+    """The calls of a growth, in its order.
+
+    Args:
+        size: a key of SIZES.
+        method: of the growth: "fpi" or "aki".
+
+    Returns:
+        The calls. A vector is given as a matrix of one row.
+
+    Raises:
+        ValueError: the plan builds a tensor in parts, which ExpandCall cannot describe.
+    """
+    # imported here, because only this function needs them and they take three seconds
     import transformers
 
     import growkern.growth.tensors.tensor as apply
@@ -106,7 +127,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
             transformers.LlamaConfig(**source, tie_word_embeddings=True)
         )
     grown = plan(model, method=method, depth="stack", **target)
-    # vectors are read on the CPU, wherever the work is done
+    # growth reads vectors on the CPU, so they need real memory
     weights = {
         name: x if x.ndim > 1 else torch.zeros(x.shape) for name, x in model.state_dict().items()
     }
@@ -116,13 +137,13 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     def keep(weight: Tensor, *, upper: Tensor | None = None, **rest: Any) -> Tensor:
         out, dtype = rest.pop("out", None), rest.pop("out_dtype", None)
         rest.pop("backend", None)
-        # what is None or 0 is the default
+        # None and 0 are the defaults
         given = {k: v for k, v in rest.items() if v is not None and not _is_zero(v)}
         if "row_offset" in given or "col_offset" in given:
-            raise ValueError(f"{name} is built in parts: teach ExpandCall offsets")
+            raise ValueError(f"{name} is built in parts, and ExpandCall has no offsets yet")
         shape = tuple(weight.shape)
         if len(shape) == 1:
-            # as `expand` itself does it
+            # `expand` does the same with a vector
             shape = (1, *shape)
             given = {k.replace("row", "col"): v for k, v in given.items()}
         calls.append(ExpandCall(name, shape, upper is not None, given))

@@ -1,5 +1,6 @@
-"""What the benchmarks of both losses share: time, peak extra memory and gradient error."""
+"""Measures a loss beside other libraries' losses: time, peak extra memory and gradient error."""
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -15,11 +16,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.shared.harness import benchmark_parser, require_green
 from bench.shared.peers import DEVICE, Peer, why_failed
 
 
+def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.ArgumentParser:
+    """The options that all benchmarks of losses have.
+
+    Args:
+        description: the text of --help.
+        compiled: whether there is a --compile option.
+    """
+    parser = benchmark_parser(description, repeats=3)
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch"
+    )
+    if compiled:
+        parser.add_argument(
+            "--compile", action=argparse.BooleanOptionalAction, default=True,
+            help="also measure torch.compile of the plain loss",
+        )  # fmt: skip
+    return parser
+
+
+def prepare(args: argparse.Namespace, op: str) -> None:
+    """Set the threads, and run the op's tests unless --no-test was given."""
+    torch.set_num_threads(args.threads)
+    if not args.no_test:
+        require_green(f"tests/ops/test_{op}.py")
+
+
 class _PeakResident(threading.Thread):
-    """Highest resident set while the block runs, sampled every 2 ms."""
+    """Samples this process's resident memory every 2 ms and keeps the highest value."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -37,9 +65,13 @@ class _PeakResident(threading.Thread):
 
 
 def _return_free_memory() -> None:
-    """Hand what earlier steps freed back to the system, or it would hide this step's peak."""
-    # only glibc keeps it and has the calls; without the first (M_MMAP_THRESHOLD), tensors of up to
-    # 32 MiB come to lie among others in the heap, whose holes count or not as chance has it
+    """Return the memory that earlier steps freed to the system.
+
+    Otherwise this step would reuse it, and its peak would look too low.
+    """
+    # Only glibc keeps freed memory, and only glibc has these calls. The first one sets
+    # M_MMAP_THRESHOLD. Without it, tensors of up to 32 MiB lie in the heap, between others, and
+    # whether their memory is returned depends on chance.
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 1 << 20)
@@ -47,15 +79,16 @@ def _return_free_memory() -> None:
 
 
 class Provider(NamedTuple):
-    """One way to compute a loss, in the table beside the others.
+    """One way to compute a loss: a row of the table.
 
     Attributes:
-        step: forward and backward. It must leave nothing behind, gradients included: the next
-            one's would replace them.
-        error: the gradient's relative error; None for what has no gradient.
-        peer: the library it comes from, if not from here.
-        ours: whether its failure ends the run: others' are theirs to mend, and no reason to lose
-            the rest of the figures.
+        name: as it stands in the table.
+        step: forward and backward pass. It must clear the gradients, because a gradient that is
+            left would hide the memory of the next step's.
+        error: computes the relative error of the gradient; None where there is no gradient.
+        peer: the other library that it comes from; None for plain PyTorch and growkern.
+        ours: whether it is growkern's. A failure of ours ends the run. A failure of another
+            library is noted in its row, and the other rows are still measured.
     """
 
     name: str
@@ -66,10 +99,18 @@ class Provider(NamedTuple):
 
 
 def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]]:
-    """A row each: medians of wall and CPU seconds and of peak extra MiB, and the gradient error.
+    """Measure all providers in turns.
 
-    Every turn asks each provider once, so that what else the machine does falls on all alike; the
-    first turn warms up. What cannot be asked, or fails, has the reason in its row.
+    Every turn runs each provider once, so that other load on the machine slows all alike. The
+    first turn is a warm-up.
+
+    Args:
+        providers: the ways to compute the loss.
+        repeats: turns that count.
+
+    Returns:
+        One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), and "gradient
+        error". A provider that cannot run or fails has the reason in "why not" instead.
     """
     samples: dict[str, list[dict[str, float]]] = {p.name: [] for p in providers}
     why_not = {p.name: p.peer.why_not() if p.peer else "" for p in providers}
@@ -102,14 +143,14 @@ def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]
 
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:
-    """`in_turns` of one provider: its figures."""
+    """Measure one step by itself: the figures that `in_turns` gives."""
     (row,) = in_turns([Provider("", step, ours=True)], repeats)
     del row["provider"]
     return row
 
 
 def _sample(step: Callable[[], None]) -> dict[str, float]:
-    """One call of the step: wall and CPU seconds, peak extra MiB."""
+    """Run the step once: wall and CPU seconds, and peak extra memory in MiB."""
     gc.collect()
     _return_free_memory()
     if DEVICE == "cuda":
@@ -133,7 +174,11 @@ def _sample(step: Callable[[], None]) -> dict[str, float]:
     return {"wall s": wall, "CPU s": cpu, "extra MiB": extra / 2**20}
 
 
+def frobenius(actual: Tensor, truth: Tensor) -> float:
+    """Relative error in the Frobenius norm; `truth` is float64."""
+    return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
 def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The worst relative Frobenius error among the gradients."""
-    pairs = zip(actual, truth, strict=True)
-    return max(((a.double() - t).norm() / t.norm()).item() for a, t in pairs)
+    """The largest relative Frobenius error among several gradients."""
+    return max(map(frobenius, actual, truth, strict=True))

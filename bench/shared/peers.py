@@ -1,8 +1,9 @@
-"""Other libraries' losses, called as their authors call them. None is a dependency.
+"""Calls the losses of other libraries, so that benchmarks can compare growkern with them.
 
-Each runs where it can be imported; elsewhere the table says why not. On a machine without a
-network their wheels are unpacked by `python -m bench.gpu --wheels DIRECTORY`. HyperCloning, named
-beside `expand` in the literature, is not on PyPI and not compared.
+Each loss is called as its authors call it. None of these libraries is a dependency. A loss that
+cannot be imported stays in the table, with the reason. For a machine without a network,
+`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. HyperCloning does what `expand`
+does. It is not on PyPI, so it is not compared.
 """
 
 import importlib
@@ -16,10 +17,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Peer(NamedTuple):
-    """Attributes:
-    package: what is installed; module: what has to import.
-    call: the loss; its arguments are its benchmark's.
-    needs_gpu: whether it has kernels for GPUs alone.
+    """The loss of another library.
+
+    Attributes:
+        package: its name on PyPI.
+        module: the module that must import.
+        call: computes the loss; takes the arguments that its benchmark gives.
+        needs_gpu: whether it runs only on a GPU.
     """
 
     package: str
@@ -28,7 +32,7 @@ class Peer(NamedTuple):
     needs_gpu: bool = True
 
     def why_not(self) -> str:
-        """Why it cannot be asked here; empty: it can."""
+        """The reason why it cannot run here; empty if it can."""
         if self.needs_gpu and DEVICE == "cpu":
             return "needs a GPU"
         try:
@@ -57,7 +61,7 @@ def liger_jsd(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tenso
 
 
 def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
-    """Its two fused losses side by side: no one of them knows labels and a teacher."""
+    """The sum of two fused losses: Liger has none that takes both labels and a teacher."""
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     return (1 - alpha) * liger_labels(student, teacher, labels, alpha) + alpha * (
@@ -69,7 +73,7 @@ def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Ten
 
 
 def cut_cross_entropy(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
-    """Its kernel for GPUs; on a CPU what it offers there, which holds all logits."""
+    """Its GPU kernel; on a CPU its `torch_compile` version, which holds all logits."""
     from cut_cross_entropy import linear_cross_entropy
 
     impl = "cce" if DEVICE == "cuda" else "torch_compile"
@@ -95,7 +99,7 @@ def quack_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Te
 def liger_kl_div(
     student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, temperature: float
 ) -> Tensor:
-    """Its KL, which wants logarithms of both sides; labels by PyTorch."""
+    """Its KL divergence, which takes log-probabilities; PyTorch computes the label loss."""
     from liger_kernel.transformers import LigerKLDIVLoss
 
     log_q, log_p = ((x.float() / temperature).log_softmax(-1) for x in (student, teacher))

@@ -1,6 +1,7 @@
-"""Where figures lie and what has to be known of them before they replace others.
+"""Stores results as JSON and decides when a new result may replace an old one.
 
-A document is one JSON file: what ran, on what machine, with which sources, how it ended, rows.
+A result is one JSON document. It says what ran, on which machine, from which sources and how it
+ended. Then come its rows. A new result never replaces a better documented one.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-# what a figure depends on; results themselves and prose do not count
+# The files that results depend on. The results themselves and prose do not count.
 SOURCES = (
     "growkern/**/*.py",
     "growkern/**/*.toml",
@@ -30,9 +31,9 @@ SOURCES = (
     "bench/**/*.py",
 )
 TESTS = ("tests/*.py", "tests/ops/**/*")
-# how much a document is worth beside another one of the same piece
+# from the least useful end of a run to the best
 STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
-# what has to be known of a run besides its commit and its GPU
+# facts of a run that count as documentation, besides its commit and its GPU
 VERSIONS = ("date", "sources", "python", "torch", "triton")
 PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels")
 
@@ -56,7 +57,7 @@ def _output(*command: str) -> str | None:
 
 @functools.cache
 def source_digest() -> str:
-    """Names and contents of the sources: says what was measured where there is no git."""
+    """A hash of the sources' names and contents. It identifies them where there is no git."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in (*SOURCES, *TESTS) for path in ROOT.glob(pattern)}):
         if path.is_file():
@@ -71,7 +72,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    """Versions of what is compared and is here; their files are asked, nothing is imported."""
+    """Versions of the installed libraries that are compared, read without importing them."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -94,8 +95,12 @@ def _gpu_facts() -> dict[str, Any]:
 
 
 def git_facts() -> dict[str, Any]:
-    """The commit of these sources and whether they differ from it; without git what is said."""
-    # results and prose are no sources: the first piece's must not make the second one's look dirty
+    """The commit of these sources, and whether they differ from it ("dirty").
+
+    Without git the commit comes from GROWKERN_COMMIT, and "dirty" is None: nobody can tell.
+    """
+    # Results and prose do not count. Otherwise writing the first result would make the sources of
+    # the second one look changed.
     changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
     status = _output(*changed, "bench", "tests", ":!bench/results", ":!*.md")
     commit = _output("git", "rev-parse", "--short", "HEAD")
@@ -110,7 +115,7 @@ def today() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where, when and with what the figures were taken."""
+    """The machine, the date, and the versions of everything that the figures depend on."""
     facts = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -128,35 +133,36 @@ def machine() -> dict[str, Any]:
 
 
 def slug(facts: dict[str, Any]) -> str:
-    """Directory of a machine's results: "nvidia-h200"; "" for a machine without a GPU."""
+    """Name of the directory for a machine's results: "nvidia-h200", or "" without a GPU."""
     return re.sub(r"[^a-z0-9]+", "-", facts.get("gpu", "").lower()).strip("-")
 
 
 def same_run(document: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Whether a finished document speaks of these sources on this kind of machine."""
+    """Whether a document is a good result of these sources on this kind of machine."""
     keys = ("sources", "gpu", "torch", "triton")
     known = document.get("machine", {})
     return document.get("status") == "ok" and all(known.get(k) == facts.get(k) for k in keys)
 
 
 def lacks_peers(document: dict[str, Any]) -> bool:
-    """Whether another library was asked for and not installed."""
+    """Whether a row is missing because another library was not installed."""
     rows = document.get("rows", ())
     return any("is not installed" in str(row.get("why not", "")) for row in rows)
 
 
 def is_done(path: Path, facts: dict[str, Any]) -> bool:
-    """Whether a piece need not run again: its result, or the one beside it, is of these sources.
+    """Whether a piece need not run again, because there is a result of these sources.
 
-    Where there is no git a run knows itself by the sources' hash alone, and lies aside for ever.
+    The result may also be the one that was put aside. A machine without git cannot name a commit,
+    so its results never replace a committed one. They are recognised by the sources' hash.
     """
     return any(same_run(read(place), facts) for place in (path, aside_of(path)))
 
 
 def _commit_rank(facts: dict[str, Any]) -> int:
-    """A commit, one that was only said, changed sources, none."""
+    """3: a commit. 2: a commit that git did not confirm. 1: changed sources. 0: no commit."""
     commit = facts.get("commit") or "unknown"
-    # an old-style commit says "-dirty" itself
+    # older results write "-dirty" behind the commit
     dirty = facts.get("dirty", "dirty" in commit)
     if commit == "unknown":
         return 0
@@ -164,7 +170,7 @@ def _commit_rank(facts: dict[str, Any]) -> int:
 
 
 def rank(document: dict[str, Any]) -> tuple[int, ...]:
-    """How well it is documented, then how it ended, then how much is in it."""
+    """Sort key of a document: how well it is documented, how it ended, how many rows it has."""
     facts = document.get("machine", {})
     status = document.get("status", "ok")
     return (
@@ -173,26 +179,33 @@ def rank(document: dict[str, Any]) -> tuple[int, ...]:
         bool(facts.get("gpu")),
         sum(facts.get(key) not in (None, "unknown") for key in VERSIONS),
         STATUSES.index(status) if status in STATUSES else -1,
-        # a row that says why it was not measured is none
+        # a row that only says why it was not measured does not count
         sum("why not" not in row for row in document.get("rows", ())),
     )
 
 
 def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether a document is worth more; of two that are worth the same the newer one is."""
+    """Whether `new` ranks higher than `old`. Of equal ones the newer wins."""
     dates = (document.get("machine", {}).get("date", "") for document in (new, old))
     return (rank(new), next(dates)) >= (rank(old), next(dates))
 
 
 def read(path: Path) -> dict[str, Any]:
+    """The document of a file; empty if there is none or it is broken."""
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
         return {}
 
 
+def quotable(path: Path) -> dict[str, Any]:
+    """A document that may be quoted: a run that ended well, at real sizes. Otherwise empty."""
+    document = read(path)
+    return document if document.get("status", "ok") == "ok" and not document.get("toy") else {}
+
+
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all: a machine may be taken away at any time."""
+    """Write a document completely or not at all: the machine may stop at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(document, indent=1) + "\n")
@@ -200,13 +213,18 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def aside_of(path: Path) -> Path:
+    """The file for a later but worse result."""
     return path.with_name(f"{path.stem}.aside.json")
 
 
 def keep(path: Path, document: dict[str, Any]) -> Path:
-    """Write a document, beside a better one (`<name>.aside.json`) where there is one.
+    """Save a document without replacing a better one.
 
-    Of several that lie aside the last one stays, but for a worse one of the same sources.
+    If there is a better one, the new document goes to `<name>.aside.json`. It replaces the one
+    there, unless that has the same sources and ranks higher.
+
+    Returns:
+        The file that was written, or the one aside that was kept.
     """
     aside, there = aside_of(path), read(path)
     if there and not _replaces(document, there):
@@ -221,9 +239,16 @@ def keep(path: Path, document: dict[str, Any]) -> Path:
 
 
 def take(folder: Path, into: Path = RESULTS) -> list[Path]:
-    """Keep the results of another machine, `folder`/<gpu>/<piece>.json, by the same rule.
+    """Bring in the results of another machine, by the rule of `keep`.
 
-    Those taken without git from the very sources that are here get their commit.
+    Results that were made without git, but from the same sources as here, get the commit of these.
+
+    Args:
+        folder: holds <gpu>/<piece>.json.
+        into: the directory of results to add them to.
+
+    Returns:
+        The files that were written.
     """
     ours, digest = git_facts(), source_digest()
     kept = []
@@ -238,6 +263,7 @@ def take(folder: Path, into: Path = RESULTS) -> list[Path]:
 
 
 def cell(x: Any) -> str:
+    """One value as a cell of a table; "-" for None."""
     if x is None:
         return "-"
     return f"{x:.3g}" if isinstance(x, float) else str(x)

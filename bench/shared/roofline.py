@@ -1,7 +1,9 @@
-"""What machine code says of speed: loads, stores, instructions per element, and the time they take.
+"""Estimates the best possible speed of a kernel from its machine code.
 
-An estimate from above: the slowest of memory, instruction issue, special functions (exp, 1 / x) and
-load-store units, each as if nothing else were in the way. Latency is not in it.
+The machine code shows how many loads, stores and instructions an element takes. A chip can do only
+so many of each per second. The estimate is the slowest of four limits: memory, instruction issue,
+special functions (exp, 1 / x) and load-store units. It ignores latency, so a kernel can be slower
+but not faster.
 """
 
 import re
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """One chip of an architecture, from data sheets. Rates per multiprocessor and clock."""
+    """One chip, from its data sheet. The last three are rates per multiprocessor and clock."""
 
     name: str
     multiprocessors: int
@@ -22,8 +24,9 @@ class Device(NamedTuple):
     load_store: int = 32
 
 
-# the largest common chip of each architecture. An AMD compute unit has four vector units of 16
-# lanes, special functions at a quarter of their rate, and takes 64 bytes of memory accesses a clock
+# The largest common chip of each architecture. An AMD compute unit has four vector units of 16
+# lanes. It computes special functions at a quarter of their rate, and accesses 64 bytes of memory
+# per clock.
 DEVICES = {
     "sm_80": Device("A100 SXM 80 GB", 108, 1.41, 2.04),
     "sm_90": Device("H200 SXM", 132, 1.98, 4.8),
@@ -35,13 +38,14 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class HotCode:
-    """The loops that load from global memory; the whole kernel where there is none.
+    """The hot code of a kernel: its loops that load from global memory, or all of it without any.
 
     Attributes:
-        instructions: in them, as one thread meets them; of AMD's without scalar ones, which a unit
-            of their own carries out meanwhile.
-        special: of these, special functions.
-        loads, stores: bytes per access -> how many.
+        instructions: how many a thread runs in one pass. AMD's scalar instructions are left out:
+            they run at the same time on a unit of their own.
+        special: how many of these are special functions.
+        loads: bytes per load -> number of loads.
+        stores: bytes per store -> number of stores.
     """
 
     instructions: int
@@ -50,10 +54,14 @@ class HotCode:
     stores: dict[int, int]
 
     def wide_share(self, wide: int, *, stores: bool = False) -> float:
-        """Share of the loaded or stored bytes that come or go `wide` or more at a time.
+        """Share of the bytes that are accessed `wide` or more bytes at a time.
 
-        What every thread reads alike (a row's index, its scale) counts as narrow, though it costs
-        next to nothing.
+        Values that all threads read, such as a row's index or scale, count as narrow although
+        they cost almost nothing.
+
+        Args:
+            wide: bytes of a wide access.
+            stores: count stores instead of loads.
         """
         counts = self.stores if stores else self.loads
         total = sum(width * count for width, count in counts.items())
@@ -79,15 +87,15 @@ class _Line(NamedTuple):
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
-# global accesses; LDGSTS goes on into shared memory without a register
+# Accesses of global memory. LDGSTS loads straight into shared memory.
 _SASS_ACCESSES = ("LDG", "LDGSTS", "STG")
 
 
 def read_sass(text: str) -> HotCode:
-    """NVIDIA machine code as `cuobjdump -sass` prints it.
+    """Read NVIDIA machine code, as `cuobjdump -sass` prints it.
 
-    A loop over what an earlier one has brought to shared memory, 8 bytes or more at a time, is hot
-    like that one.
+    A loop that reads shared memory 8 bytes or more at a time is hot, too: it reads the data that
+    an earlier loop has put there.
     """
     found = _SASS.findall(text)
     lines = []
@@ -102,14 +110,14 @@ def read_sass(text: str) -> HotCode:
 
 
 def _successors(found: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
-    """Which instructions may follow each one."""
+    """For each instruction the ones that may run next."""
     at = {int(address, 16): i for i, (address, *_) in enumerate(found)}
     after = []
     for i, (_, predicate, operation, rest) in enumerate(found):
         base, target = operation.split(".")[0], re.search(r"0x([0-9a-f]+)", rest)
         follows = [i + 1] if i + 1 < len(found) else []
         if base in ("BRA", "CALL", "WARPSYNC") and target and int(target[1], 16) in at:
-            # "BRA 0x90" alone leaves no way on; "BRA !P2, 0x90" does
+            # "BRA 0x90" always jumps; "BRA !P2, 0x90" may also continue with the next line
             always = base == "BRA" and not predicate and rest.strip() == target[0]
             follows = [at[int(target[1], 16)]] + (follows if not always else [])
         elif base in ("EXIT", "RET") and not predicate:
@@ -119,8 +127,11 @@ def _successors(found: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
 
 
 def _natural_loops(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Instructions of every loop. Code that is moved out of line jumps back too, and is none: it
-    can be reached past the place it jumps to."""
+    """The instructions of every loop.
+
+    A jump back is a loop only if the code can be reached in no other way than through the place
+    it jumps to. Code that the compiler moved out of line jumps back, too, but is no loop.
+    """
     before: list[list[int]] = [[] for _ in after]
     for i, follows in enumerate(after):
         for j in follows:
@@ -134,7 +145,7 @@ def _natural_loops(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _reached(start: list[int], edges: Sequence[Sequence[int]], never: int) -> set[int]:
-    """What can be reached without passing through `never`."""
+    """The instructions that can be reached from `start` without passing through `never`."""
     seen: set[int] = set()
     todo = [i for i in start if i != never]
     while todo:
@@ -146,13 +157,13 @@ def _reached(start: list[int], edges: Sequence[Sequence[int]], never: int) -> se
 
 
 def read_gcn(text: str) -> HotCode:
-    """AMD assembly as Triton keeps it; LLVM says in comments which loop a block is in."""
+    """Read AMD assembly, as Triton keeps it. LLVM's comments name the loop of each block."""
     lines: list[_Line] = []
     loops: dict[str, list[int]] = {}
     block = loop = ""
     for raw in text.splitlines():
         line = raw.strip()
-        # ".Ltmp7:" tells a debugger of a place and begins no block
+        # ".Ltmp7:" is a mark for debuggers and does not begin a block
         if label := re.match(r"\.L(BB\w+):|; %bb\.\d+:", line):
             block, loop = label[1] or "", ""
         if "Loop Header" in line:
@@ -196,13 +207,21 @@ def _hot(
 
 
 def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -> dict[str, object]:
-    """Picoseconds per element of the whole chip, what sets them, and the bandwidth that leaves.
+    """Estimate which limit a kernel meets first, and how much of the bandwidth that leaves.
 
-    `elements` are those one thread handles in the hot code; `traffic` the bytes of an element that
-    cross the device's memory at the least, None for all that is asked for.
+    Args:
+        code: the hot code.
+        elements: how many elements one thread handles in it.
+        traffic: least bytes per element that must cross the device's memory; None: all bytes that
+            the code accesses.
+        arch: the architecture, such as "sm_90".
+
+    Returns:
+        "bytes per element", "instructions per element", "bound" (the limit) and "of bandwidth"
+        (at most this share of the memory bandwidth). For an unknown architecture "no estimate".
     """
     if arch not in DEVICES:
-        return {"no estimate": f"no rates of {arch}"}
+        return {"no estimate": f"the rates of {arch} are not known"}
     chip = DEVICES[arch]
     clock = chip.multiprocessors * chip.ghz * 1e9
     traffic = code.bytes / elements if traffic is None else traffic

@@ -1,4 +1,4 @@
-"""A Python with PyTorch, Triton, transformers and what these require, and nothing else."""
+"""Makes a Python that has only PyTorch, Triton, transformers and their requirements."""
 
 import importlib.metadata
 import re
@@ -10,7 +10,7 @@ GIVEN = ("torch", "triton", "transformers")
 
 
 def required(packages):
-    """The packages and all that they require, without their extras."""
+    """The packages and all their requirements, without extras: name -> distribution."""
     found, todo = {}, list(packages)
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
@@ -27,7 +27,7 @@ def required(packages):
 
 
 def make_bare_python(directory: Path) -> Path:
-    """A virtual environment that links to them: its interpreter."""
+    """Make a virtual environment that links to these packages, and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     (site,) = directory.glob("lib/python*/site-packages")
     for distribution in required(GIVEN).values():

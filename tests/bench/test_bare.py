@@ -1,4 +1,4 @@
-"""The command for a GPU needs PyTorch, Triton and transformers, and says what more it could use."""
+"""`bench.gpu` needs only PyTorch, Triton and transformers, and names other missing packages."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.bare import make_bare_python
 
 MISSING = ("xxhash", "accelerate", "pytest", "hypothesis", "matplotlib", "liger_kernel")
-# those that import growth, and one of each kind that needs more
+# the pieces that import growth, and one piece for each package that can be missing
 PIECES = {
     "check_expand": "ok",
     "bench_expand_model": "ok",
@@ -30,7 +30,7 @@ def test_a_bare_machine_runs_what_it_can_and_says_why_not(tmp_path):
     env |= {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     look = f"import importlib.util as u; print([n for n in {MISSING} if u.find_spec(n)])"
     found = subprocess.run([python, "-c", look], env=env, capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", "the machine is not bare"
+    assert found.stdout.strip() == "[]", "packages that should be missing are installed"
     line = [python, "-m", "bench.gpu", "--dry-run", "--results", tmp_path / "results"]
     line += [word for name in PIECES for word in ("--only", name)]
     done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)

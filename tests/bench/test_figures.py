@@ -1,4 +1,4 @@
-"""Every figure that the README quotes stands in a result with its commit and machine."""
+"""Every figure in the README comes from a result that names its commit and machine."""
 
 import re
 
@@ -12,7 +12,7 @@ CLEAN = re.compile(r"[0-9a-f]{7,40}")
 
 
 def tables(text):
-    """The Markdown tables of a text, as lists of rows of cells; first the head."""
+    """The Markdown tables of a text, each as a list of rows of cells. The first row is the head."""
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
         lines = [[c.strip() for c in line.strip("|").split("|")] for line in block.splitlines()]
         yield [lines[0], *lines[2:]]
@@ -24,17 +24,17 @@ def table_with(head):
 
 
 def check_source(name):
-    """A quoted result says with what and where, from sources that are in the history."""
+    """Check that a quoted result names its machine and a commit without changes: its document."""
     document = results.read(results.RESULTS / f"{name}.json")
-    assert document, f"{name}.json is not there or no JSON: its figures have no source"
+    assert document, f"{name}.json is missing or broken, so the README's figures have no source"
     facts = document["machine"]
     assert CLEAN.fullmatch(document.get("commit") or facts.get("commit", "")), f"{name}: no commit"
-    assert not facts.get("dirty"), f"{name}: measured from sources that nobody can get"
+    assert not facts.get("dirty"), f"{name}: measured from sources that were not committed"
     assert facts.get("cpu") or facts.get("gpu") or facts.get("devices"), f"{name}: no machine"
     return document
 
 
-def test_the_demo_is_what_its_result_says():
+def test_the_demo_matches_its_result():
     document = check_source("demo")
     rows = {row["run"]: row for row in document["rows"]}
     table = table_with("run")
@@ -56,7 +56,7 @@ PROVIDERS = {
 }
 
 
-def test_the_linear_loss_is_what_its_result_says():
+def test_the_linear_loss_matches_its_result():
     document = check_source("linear_kl_mlm_loss")
     table = table_with("`linear_kl_mlm_loss`, 2048 rows")
     assert len(table) == 10
@@ -74,7 +74,7 @@ def test_the_linear_loss_is_what_its_result_says():
         assert float(extra) == pytest.approx(row["extra MiB"], rel=0.02), name
 
 
-def test_what_k_costs_is_what_its_result_says():
+def test_the_table_of_k_matches_its_result():
     rows = check_source("topk")["rows"]
     by = {(row["student"].split()[0], row["T"], row["k"]): row for row in rows}
     table = table_with("k, temperature 1")
@@ -93,11 +93,11 @@ def test_what_k_costs_is_what_its_result_says():
 
 
 def says(sentence):
-    """Whether the README has these words, wherever its lines break."""
+    """Whether the README has these words, with any line breaks."""
     return " ".join(sentence.split()) in " ".join(README.split())
 
 
-def test_what_is_said_of_exactness_is_what_its_result_says():
+def test_the_errors_of_growth_match_their_result():
     rows = check_source("exactness")["rows"]
     carried = [row for row in rows if row.get("carry") == 1]
     assert len(carried) == 3
@@ -115,7 +115,7 @@ def test_what_is_said_of_exactness_is_what_its_result_says():
             assert row["error"] <= {"float32": 1e-5, "bfloat16": 5e-3}[row["dtype"]], row
 
 
-def test_the_sentences_between_the_tables_are_what_their_results_say():
+def test_the_sentences_between_the_tables_match_their_results():
     rows = {
         (row["dtype"], row["provider"]): row
         for row in check_source("linear_kl_mlm_loss")["rows"]
@@ -140,7 +140,7 @@ def test_the_sentences_between_the_tables_are_what_their_results_say():
     assert says(f"({source['flops'][-1]:.2e} FLOPs, loss {source['losses'][-1]:.2f})")
 
 
-def test_the_sentence_of_grow_checkpoint_is_what_its_result_says():
+def test_the_sentence_on_grow_checkpoint_matches_its_result():
     small, medium, large, cold = check_source("grow_checkpoint")["rows"]
     warm = [row["cache"] for row in (small, medium, large)]
     assert (*warm, cold["cache"]) == ("warm", "warm", "warm", "cold")
@@ -158,7 +158,7 @@ def test_the_sentence_of_grow_checkpoint_is_what_its_result_says():
     )
 
 
-def test_what_is_said_of_a_whole_process_is_what_its_result_says():
+def test_the_sentence_on_a_whole_process_matches_its_result():
     document = check_source("grow_optimizer")
     alone, streamed, whole = document["rows"]
     assert document["machine"]["memory_limit"] == "100MB"
@@ -176,7 +176,7 @@ def test_what_is_said_of_a_whole_process_is_what_its_result_says():
 
 
 def test_figures_made_from_results_have_sources():
-    """The block of `expand` is written by bench.report; test_render.py compares it."""
+    """bench.report writes the block of `expand`, and test_render.py compares it."""
     if "not measured yet" not in README.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:
         check_source("expand")
 
@@ -190,15 +190,15 @@ def test_every_result_of_a_gpu_names_commit_machine_and_date():
         assert not missing, f"{path.name}: {missing}"
 
 
-def test_pictures_and_results_that_are_named_are_there():
+def test_named_pictures_and_results_exist():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "LOG.md"]
     for page in pages:
         for target in re.findall(r"\]\((bench/results[^)#]*)\)", page.read_text()):
             assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-def test_what_was_not_measured_claims_no_speed():
-    """Without results of a GPU no line of the README gives one a rate or a factor."""
+def test_without_gpu_results_no_speed_is_claimed():
+    """Without results of a GPU the README gives no rate and no factor for one."""
     if any(results.RESULTS.glob("*/*.json")):
         return
     section = README.split("### On a GPU")[1].split("\n## ")[0]

@@ -1,4 +1,4 @@
-"""Peers run where they can be imported; elsewhere, or when they fail, the table says why."""
+"""Libraries that cannot be imported or fail stay in the table, with the reason."""
 
 import sys
 from types import ModuleType
@@ -25,7 +25,7 @@ def test_a_peer_that_is_missing_is_named(monkeypatch):
     assert missing._replace(needs_gpu=True).why_not() == "needs a GPU"
 
 
-def test_what_fails_spoils_no_other_figure(monkeypatch):
+def test_a_failing_library_leaves_the_other_rows(monkeypatch):
     monkeypatch.setitem(sys.modules, "there", ModuleType("there"))
     peer = Peer("there", "there", None, needs_gpu=False)
     calls = []
@@ -33,7 +33,7 @@ def test_what_fails_spoils_no_other_figure(monkeypatch):
     also = Provider("also", lambda: calls.append("also"))
     late = Provider("late", lambda: None, fails)
     rows = in_turns([good, Provider("bad", fails, peer=peer), also, late], 2)
-    assert calls == ["good", "also"] * 3  # in turns, the first of them to warm up
+    assert calls == ["good", "also"] * 3  # in turns; the first turn is a warm-up
     by_name = {row.pop("provider"): row for row in rows}
     assert by_name["good"]["gradient error"] == 0.5
     assert by_name["also"].keys() == {"wall s", "CPU s", "extra MiB"}
@@ -42,8 +42,8 @@ def test_what_fails_spoils_no_other_figure(monkeypatch):
         in_turns([Provider("ours", fails, ours=True)], 1)
 
 
-def test_cut_cross_entropy_is_asked_for_the_labels_alone(monkeypatch):
-    """With a stand-in of its signature: loss and gradient are those of cross-entropy."""
+def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):
+    """With a stand-in of the same signature, loss and gradient are those of cross-entropy."""
     module = ModuleType("cut_cross_entropy")
 
     def linear_cross_entropy(e, c, targets, *, impl):

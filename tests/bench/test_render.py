@@ -1,8 +1,8 @@
-"""Tables and pictures say what the JSON says, and "not measured yet" where it says nothing."""
+"""Tables and pictures match the JSON. Where a result is missing they say "not measured yet"."""
 
 from bench import report, tune
-from bench.shared import results
-from tests.bench.test_gpu import document
+from bench.shared import pictures, results
+from tests.bench.documents import document
 
 ROOT = results.ROOT
 
@@ -15,7 +15,7 @@ def test_without_results_nothing_is_claimed(tmp_path):
     assert report.gpus(tmp_path) == []
 
 
-def test_the_readme_is_what_the_results_say():
+def test_the_readme_matches_the_results():
     text = (ROOT / "README.md").read_text()
     assert report.with_blocks(text, results.RESULTS) == text, "run python -m bench.report"
     assert all(f"<!-- {name} -->" in text for name in report.BLOCKS)
@@ -53,13 +53,13 @@ def test_a_failed_check_reads_failed(tmp_path):
     assert line().endswith("| skipped: needs pytest |")
     results.write(path, document())
     assert line().endswith("| 1 right |")
-    # one that is not as well documented must not be passed over either
+    # a failure that is worse documented must still be named
     worse = document(status="failed", failures=why, machine={"dirty": True})
     assert results.keep(path, worse) != path
     assert line().endswith("| 1 right; a later run failed: bfloat16: error 1 / 2 |")
 
 
-def test_the_linear_loss_stands_beside_its_gemms(tmp_path):
+def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):
     rows = [
         {"op": "linear", "provider": provider, "size": n, "ms": ms}
         for provider, n, ms in (
@@ -87,15 +87,15 @@ def test_pictures_of_the_sweep_over_sizes(tmp_path):
     ]
     results.write(tmp_path / "scaling.json", document(rows=rows))
     results.write(tmp_path / "ceilings.json", document(rows=ceilings))
-    made = report.draw(tmp_path)
+    made = pictures.draw(tmp_path)
     assert [path.name for path in made] == ["speed.png", "memory.png", "roofline.png"]
     assert all(path.stat().st_size > 10_000 for path in made)
-    assert abs(report.slope(rows[:3]) - 1) < 1e-9
+    assert abs(pictures.slope(rows[:3]) - 1) < 1e-9
     (tmp_path / "scaling.json").unlink()
-    assert report.draw(tmp_path) == []
+    assert pictures.draw(tmp_path) == []
 
 
-def test_only_choices_that_are_right_and_worth_it_are_shipped(tmp_path):
+def test_only_correct_and_faster_choices_are_shipped(tmp_path):
     base = {"key": "expand sm_90 bfloat16 8192", "BLOCK_M": 8, "num_warps": 4, "default ms": 1.0}
     rows = [base | {"ms": 0.99}, base | {"ms": 0.9}, base | {"ms": 0.8, "BLOCK_M": 16}]
     rows.append({"key": base["key"], "BLOCK_M": 64, "refused": "OutOfResources"})

@@ -1,0 +1,193 @@
+"""The checks that run on a GPU notice every kind of wrong result. Here they run on the CPU."""
+
+import pytest
+import torch
+import transformers
+
+from bench.on_gpu import check_cuda, check_expand, check_loss, check_options, check_suite, sanitize
+from bench.on_gpu.recorder import Recorder, Skip
+from bench.shared import llama_growth
+from growkern.ops.backend.launch import HAS_TRITON
+from tests.ops import cuda_emulator
+
+# Masked lanes of a kernel compute inf - inf, which NumPy warns of. The kernel drops the result.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder("test", tmp_path / "document.json", toy=True)
+
+
+def expand_case(recorder, layout="strided"):
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    case = check_expand.make_case((9, 7, 20, 33), torch.float32, rng, upper=True, noise="col")
+    out = check_expand.in_nan((20, 33), torch.float32, rng, layout)
+    check_expand.check_case(recorder, "case", case, out)
+    return recorder.document["failures"]
+
+
+def one_wrong(out, base):
+    out[-1, -1] *= 1 + 1e-5
+
+
+def one_missing(out, base):
+    out[3, 4] = float("nan")
+
+
+def one_outside(out, base):
+    base.view(-1)[-1] = 0.0
+
+
+@needs_triton
+@pytest.mark.parametrize("harm", [None, one_wrong, one_missing, one_outside])
+def test_check_of_expand_sees_every_kind_of_error(harm, recorder, monkeypatch):
+    right = check_expand.expand
+
+    def wrong(*args, out, **kwargs):
+        right(*args, out=out, **kwargs)
+        if harm is not None:
+            harm(out, out._base)
+
+    monkeypatch.setattr(check_expand, "expand", wrong)
+    failures = expand_case(recorder)
+    assert bool(failures) == (harm is not None), failures
+
+
+def test_truth_of_expand_is_the_reference(device):
+    """Plain indexing in float64 gives what the op's reference gives."""
+    rng = torch.Generator(device).manual_seed(0)
+    for upper, noise in ((False, ""), (True, "col"), (True, "row")):
+        case = check_expand.make_case((9, 7, 20, 33), torch.float64, rng, upper=upper, noise=noise)
+        at = torch.tensor([0, 3, 19], device=device)
+        truth = check_expand.truth_rows(case, at)
+        reference = check_expand.expand(**case, backend="reference")[at]
+        torch.testing.assert_close(truth, reference, rtol=1e-14, atol=0)
+
+
+def wrong_gradient(loss, z):
+    # the term is 0, but its derivative is not
+    return loss + 0.02 * (z[-1, -1] - z[-1, -1].detach())
+
+
+def wrong_sum(loss, z):
+    return loss * 1.001
+
+
+def unwritten_row(loss, z):
+    return loss + float("nan") * (z[0] - z[0].detach()).sum()
+
+
+@needs_triton
+@pytest.mark.parametrize("harm", [None, wrong_gradient, wrong_sum, unwritten_row])
+def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch):
+    right = check_loss.kl_mlm_loss
+
+    def wrong(z, *args, **kwargs):
+        loss = right(z, *args, **kwargs)
+        return loss if harm is None else harm(loss, z)
+
+    monkeypatch.setattr(check_loss, "kl_mlm_loss", wrong)
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    student, teacher = check_loss.make_logits(4, 50, torch.float32, rng)
+    labels = check_loss.make_labels(4, 50, rng)
+    check_loss.check_rows(recorder, "rows", student, teacher, labels)
+    assert bool(recorder.document["failures"]) == (harm is not None)
+
+
+@needs_triton
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "divergence", "row_weights", None])
+def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeypatch):
+    right = check_options.kl_mlm_loss
+
+    def wrong(*args, **options):
+        options.pop(option, None)
+        if option == "divergence":
+            options.pop("beta", None)
+        return right(*args, **options)
+
+    monkeypatch.setattr(check_options, "kl_mlm_loss", wrong)
+    check_options.ready_logits(recorder)
+    failures = recorder.document["failures"]
+    assert bool(failures) == (option is not None)
+    assert all(option in failure for failure in failures)
+
+
+@needs_triton
+def test_check_of_the_work_list_sees_a_tensor_that_is_left_out(recorder, monkeypatch):
+    right = check_expand.expand_many
+    monkeypatch.setattr(check_expand, "expand_many", lambda jobs: right(jobs[:-1]))
+    check_expand.work_list(recorder)
+    assert recorder.document["failures"]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01])
+def test_check_of_the_cuda_kernels_runs_their_source(share, recorder, monkeypatch):
+    """The emulated kernels pass. With a wrong temperature the check fails."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels themselves run: check_suite and check_cuda")
+    right, called = cuda_emulator.emulate, []
+
+    def emulate(kernel, grid, args, device=None):
+        called.append(kernel.name)
+        if kernel.name == "kl_mlm_rows":
+            args.inv_t *= share
+        right(kernel, grid, args)
+
+    monkeypatch.setattr(cuda_emulator, "emulate", emulate)
+    monkeypatch.setattr(check_loss, "CHECKS", (check_loss.close_teacher,))
+    check_cuda.run(recorder)
+    assert set(called) == {"kl_mlm_rows", "expand_rows"}
+    assert bool(recorder.document["failures"]) == (share != 1)
+
+
+def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
+    recorder.check("case", float("nan"), 1.0)
+    assert recorder.document["failures"] and not recorder.document["rows"][0]["ok"]
+    empty = Recorder("empty", recorder.path, toy=True)
+    assert empty.finish() == "failed"
+
+
+def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
+    (tmp_path / "tests" / "ops").mkdir(parents=True)
+    (tmp_path / "tests" / "ops" / "test_expand.py").write_text(
+        "def test_empty(): pass\ndef test_empty_red(): assert 1 == 2\n"
+    )
+    monkeypatch.setattr(check_suite, "ROOT", tmp_path)
+    check_suite.run(recorder)
+    (row,) = recorder.document["rows"]
+    assert (row["passed"], row["failed"]) == (1, 1)
+    assert "test_empty_red" in recorder.document["failures"][0]
+
+
+@pytest.mark.parametrize("code", [0, sanitize.FOUND])
+def test_an_error_found_by_the_sanitizer_is_a_failure(code, recorder, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    # the document that the check would write, and the tool's exit code
+    tool.write_text(
+        f'#!/bin/sh\nfor last; do :; done\necho \'{{"status": "ok"}}\' > "$last"\nexit {code}\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sanitize.run(recorder)
+    assert len(recorder.document["rows"]) == len(sanitize.TOOLS) * len(sanitize.CHECKS)
+    assert bool(recorder.document["failures"]) == (code != 0)
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(Skip):
+        sanitize.run(recorder)
+
+
+def test_the_calls_of_a_growth_make_every_tensor_of_the_target():
+    sizes, target = llama_growth.SIZES["toy"]
+    follows = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}
+    config = transformers.LlamaConfig(**(sizes | target | follows))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    expected = {k: tuple(v.shape) for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    for method in ("fpi", "aki"):
+        calls = llama_growth.expand_calls("toy", method)
+        made = {call.name: call.shape[-len(expected[call.name]) :] for call in calls}
+        assert made == expected and len(calls) == len(expected)
+        assert any(call.has_upper for call in calls) == (method == "aki")
+        assert any("col_noise" in call.given for call in calls)
