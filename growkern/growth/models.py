@@ -25,7 +25,10 @@ def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
     # some classes write into their config: BART's for questions sets num_labels
     config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
     with no_init_weights():
-        return getattr(transformers, spec.class_name)._from_config(config, **how)
+        model = getattr(transformers, spec.class_name)._from_config(config, **how)
+    # without initialisation transformers leaves tied weights apart
+    model.tie_weights()
+    return model
 
 
 def materialise(model: Any, device: torch.device | str) -> None:
