@@ -147,7 +147,7 @@ def test_query_groups_become_any_consistent_layout(model_type, q_heads, kv_heads
     source = random_model(class_name, sizes)
     how = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     # classes that derive head_dim, and those that want a multiple of the heads
-    head_dim = 2 if load_family(model_type).head_dim(source.config) == 2 else 5
+    head_dim = 2 if ModelSpec.of(source.config, class_name).head_dim() == 2 else 5
     how["hidden_size"] = head_dim * q_heads
     grown = grown_on_disk(tmp_path, source, how)
     assert relative_error(source, grown) <= EXACT
