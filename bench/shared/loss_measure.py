@@ -181,4 +181,4 @@ def frobenius(actual: Tensor, truth: Tensor) -> float:
 
 def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     """The largest relative Frobenius error among several gradients."""
-    return max(map(frobenius, actual, truth, strict=True))
+    return max(frobenius(a, t) for a, t in zip(actual, truth, strict=True))
