@@ -171,5 +171,5 @@ def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) ->
     path = results.RESULTS / results.slug(facts) / f"{op}.json"
     kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": rows})
     if kept != path:
-        console.print(f"{path} is better documented than this run, which is saved as {kept.name}")
+        console.print(f"{path} is better documented than this run: see {kept.name}")
     return kept

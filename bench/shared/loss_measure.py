@@ -161,15 +161,19 @@ def _sample(step: Callable[[], None]) -> dict[str, float]:
         sampler = _PeakResident()
         sampler.start()
     start, start_cpu = time.perf_counter(), time.process_time()
-    step()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    try:
+        step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    finally:
+        # a step that fails must not leave its sampler running
+        if DEVICE == "cpu":
+            sampler.done.set()
+            sampler.join()
     if DEVICE == "cuda":
         extra = torch.cuda.max_memory_allocated() - before
     else:
-        sampler.done.set()
-        sampler.join()
         extra = sampler.peak - sampler.start_bytes
     return {"wall s": wall, "CPU s": cpu, "extra MiB": extra / 2**20}
 
@@ -181,4 +185,4 @@ def frobenius(actual: Tensor, truth: Tensor) -> float:
 
 def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     """The largest relative Frobenius error among several gradients."""
-    return max(map(frobenius, actual, truth, strict=True))
+    return max(frobenius(a, t) for a, t in zip(actual, truth, strict=True))

@@ -94,7 +94,8 @@ def test_a_table_that_was_edited_is_noticed(name, compiled, tmp_path):
     """One of the rows made for real: fingerprints alone would believe the table."""
     if name.startswith("CUDA") and nvrtc.nvrtc() is None:
         pytest.skip("no NVRTC: pip install -r requirements-dev.txt")
-    lines = "from bench import aot, results; from pathlib import Path; import sys\n"
+    lines = "from bench import aot; from bench.shared import results\n"
+    lines += "from pathlib import Path; import sys\n"
     lines += f"rows = aot.compile_all('{name}', ['sm_90'])\n"
     # "AKI, noise" and "FPI" of Triton have the words too
     lines += f"rows = [row for row in rows if row['kernel'] == '{name}']\n"
