@@ -70,7 +70,7 @@ class Blueprint:
 
     Attributes:
         source: the opened source.
-        large: the target's sizes, tensors and shapes.
+        target_config: the target's Hugging Face config.
         options: method, depth, scheme, symmetry, seed.
         layer_maps: per stack, the source layer of every target layer.
         inserted: (stack, target layer) of the identity blocks.
@@ -78,7 +78,7 @@ class Blueprint:
     """
 
     source: Source
-    large: ModelSpec
+    target_config: Any
     options: GrowthOptions
     layer_maps: Mapping[str, tuple[int, ...]]
     inserted: frozenset[tuple[str, int]]
@@ -89,10 +89,10 @@ class Blueprint:
         """The source's sizes, tensors and shapes."""
         return self.source.spec
 
-    @property
-    def target_config(self) -> Any:
-        """The target's Hugging Face config."""
-        return self.large.config
+    @cached_property
+    def large(self) -> ModelSpec:
+        """The target's sizes, tensors and shapes."""
+        return self.small.with_config(self.target_config)
 
     @cached_property
     def layout(self) -> Layout:

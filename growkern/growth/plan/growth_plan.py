@@ -153,7 +153,7 @@ def plan_growth(
         raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result yourself")
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
-    grown = GrowthPlan(opened, large, options, layer_maps, frozenset(inserted), dtype)
+    grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)
     # maps that cannot be built (lost query heads) must fail here, before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
