@@ -26,6 +26,7 @@ from bench.shared.harness import (
     require_green,
     show_and_save,
 )
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.op import expand, expand_reference
 from growkern.ops.expand.work import work_on
 
@@ -65,9 +66,9 @@ def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
 
 
 def eager(call: Callable[..., torch.Tensor], case: dict[str, Any]) -> torch.Tensor:
-    """The definition as plain PyTorch or compiled, in the order of the op."""
-    order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
-    return call(*(case.get(name) for name in order), case.get("seed", 0))
+    """The definition as plain PyTorch or compiled."""
+    # of `out` only the dtype is used
+    return call(ExpandCall(case["weight"], **case))
 
 
 class Model:

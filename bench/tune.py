@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
 from bench.on_gpu.recorder import Recorder
 from bench.shared import results
 from bench.shared.harness import interleaved_ms
-from growkern.ops.backend.launch import TUNED_FILE, forced_choice, tuned_key
+from growkern.ops.backend import tuned
+from growkern.ops.backend.tuned import TUNED_FILE, tuned_choices, tuned_key
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
@@ -46,12 +48,19 @@ def _sweep(
     choices: list[Choice],
     tolerance: float,
 ) -> None:
-    """One row per candidate. The default takes its turn beside each of them."""
-    expected = call().clone()
-    key = tuned_key(kernel, like, size) if like.is_cuda else f"{kernel} interpreted"
+    """One row per candidate. The default takes its turn beside each of them.
+
+    Raises:
+        LookupError: no launch of the call looks up a choice for `like` and `size`.
+    """
+    key = tuned_key(kernel, like, size)
+    with mock.patch.object(tuned, "tuned_key", wraps=tuned_key) as asked:
+        expected = call().clone()
+    if key not in {tuned_key(*each.args) for each in asked.call_args_list}:
+        raise LookupError(f"no launch looks up {key}, so no candidate would be used")
 
     def chosen(choice: Choice) -> Tensor:
-        with forced_choice(kernel, **choice):
+        with mock.patch.dict(tuned_choices(), {key: choice}):
             return call()
 
     for choice in choices:
@@ -62,8 +71,6 @@ def _sweep(
             calls = {"default": call, "ms": lambda: chosen(choice)}  # noqa: B023
             ms = interleaved_ms(calls, recorder.pick(10, 1))
         except Exception as reason:
-            if type(reason) is LookupError:
-                raise
             # too many registers or too much shared memory: not a choice
             recorder.add(row | {"refused": f"{type(reason).__name__}: {reason}"[:200]})
             continue
