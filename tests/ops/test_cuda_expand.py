@@ -121,7 +121,7 @@ def test_a_weight_on_the_host_must_be_pinned():
         if pinned:
             check_expand(call, None, reads_host=True)
         else:
-            with pytest.raises(GrowthError, match=r"not pinned: weight.pin_memory\(\)"):
+            with pytest.raises(GrowthError, match=r"not pinned: use weight.pin_memory\(\)"):
                 check_expand(call, None, reads_host=True)
         with pytest.raises(GrowthError, match="out is on cuda:0, but the weight is on cpu"):
             check_expand(call, None)
