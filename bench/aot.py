@@ -44,7 +44,7 @@ from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
 from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
 from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops.backend import nvrtc
-from growkern.ops.backend.launch import AotCase
+from growkern.ops.backend.aot import AotCase
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)

@@ -33,6 +33,7 @@ from bench.shared.harness import (
     require_green,
     show_and_save,
 )
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.op import expand, expand_reference
 from growkern.ops.expand.work import work_on
 
@@ -72,9 +73,8 @@ def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
 
 
 def eager(call: Callable[..., torch.Tensor], case: dict[str, Any]) -> torch.Tensor:
-    """Call `expand_reference`, plain or compiled, with the case's arguments in its order."""
-    order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
-    return call(*(case.get(name) for name in order), case.get("seed", 0))
+    """Call `expand_reference`, plain or compiled. Of `out` it uses only the dtype."""
+    return call(ExpandCall(case["weight"], **case))
 
 
 class Model:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from bench.on_gpu.recorder import Recorder
 from bench.shared import results
 from bench.shared.harness import interleaved_ms
 from bench.shared.loss_measure import frobenius
-from growkern.ops.backend.launch import TUNED_FILE, forced_choice, tuned_key
+from growkern.ops.backend import tuned
+from growkern.ops.backend.tuned import TUNED_FILE, tuned_choices, tuned_key
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
@@ -60,12 +62,18 @@ def _sweep(
         call: launches the kernel.
         choices: the candidates.
         tolerance: largest relative Frobenius distance from the default's result.
+
+    Raises:
+        LookupError: no launch of the call looks up a choice for `like` and `size`.
     """
-    expected = call().clone()
-    key = tuned_key(kernel, like, size) if like.is_cuda else f"{kernel} interpreted"
+    key = tuned_key(kernel, like, size)
+    with mock.patch.object(tuned, "tuned_key", wraps=tuned_key) as asked:
+        expected = call().clone()
+    if key not in {tuned_key(*each.args) for each in asked.call_args_list}:
+        raise LookupError(f"no launch looks up {key}, so no candidate would be used")
 
     def chosen(choice: Choice) -> Tensor:
-        with forced_choice(kernel, **choice):
+        with mock.patch.dict(tuned_choices(), {key: choice}):
             return call()
 
     for choice in choices:
@@ -76,8 +84,6 @@ def _sweep(
             calls = {"default": call, "ms": lambda: chosen(choice)}  # noqa: B023
             ms = interleaved_ms(calls, recorder.pick(10, 1))
         except Exception as reason:
-            if type(reason) is LookupError:
-                raise
             # It needs too many registers or too much shared memory.
             recorder.add(row | {"refused": f"{type(reason).__name__}: {reason}"[:200]})
             continue

@@ -1,17 +1,36 @@
-"""Facts about the installed package: its version and the folders that hold its files."""
+"""Facts about this package: its version and the folders that hold its files."""
 
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 
 def version() -> str:
-    """The installed version, as in pyproject.toml.
+    """The version of growkern, such as "0.1.0".
 
-    Raises:
-        importlib.metadata.PackageNotFoundError: growkern is imported without being installed.
+    Returns:
+        the version of the installed package. In a source tree that is not installed, the version
+        in pyproject.toml. "unknown" if there is neither.
     """
-    return metadata.version("growkern")
+    try:
+        return metadata.version("growkern")
+    except metadata.PackageNotFoundError:
+        return _source_version() or "unknown"
+
+
+def _source_version() -> str | None:
+    """The version in pyproject.toml beside the package, if that file is growkern's."""
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    if not file.is_file():
+        return None
+    # here, because `import growkern` must stay quick
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return project.get("version") if project.get("name") == "growkern" else None
 
 
 def folders() -> list[Path]:

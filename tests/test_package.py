@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,10 @@ README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def python(code: str, **environment: str) -> str:
+def python(code: str, *options: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *options, "-c", code],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -82,6 +83,28 @@ def test_version_is_the_same_everywhere():
     assert growkern.__version__ == importlib.metadata.version("growkern") == version
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize(
+    "project, expected",
+    [
+        ('name = "growkern"\nversion = "7.8.9"', "7.8.9"),
+        ('name = "another"\nversion = "7.8.9"', "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_version_of_a_source_tree_that_is_not_installed(project, expected, tmp_path, monkeypatch):
+    """A copy of the package; the interpreter sees no installed package, so no metadata either."""
+    shutil.copytree(ROOT / "growkern", tmp_path / "growkern")
+    if project is not None:
+        (tmp_path / "pyproject.toml").write_text(f"[project]\n{project}\n")
+    if sys.version_info < (3, 11):
+        shutil.copytree(Path(tomllib.__file__).parent, tmp_path / "tomli")
+    # the interpreter would import from its working directory first
+    monkeypatch.chdir(tmp_path)
+    code = "import growkern; print(growkern.__version__, growkern.__file__)"
+    found = python(code, "-S", PYTHONPATH=str(tmp_path))
+    assert found.split() == [expected, str(tmp_path / "growkern" / "__init__.py")]
 
 
 def test_pins_cover_and_satisfy_the_requirements():

@@ -14,8 +14,8 @@ from torch import Tensor
 from bench.on_gpu.recorder import Recorder
 from bench.shared.llama_growth import expand_calls
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.expand.call import ExpandJob
-from growkern.ops.expand.many import expand_many
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.many import expand_many, launch_kind
 from growkern.ops.expand.noise import hash_noise, line_keys
 from growkern.ops.expand.op import expand
 
@@ -274,22 +274,22 @@ def work_list(recorder: Recorder) -> None:
         [(9, 16, 20, 32), (1, 9, 1, 17)],
     )
     kinds = ((False, ""), (True, "col"), (False, "row"))
-    cases, jobs = [], []
+    cases, calls = [], []
     for number in range(recorder.pick(24, 6)):
         size, dtype = sizes[number % len(sizes)], DTYPES[number // 3 % 2]
         upper, noise = kinds[number % 3]
         case = make_case(size, dtype, rng, upper=upper, noise=noise)
         cases.append(case | {"rows": None} if size[0] == size[2] and not upper else case)
         layout = ("dense", "strided", "padded")[number // 2 % 3]
-        jobs.append(ExpandJob(in_nan(size[2:], dtype, rng, layout), **cases[-1]))
+        calls.append(ExpandCall(in_nan(size[2:], dtype, rng, layout), **cases[-1]))
     huge = recorder.pick((32_768, 16_384, 65_560, 32_808), (9, 17, 20, 33))
     cases.append(make_case(huge, torch.bfloat16, rng))
-    jobs.append(ExpandJob(in_nan(huge[2:], torch.bfloat16, rng, "dense"), **cases[-1]))
-    launches, kinds = expand_many(jobs), len({job.kind for job in jobs})
+    calls.append(ExpandCall(in_nan(huge[2:], torch.bfloat16, rng, "dense"), **cases[-1]))
+    launches, kinds = expand_many(calls), len({launch_kind(call) for call in calls})
     if launches != kinds:
         recorder.fail(f"work list: {launches} launches for {kinds} kinds of tensors")
-    for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
-        check_result(recorder, f"work list, tensor {number}", case, job.out)
+    for number, (case, call) in enumerate(zip(cases, calls, strict=True)):
+        check_result(recorder, f"work list, tensor {number}", case, call.out)
 
 
 def _whole_model(recorder: Recorder) -> None:

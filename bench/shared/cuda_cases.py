@@ -12,6 +12,7 @@ from torch import Tensor
 
 from growkern.ops.backend.nvrtc import Grid, Kernel
 from growkern.ops.expand import on_cuda as expand_on_cuda
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.loss.rows import on_cuda as rows_on_cuda
 from growkern.ops.loss.rows.options import Maths, Rows
 from growkern.ops.loss.rows.state import Steps, n_numbers
@@ -81,10 +82,17 @@ def _expand_case(
     """A weight with half the rows and columns of the result; both axes are gathered."""
     R, C = N // 2, N // 2
     weight, vector = _shape(R, C, dtype=dtype), _shape(N, dtype=FP32)
-    made = expand_on_cuda.plan(
-        _shape(N, N, dtype=dtype), weight, weight if upper else None, _shape(N), _shape(N),
-        vector, vector, None, vector if noise else None, 0, 0, 0, limit=limit,
-    )  # fmt: skip
+    call = ExpandCall(
+        _shape(N, N, dtype=dtype),
+        weight,
+        upper=weight if upper else None,
+        rows=_shape(N),
+        cols=_shape(N),
+        row_scale=vector,
+        col_scale=vector,
+        col_noise=vector if noise else None,
+    )
+    made = expand_on_cuda.plan(call, limit=limit)
     narrow = ALIKE if dtype == FP32 else ""
     narrow = narrow if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize

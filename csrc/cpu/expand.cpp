@@ -1,4 +1,5 @@
-// Plans an expansion (who reads what, where columns run) and picks the kernels for this processor.
+// Plans an expansion, which rows and runs of columns read what, and calls the kernels for this
+// processor.
 #include "expand.h"
 
 #include <algorithm>
@@ -9,9 +10,9 @@
 namespace growkern {
 namespace {
 
-// shorter runs are gathered: a run costs a call of a few tens of cycles
+// with shorter runs, columns are gathered: each run costs a call of a few tens of cycles
 constexpr int64_t MIN_MEAN_RUN = 64;
-// an output this large leaves the caches before anybody reads it
+// an output this large does not stay in the caches until it is read
 constexpr int64_t STREAMING_BYTES = 8 << 20;
 constexpr int64_t TYPE_BYTES[] = {4, 2, 2, 8};
 
@@ -22,7 +23,7 @@ struct Storage {
     std::vector<int16_t> col_steps;
 };
 
-// output rows grouped by the row they read, so that a source row is gathered once
+// groups the output rows by the virtual row they read, so that each source row is gathered once
 void group_rows(const ExpandArgs& a, Storage& s) {
     std::vector<int64_t> start(2 * a.R + 1, 0);
     auto row = [&](int64_t i) { return a.rows ? a.rows[i] : i; };
@@ -39,7 +40,7 @@ void group_rows(const ExpandArgs& a, Storage& s) {
     for (int64_t i = 0; i < a.M; ++i) s.target[start[row(i)]++] = i;
 }
 
-// a run also ends where the virtual columns pass from the weight into `upper`
+// finds runs of consecutive virtual columns; a run also ends where the weight does, at column C
 void find_runs(const ExpandArgs& a, Storage& s) {
     for (int64_t j = 0; j < a.N; ++j) {
         const int64_t c = s.cols[j];
@@ -51,7 +52,7 @@ void find_runs(const ExpandArgs& a, Storage& s) {
     }
 }
 
-// `power_step` of all column scales of a bfloat16 matrix; false if one has none
+// stores `power_step` of every column scale; false if one has none, or the types are not bfloat16
 bool find_steps(const ExpandArgs& a, Storage& s) {
     if (!a.col_scale || a.in_type != BF16 || a.out_type != BF16) return false;
     s.col_steps.resize(a.N);
@@ -94,7 +95,7 @@ int expand(const ExpandArgs& a) {
 
 extern "C" {
 
-// 0: done; 1: out of memory; 2: this processor lacks the instructions asked for
+// 0: done; 1: out of memory; 2: this processor lacks the instruction set `isa`
 __attribute__((visibility("default"))) int growkern_expand(const growkern::ExpandArgs* args) {
     try {
         return growkern::expand(*args);

@@ -1,8 +1,8 @@
-// What the caller passes to expand, and the plan the kernels work from.
+// The arguments of expand on a CPU, and the plan that its kernels follow.
 //
 // The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
-// weight; M, N those of the output. A "virtual" row or column runs past the end of the weight into
-// `upper`: 0 .. 2R-1 and 0 .. 2C-1.
+// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into `upper`:
+// virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 #pragma once
 #include <cmath>
 
@@ -10,7 +10,7 @@
 
 namespace growkern {
 
-// mirrored field by field in growkern/ops/expand/on_cpu.py
+// the same fields in the same order as in growkern/ops/expand/on_cpu.py
 struct ExpandArgs {
     const void* weight;        // (R, C), columns contiguous
     const void* upper;         // (R, C), columns contiguous; null: no index passes the end
@@ -37,22 +37,23 @@ struct Run {
 
 struct ExpandPlan {
     const ExpandArgs* args;
-    int64_t n_sources;        // virtual rows that are read
+    int64_t n_sources;        // how many virtual rows are read
     const int64_t* source;    // (n_sources,) which ones, ascending
-    const int64_t* first;     // (n_sources + 1,) where the targets of each begin in `target`
+    const int64_t* first;     // (n_sources + 1,) where the output rows of each begin in `target`
     const int64_t* target;    // (M,) output rows, grouped by source
     const int32_t* cols;      // (N + 32,) virtual columns, padded with 0
-    const Run* runs;          // by `from`; null: the columns are gathered one by one
+    const Run* runs;          // (n_runs,) by `from`; null: gather the columns one by one
     int64_t n_runs;
     int64_t virtual_columns;  // 1 + the largest virtual column that is read
-    const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: not all have one
+    const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: some have none
     bool streaming;           // write past the caches
 };
 
-// static: compiled once for each instruction set
+// without external linkage: every instruction set gets its own copy
 namespace {
 
-// what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false for any other scale
+// sets `step` to what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false if the scale is
+// no such power of 2
 inline bool power_step(double scale, int16_t& step) {
     int exponent;
     if (std::frexp(scale, &exponent) != 0.5 || exponent < -125 || exponent > 127) return false;

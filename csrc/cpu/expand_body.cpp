@@ -1,10 +1,12 @@
-// The kernels of expand: compiled once for each instruction set, GROWKERN_ISA names which.
+// The kernels of expand, compiled once for each instruction set; GROWKERN_ISA is its name.
 //
-// Work is dealt out in blocks of source rows. For 256 or 1024 output columns at a time, the source
-// elements are found (as runs in the weight itself, or gathered into a tile that stays in the L1
-// cache), converted and scaled once, and written to every output row that wants them.
+// Threads take blocks of source rows. For each source row they go through the output columns, 256
+// or 1024 at a time: find the source elements, convert and scale them once, and write them to every
+// output row that reads this source row. The source elements are runs in the weight itself, or are
+// gathered into a tile that stays in the L1 cache.
 #include <cstdlib>
 
+#include "../hash_noise.h"
 #include "expand.h"
 #include "simd.h"
 
@@ -43,17 +45,11 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------- noise
 
-// (3) of growkern/ops/expand/noise.py
-inline float xi(uint32_t key, uint32_t mult, uint32_t src) {
-    uint32_t x = key + src * mult;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return static_cast<float>(static_cast<int32_t>(x)) * 0x1p-31f;
+inline float xi(uint32_t key, uint32_t mult, uint32_t source) {
+    return hash_noise(key, mult, source) * NOISE_UNIT;
 }
 
-// (3) for row i, columns j0 .. j0 + n - 1; src: the virtual row that row i reads
+// the noise (3) of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
 template <class Acc>
 void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* drawn) {
     const ExpandArgs& a = *p.args;
@@ -72,8 +68,9 @@ void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t
 
 // ----------------------------------------------------------------- scaling
 
-// (4): the larger of two opposites, to be rounded; then what it is here, but for its last rounding.
-// Both cases are computed, as a loop of vectors needs it.
+// (4) in two steps, without its last rounding. Two copies with opposite noise have a larger and a
+// smaller value. The larger one is computed and rounded first; the smaller one is the rest of 2 x.
+// Both are computed for every element, so that the loop has no branch and can use vectors.
 template <class Acc>
 inline Acc larger_of_two(Acc x, Acc noise) {
     return x * (1 + std::fabs(noise));
@@ -88,7 +85,7 @@ inline Acc with_noise(Acc x, Acc noise) {
     return one_of_two<Acc>(x, noise, decode(encode<Out>(larger_of_two(x, noise))));
 }
 
-// (1) in its order: element, row scale, column scale, noise. Null: 1, and no noise.
+// (1) in its order: element, row scale, column scale, noise. `col` null: 1; `noise` null: none.
 template <class In, class Out, class Acc>
 void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
     if constexpr (same<In, f16>) {
@@ -124,9 +121,10 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
     }
 }
 
-// convert where the one factor is a power of 2: sums of exponents in 16 bits, where products are
-// taken in 32. False, and y is undefined, where a number is not 0 and not normal before and after:
-// rounding, infinities and NaN are left to the product.
+// `convert` for bfloat16 with a single factor 2**k: adds k to the exponents, in 16 bits instead of the
+// 32 that products take. `row` and `col` are `power_step`s. Every number must be 0, or normal before
+// and after. Otherwise the result is false and y is undefined: subnormal numbers, infinities and NaN
+// need the product.
 inline bool add_steps(const bf16* x, int64_t n, int16_t row, const int16_t* col, bf16* y) {
     uint16_t odd = 0;
     for (int64_t j = 0; j < n; ++j) {
@@ -158,14 +156,15 @@ void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from)
     }
 }
 
-// n source elements that lie together and go to columns `from` ...
+// n source elements that lie together in memory and go to output columns from .. from + n - 1
 template <class In>
 struct Piece {
     const In* x;
     int64_t from, n;
 };
 
-// writes output columns j0 .. j0 + n - 1, made of `pieces`, to all targets of the s-th source row
+// computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
+// reads the s-th source row
 template <class In, class Out, class Acc>
 void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>* pieces,
           int64_t n_pieces) {
@@ -189,7 +188,7 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
         if (noisy) draw_noise<Acc>(p, i, p.source[s], j0, n, noise);
-        // replicas with the same factors are the same numbers: converted once, written often
+        // copies with the same factors have the same values: convert them once
         const bool repeated = k > p.first[s] && !noisy &&
                               (!row_scale || row == row_scale[p.target[k - 1]]);
         for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
@@ -205,7 +204,7 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
 
 // -------------------------------------------------------------------- rows
 
-// where virtual columns 0 .. C-1 and C .. 2C-1 of a virtual row lie
+// addresses of a virtual row: `low` has virtual columns 0 .. C-1, `high` has C .. 2C-1
 template <class In>
 struct Source {
     const In *low, *high;
@@ -245,7 +244,7 @@ struct Scratch {
     static constexpr int64_t LINE = LINE_BYTES / sizeof(In);
     alignas(64) Bits tile[LINE * GATHERED_COLUMNS];
     Piece<In> pieces[MAX_COLUMNS];
-    Bits* packed;  // (virtual columns, LINE); null, for want of memory too: gathered one by one
+    Bits* packed;  // (virtual columns, LINE); null (no AVX2, no memory): gather one by one
 
     explicit Scratch(const ExpandPlan& p) : packed(nullptr) {
 #if defined(__AVX2__)
@@ -256,7 +255,7 @@ struct Scratch {
     ~Scratch() { std::free(packed); }
 };
 
-// source rows s .. s + n_rows - 1, at most one line of them
+// computes source rows s .. s + n_rows - 1; there are at most LINE of them
 template <class In, class Out, class Acc>
 void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>& scratch) {
     using Bits = typename Scratch<In>::Bits;
@@ -271,7 +270,7 @@ void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>
     }
     bool packed = false;
 #if defined(__AVX2__)
-    // packing costs a whole line whatever the number of rows
+    // packing takes as long for one row as for LINE rows
     packed = scratch.packed && 4 * n_rows >= LINE;
     if (packed) {
         const int64_t in_weight = smaller(a.C, p.virtual_columns);

@@ -1,4 +1,4 @@
-// What this library is and can do here, and the functions that need no more than the right kernel.
+// What the library can do on this processor, and the functions that only pick a kernel.
 #include "native.h"
 
 #include "gemm.h"
@@ -30,10 +30,11 @@ bool supports(int32_t isa) {
 
 extern "C" {
 
-// changes with the arguments, so that a library left over from another version is not called
+// must change when the arguments of a function change, so that a library of another version is not
+// called
 __attribute__((visibility("default"))) int growkern_abi() { return 2; }
 
-// the best instruction set on this processor
+// the best instruction set for this processor
 __attribute__((visibility("default"))) int growkern_best_isa() {
     int isa = growkern::AVX512BF16;
     while (!growkern::supports(isa)) --isa;
@@ -49,7 +50,8 @@ __attribute__((visibility("default"))) int growkern_has_openmp() {
 #endif
 }
 
-// asks for 2-MiB pages: the first touch of 256 MiB costs 127 ms on 4-KiB pages, 30 ms on these
+// asks the system for pages of 2 MiB: touching 256 MiB first takes 127 ms with pages of 4 KiB, and
+// 30 ms with these
 __attribute__((visibility("default"))) void growkern_advise_huge(void* start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;
@@ -73,7 +75,7 @@ __attribute__((visibility("default"))) int growkern_gemm(const growkern::GemmArg
     return 2;
 }
 
-// 0: done; 2: this processor lacks the instructions asked for
+// 0: done; 2: this processor lacks the instruction set `isa`
 __attribute__((visibility("default"))) int growkern_kl_mlm(const growkern::KlMlmArgs* args) {
     if (!growkern::supports(args->isa)) return 2;
 #if defined(GROWKERN_X86)

@@ -1,6 +1,7 @@
-// Conversions, stores past the caches and the transposed gather, for the instruction set this
-// file is compiled for. Everything is static: the same names are compiled several times, and code
-// of one instruction set must not end up in another.
+// Building blocks of the kernels: conversions, stores past the caches, and the transposed gather.
+//
+// The file is compiled several times, for the instruction set of the including file each time.
+// Nothing here has external linkage, so that code of one instruction set cannot end up in another.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -34,7 +35,7 @@ inline float decode(float x) { return x; }
 inline double decode(double x) { return x; }
 inline float decode(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// exponents differ by 112: the product with 2**112 also normalises subnormals, exactly
+// the exponents differ by 112; the product with 2**112 is exact, for subnormal numbers too
 inline float decode(f16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
     const uint32_t rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
@@ -48,7 +49,7 @@ inline Out encode(double x) {
     return static_cast<Out>(x);
 }
 
-// round to nearest even; a NaN stays one although its low bits are cut off
+// rounds to nearest even; a NaN stays a NaN although its low bits are cut off
 template <>
 inline bf16 encode<bf16>(double wide) {
     const float x = static_cast<float>(wide);
@@ -62,7 +63,7 @@ inline f16 encode<f16>(double wide) {
     const uint32_t bits = bit_cast<uint32_t>(static_cast<float>(wide));
     const uint32_t sign = (bits >> 16) & 0x8000;
     const uint32_t rest = bits & 0x7fffffff;
-    // subnormal: adding 0.5 leaves the bits wanted, rounded, at the end of the mantissa
+    // subnormal: adding 0.5 rounds, and leaves the wanted bits at the end of the mantissa
     const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000;
     const uint32_t normal = (rest + 0xfff + ((rest >> 13) & 1) - 0x38000000) >> 13;
     uint32_t half = rest < 0x38800000 ? small : normal;
@@ -71,7 +72,7 @@ inline f16 encode<f16>(double wide) {
     return {static_cast<uint16_t>(sign | half)};
 }
 
-// float16 by the processor's own instructions, where it has them: compilers do not find them
+// float16 by the processor's own instructions, which compilers do not use by themselves
 inline void decode_halves(const f16* x, int64_t n, float* y) {
     int64_t j = 0;
 #if defined(__F16C__)
@@ -96,7 +97,7 @@ inline void encode_halves(const float* x, int64_t n, f16* y) {
 
 // ------------------------------------------------------------------ stores
 
-// copies to an address that nobody reads soon: whole aligned 64-byte lines go past the caches
+// copies to memory that is not read soon: whole, aligned lines of 64 bytes go past the caches
 inline void stream_bytes(char* to, const char* from, int64_t n) {
 #if defined(__SSE2__)
     const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
@@ -136,7 +137,7 @@ inline void end_of_streaming() {
 
 // ------------------------------------------------------- transposed gather
 
-// Bits is the unsigned integer of an element's width. A line holds one column of LINE rows.
+// Bits is the unsigned integer as wide as an element. A line holds one column of LINE rows.
 constexpr int64_t LINE_BYTES = 64;
 
 #if defined(__AVX2__)
@@ -157,8 +158,8 @@ inline void unpack(__m256i& a, __m256i& b, uint64_t) {
     a = low;
 }
 
-// K rows of K elements in each 128-bit lane, K = 16 / sizeof(Bits). Interleaving row r with row
-// r + K/2, log2(K) times, is a transposition.
+// transposes K rows of K elements in each 128-bit lane, K = 16 / sizeof(Bits): interleaves row r with
+// row r + K/2, log2(K) times
 template <class Bits>
 inline void transpose_lanes(__m256i* x) {
     constexpr int K = 16 / sizeof(Bits);
@@ -176,8 +177,8 @@ inline void transpose_lanes(__m256i* x) {
     }
 }
 
-// 2K lines of K elements -> K lines of 2K elements: the lower lane takes lines 0 .. K-1, the upper
-// lane lines K .. 2K-1, so that no instruction crosses lanes
+// transposes 2K lines of K elements into K lines of 2K elements. The lower lane takes lines 0 .. K-1
+// and the upper lane lines K .. 2K-1, so that no instruction crosses lanes.
 template <class Bits, class Read, class Write>
 inline void transpose(Read read, Write write) {
     constexpr int K = 16 / sizeof(Bits);

@@ -1,10 +1,10 @@
-// What kernels ask of the device beyond plain CUDA C++, one small function each.
+// Building blocks of the CUDA kernels: types, copies into shared memory, sums over warps and blocks.
 //
-// NVRTC compiles this without any header. On a CPU the same names come from
-// tests/ops/cuda_on_cpu.h, so that tests run the source that GPUs run.
+// It includes nothing, so that NVRTC can compile it. On a CPU the functions that need PTX come from
+// tests/ops/cuda_on_cpu.h instead, so that tests run the source that GPUs run.
 #pragma once
 
-// whether the launch found that all rows begin and end at multiples of 16 bytes
+// 1 if all rows begin and end at multiples of 16 bytes, which the launch has checked
 #ifndef ALIGNED
 #define ALIGNED 0
 #endif
@@ -49,17 +49,17 @@ __device__ inline float f16_value(u16 bits) {
     return x;
 }
 
-// shared memory whose size the launch gives
+// the shared memory of the block, as large as the launch asked for
 __device__ inline void* dynamic_shared() {
     extern __shared__ __align__(16) unsigned char memory[];
     return memory;
 }
 
-// 4, 8 or 16 bytes, both ends aligned to as many, on their way until `wait_copies`
+// starts a copy of 4, 8 or 16 bytes, aligned to as many at both ends; it arrives by `wait_copies`
 template <int BYTES>
 __device__ inline void copy_async(void* shared, const void* global) {
     const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-    if constexpr (BYTES == 16)  // past the L1 cache, which only copies of 16 can
+    if constexpr (BYTES == 16)  // .cg bypasses the L1 cache, and exists for 16 bytes only
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES)
@@ -69,7 +69,7 @@ __device__ inline void copy_async(void* shared, const void* global) {
 // ends a group of this thread's copies
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// until all but the last `pending` groups of this thread have arrived
+// waits until all but the last `pending` groups of this thread have arrived
 __device__ inline void wait_copies(int pending) {
     switch (pending) {
         case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); return;
@@ -80,7 +80,7 @@ __device__ inline void wait_copies(int pending) {
     }
 }
 
-// the launch's promise, which nothing checks on a device
+// whether the launch promised alignment; a device checks nothing, the emulation on a CPU does
 __device__ inline constexpr bool promised_aligned(const void*, int) { return ALIGNED; }
 
 // the two halves of a barrier of all threads of a cluster of blocks
@@ -95,7 +95,7 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// what the block of this rank in the cluster has where this one has `mine`, in shared memory
+// reads the shared memory of another block of the cluster, at the address that `mine` has here
 __device__ inline float load_of_block(const float* mine, int rank) {
 #if __CUDA_ARCH__ >= 900
     u32 at = static_cast<u32>(__cvta_generic_to_shared(mine));
@@ -117,7 +117,7 @@ __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 __device__ inline float to_float(f16 x) { return f16_value(x.bits); }
 
-// rounded to the nearest of the type
+// rounds x to nearest
 template <class T>
 __device__ inline T narrow(float x);
 template <>
@@ -127,7 +127,7 @@ __device__ inline bf16 narrow<bf16>(float x) { return {bf16_bits(x)}; }
 template <>
 __device__ inline f16 narrow<f16>(float x) { return {f16_bits(x)}; }
 
-// a double too goes by way of float32, as PyTorch takes it
+// a double becomes a float first, as in PyTorch
 template <class T>
 __device__ inline T from_acc(double x) { return narrow<T>(static_cast<float>(x)); }
 template <>
@@ -135,7 +135,7 @@ __device__ inline double from_acc<double>(double x) { return x; }
 
 __device__ inline float minus_inf() { return __uint_as_float(0xff800000u); }
 
-// n values that move as one
+// n values that are loaded and stored together
 template <class T, int n>
 struct alignas(n * sizeof(T)) Pack {
     T x[n];
@@ -160,8 +160,9 @@ __device__ inline void copy_chunks(T* to, const T* from, int n) {
     if (!ALIGNED) copy_scalars(to, from, n / step * step, n);
 }
 
-// n values into shared memory (at 16 bytes), by all threads of the block, in the widest pieces that
-// their address allows: rows of BERT's 30522 columns begin anywhere. There after `wait_copies`
+// starts copying n values to shared memory at a multiple of 16 bytes, by all threads of the block; they
+// arrive by `wait_copies`. Pieces are as wide as the address allows: a row of BERT's 30522 columns may
+// begin anywhere.
 template <class T>
 __device__ inline void copy_row(T* to, const T* from, int n) {
     if (is_aligned(from, 16))
@@ -206,7 +207,7 @@ __device__ inline void reduce_block(float (&x)[n], float* scratch) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = lane < warps ? scratch[lane * n + i] : Op::neutral();
-    // the scratch may be filled again as soon as this returns
+    // the caller may write to `scratch` again at once
     __syncthreads();
     reduce_warp<Op>(x);
 }

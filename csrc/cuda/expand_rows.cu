@@ -1,13 +1,18 @@
-// expand on a GPU: one block for each row of the weight, which is read once, wherever it is.
+// expand on a GPU: a block of threads reads one row of the weight and writes all its copies.
 //
-// The row is copied into shared memory in one go, also from pinned memory of the host, over which
-// every byte counts. Columns are gathered from there once for all output rows that repeat the row,
-// and 16 bytes of the output are written at a time. The formulas are (1) to (4) of
-// growkern/ops/expand/op.py. Letters: R, C rows and columns of the weight; M, N those of the output.
+// The row is copied into shared memory once. This matters most for a weight in pinned memory of the
+// host, where the bus is slow. Columns are gathered from shared memory once for all output rows that
+// read this row. The output is written 16 bytes at a time.
+//
+// The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
+// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into `upper`:
+// virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
+//
 // Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
+#include "../hash_noise.h"
 #include "device.h"
 
-// what the launch decides (growkern/ops/expand/on_cuda.py); these let the file compile by itself
+// growkern/ops/expand/on_cuda.py defines these; the values here let the file compile by itself
 #ifndef IN
 #define IN bf16      // types of weight and output: float, bf16, f16, double
 #define OUT bf16
@@ -22,8 +27,7 @@ namespace growkern {
 // columns a thread takes at a time: 16 bytes of the output
 constexpr int WIDTH = 16 / sizeof(OUT);
 
-// mirrored field by field in growkern/ops/expand/on_cuda.py; strides are in elements. A "virtual" row
-// or column runs past the end of the weight into `upper`: 0 .. 2R-1 and 0 .. 2C-1.
+// the same fields in the same order as in growkern/ops/expand/on_cuda.py; strides are in elements
 struct ExpandRowsArgs {
     const IN* weight;         // (R, C), columns contiguous; on the device or pinned on the host
     const IN* upper;          // (R, C), likewise
@@ -34,14 +38,14 @@ struct ExpandRowsArgs {
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
-    const ACC* noise;         // (M,) or (N,), on the axis that is read
+    const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
     const i32* line_key;      // (N,) with noise on the rows, (M,) with noise on the columns
     const i32* line_mult;     // like line_key
     i64 weight_stride, upper_stride, out_stride_m, out_stride_n;
     i32 R, C, M, N;
-    i32 blocks_per_row;  // that share the columns of the output
-    i32 staged;          // whether a row (of both) fits into shared memory
-    i32 reads_upper_beside;  // whether any virtual column passes the end
+    i32 blocks_per_row;      // blocks that share the output columns of a row
+    i32 staged;              // whether a row of weight and upper fits into shared memory
+    i32 reads_upper_beside;  // whether a virtual column may be C or more
 };
 
 __device__ inline double to_acc(double x) { return x; }
@@ -50,19 +54,7 @@ __device__ inline float to_acc(T x) {
     return to_float(x);
 }
 
-// the noise of growkern/ops/expand/noise.py, (3) but for its last factor
-__device__ inline float xi(u32 key, u32 mult, u32 src) {
-    u32 x = key + src * mult;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return static_cast<float>(static_cast<i32>(x));
-}
-
-constexpr float XI_UNIT = 4.656612873077393e-10f;  // 2**-31, that factor
-
-// n of the columns from j on, `other` where there is no vector or no column
+// loads WIDTH numbers from column j on; `other` stands for a missing vector or column
 template <class T, class U>
 __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)[WIDTH]) {
     if (from && (ALIGNED || j + WIDTH <= N) && is_aligned(from, alignof(Pack<T, WIDTH>))) {
@@ -75,9 +67,9 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
     }
 }
 
-// what is the same for all output rows: the columns from j on
+// the maps and factors of columns j .. j + WIDTH - 1, which are the same for all output rows
 struct Columns {
-    i32 source[WIDTH];
+    i32 source[WIDTH];  // virtual columns
     ACC scale[WIDTH], noise[WIDTH];
     i32 key[WIDTH], mult[WIDTH];
 
@@ -94,13 +86,13 @@ struct Columns {
         if (NOISE == 2) {
             load_columns(a.noise, j, a.N, ACC(0), noise);
 #pragma unroll
-            for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * XI_UNIT;
+            for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * NOISE_UNIT;
         }
     }
 };
 
-// whether the columns lie together in the weight, at a place that one load can read; the map
-// decides that, of which ALIGNED promises nothing
+// whether the columns lie together in the weight, at an address that one load can read. ALIGNED does
+// not tell, because the map decides it.
 __device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
     bool together = reinterpret_cast<u64>(weight + source[0]) % alignof(Pack<IN, WIDTH>) == 0;
 #pragma unroll
@@ -108,11 +100,11 @@ __device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
     return together;
 }
 
-// (2) of virtual rows r (low) and R + r (high), r being the row that `weight` and `upper` begin at
+// (2) for virtual rows r (`low`) and R + r (`high`), where `weight` and `upper` point to row r
 __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const IN* upper,
                               const Columns& columns, ACC (&low)[WIDTH], ACC (&high)[WIDTH]) {
     if (!UPPER && is_run(weight, columns.source)) {
-        // structured maps: threads that read an element each, 16 bytes apart, meet in the banks
+        // one wide load: single elements, 16 bytes apart, would cause bank conflicts
         const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(weight + columns.source[0]);
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) low[k] = to_acc(pack.x[k]);
@@ -123,7 +115,7 @@ __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const I
         const int c = columns.source[k];
         if (UPPER) {
             const int rest = c < a.C ? c : c - a.C;
-            // without columns past the end, only high rows read `upper`
+            // null if no output row of this block reads `upper`
             high[k] = upper ? to_acc(upper[rest]) : ACC(0);
             low[k] = c < a.C ? (weight ? to_acc(weight[c]) : ACC(0)) : high[k];
         } else {
@@ -132,25 +124,25 @@ __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const I
     }
 }
 
-// (4) but for its last rounding
+// (4) without its last rounding
 __device__ inline ACC with_noise(ACC x, ACC noise) {
     const ACC larger = to_acc(from_acc<OUT>(x * (1 + (noise < 0 ? -noise : noise))));
     return noise < 0 ? x + x - larger : larger;
 }
 
-// (1) in its order, of output row i
+// (1) in its order, for output row i, which reads virtual row r
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                              ACC (&x)[WIDTH]) {
     const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
     const u32 key = NOISE == 2 ? a.line_key[i] : 0, mult = NOISE == 2 ? a.line_mult[i] : 0;
-    const ACC size = NOISE == 1 ? a.noise[i] * XI_UNIT : ACC(0);
+    const ACC size = NOISE == 1 ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         if (a.row_scale) x[k] = x[k] * row_scale;
         if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        if (NOISE == 1) x[k] = with_noise(x[k], size * xi(columns.key[k], columns.mult[k], r));
+        if (NOISE == 1) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
         if (NOISE == 2)
-            x[k] = with_noise(x[k], columns.noise[k] * xi(key, mult, columns.source[k]));
+            x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
     }
 }
 
@@ -176,7 +168,7 @@ expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
     const int begin = a.first[row], end = a.first[row + 1];
     if (begin == end) return;
-    // targets are in the order of their virtual rows
+    // output rows that read the weight come before those that read `upper`
     const bool any_low = !UPPER || !a.rows || a.rows[a.target[begin]] < a.R;
     const bool any_high = UPPER && a.rows && a.rows[a.target[end - 1]] >= a.R;
 

@@ -86,7 +86,7 @@ def test_no_more_waits_than_is_allowed():
         work.expand(source, out=out)
         # 48 bytes each: two wait at most
         work.then(lambda out=out: seen.append(out.clone()))
-        assert len(work._jobs) <= 2
+        assert len(work._calls) <= 2
     work.run()
     assert work.launches == 3
     for source, found in zip(sources, seen, strict=True):

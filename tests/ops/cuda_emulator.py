@@ -1,4 +1,4 @@
-"""Compiles a kernel of csrc for the CPU with cuda_on_cpu.h, and launches it like `_cuda.launch`."""
+"""Compiles a kernel of csrc for the CPU with cuda_on_cpu.h, and launches it like `nvrtc.launch`."""
 
 import ctypes
 import functools

@@ -64,6 +64,25 @@ def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.*")))
 
 
+def test_a_changed_source_or_header_is_compiled_again(tmp_path, monkeypatch):
+    """Every file that a kernel includes is in the name of its cached machine code."""
+    csrc = nvrtc.source_folder().parent
+    copied = shutil.copytree(csrc, tmp_path / "csrc") / "cuda"
+    kernel = CASES["CUDA expand FPI bf16"].kernel
+    before = nvrtc.cache_path(kernel, "sm_90")
+    monkeypatch.setattr(nvrtc, "source_folder", lambda: copied)
+    assert nvrtc.cache_path(kernel, "sm_90") == before
+    included, seen = {f"{kernel.name}.cu"}, {before}
+    for path in [copied / name for name in included]:
+        included |= set(re.findall(r'#include "(.*)"', path.read_text()))
+    assert included >= {"expand_rows.cu", "device.h", "../hash_noise.h"}
+    for name in included:
+        path = copied / name
+        path.write_text(path.read_text() + "// changed\n")
+        seen.add(nvrtc.cache_path(kernel, "sm_90"))
+    assert len(seen) == 1 + len(included)
+
+
 @pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 def test_nvrtc_says_why_it_does_not_compile():
     with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):

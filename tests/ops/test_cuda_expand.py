@@ -4,30 +4,30 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.checks import check_expand
 from growkern.ops.expand.on_cuda import by_source, plan
 from growkern.ops.expand.op import expand_reference
 from tests.ops.cuda_emulator import emulate
-from tests.ops.test_expand import CASES, in_runs, layouts, make_case, op_args
+from tests.ops.test_expand import CASES, call_of, in_runs, layouts, make_case
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # of a block: the row and the one beside it in shared memory, or neither
 STAGED, DIRECT = 48 << 10, 0
 
 
-def run(out, args, limit=STAGED, eager=False):
-    made = plan(out, *args, limit=limit)
+def run(call, limit=STAGED, eager=False):
+    made = plan(call, limit=limit)
     assert made.args.staged == (limit == STAGED)
     emulate(made.kernel, made.grid, made.args, eager=eager)
-    return out
+    return call.out
 
 
 def assert_is_reference(case, dtype, out_dtype=None, **how):
     out_dtype = out_dtype or dtype
-    args = op_args(case, dtype)[:11]
-    expected = expand_reference(*args, out_dtype)
+    expected = expand_reference(call_of(case, out_dtype))
     out = torch.full_like(expected, float("nan"))
-    assert torch.equal(run(out, args, **how), expected), (case.keys(), dtype, out_dtype)
+    assert torch.equal(run(ExpandCall(out, **case), **how), expected), (case.keys(), dtype)
 
 
 # the dtypes with what they are likely to meet; each pair of kinds is compiled once
@@ -67,13 +67,12 @@ def test_dtypes_in_and_out(dtype, out_dtype):
 @pytest.mark.parametrize("layout", ["strided", "offset", "transposed"])
 def test_any_strides_in_and_out(layout):
     case = make_case(19, 33, 41, 70, FP32, "cpu", upper="both", noise="col")
-    args = op_args(case, FP32)[:11]
-    expected = expand_reference(*args)
+    expected = expand_reference(call_of(case, FP32))
     moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
-    assert torch.equal(run(torch.zeros(41, 70), op_args(case | moved, FP32)[:11]), expected)
+    assert torch.equal(run(ExpandCall(torch.zeros(41, 70), **case | moved)), expected)
     out = layouts(torch.zeros_like(expected))[layout]
     around = out._base.clone() if out._base is not None else None
-    assert torch.equal(run(out, args), expected)
+    assert torch.equal(run(ExpandCall(out, **case)), expected)
     if layout != "transposed":
         out.zero_()
         assert torch.equal(out._base, around), "wrote outside of out"
@@ -86,18 +85,17 @@ def test_the_order_of_threads_changes_nothing():
 
 def test_identity_and_empty():
     W = torch.randn(6, 11)
-    args = (W, *[None] * 7, 0, 0, 0)
-    assert torch.equal(run(torch.empty(6, 11), args), W)
+    assert torch.equal(run(ExpandCall(torch.empty(6, 11), W)), W)
     none = torch.empty(0, dtype=torch.long)
-    assert plan(torch.empty(6, 0), W, None, None, none, *[None] * 4, 0, 0, 0).grid.blocks == 6
+    assert plan(ExpandCall(torch.empty(6, 0), W, cols=none)).grid.blocks == 6
 
 
 def test_columns_of_few_rows_are_shared_by_blocks():
     W = torch.randn(1, 5000)
     cols = torch.randint(5000, (9000,))
-    args = (W, None, None, cols, *[None] * 4, 0, 0, 0)
-    assert plan(torch.empty(1, 9000), *args).grid.blocks == 9
-    assert torch.equal(run(torch.empty(1, 9000), args), W[:, cols])
+    call = ExpandCall(torch.empty(1, 9000), W, cols=cols)
+    assert plan(call).grid.blocks == 9
+    assert torch.equal(run(call), W[:, cols])
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -116,14 +114,14 @@ def test_a_weight_on_the_host_must_be_pinned():
         device = torch.device("cuda", 0)
 
     out = torch.empty(3, 4).as_subclass(OnGpu)
-    none = {"rows": None, "cols": None}, {"row_noise": None}, {"col_scale": None}
     for pinned in (False, True):
         weight = torch.randn(3, 4)
         weight.is_pinned = lambda pinned=pinned: pinned
+        call = ExpandCall(out, weight)
         if pinned:
-            check_expand(weight, None, *none, 0, out, None, reads_host=True)
+            check_expand(call, None, reads_host=True)
         else:
-            with pytest.raises(GrowthError, match=r"not pinned: weight.pin_memory\(\)"):
-                check_expand(weight, None, *none, 0, out, None, reads_host=True)
-        with pytest.raises(GrowthError, match="out is on cuda:0, the weight on cpu"):
-            check_expand(weight, None, *none, 0, out, None)
+            with pytest.raises(GrowthError, match=r"not pinned: use weight.pin_memory\(\)"):
+                check_expand(call, None, reads_host=True)
+        with pytest.raises(GrowthError, match="out is on cuda:0, but the weight is on cpu"):
+            check_expand(call, None)

@@ -7,6 +7,7 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.noise import hash_noise, line_keys
 from growkern.ops.expand.on_cpu import expand_cpu
@@ -97,9 +98,9 @@ def by_elements(case):
     return out
 
 
-def op_args(case, dtype, backend=""):
-    order = ("weight", "upper", "rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
-    return (*(case.get(name) for name in order), 7, 0, 0, dtype, backend)
+def call_of(case, dtype, out=None):
+    """The record of a case; without `out`, one for the reference, which uses only its dtype."""
+    return ExpandCall(torch.empty(0, dtype=dtype) if out is None else out, **case)
 
 
 def roundings(name, dtype, noise, device):
@@ -170,11 +171,10 @@ def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes)
         case = make_case(R, C, M, N, dtype, "cpu", upper=upper, noise=noise)
         runs = in_runs(case)
         for variant in (case, runs, runs | {"row_scale": None, "col_scale": None}):
-            args = op_args(variant, dtype)[:11]
-            expected = expand_reference(*args)
+            expected = expand_reference(call_of(variant, dtype))
             # one element in: no line of the output starts at a multiple of 64 bytes
             out = torch.zeros(M, N + 1, dtype=dtype)[:, 1:]
-            expand_cpu(out, *args, isa=isa)
+            expand_cpu(ExpandCall(out, **variant), isa=isa)
             assert torch.equal(out, expected), (dtype, upper, noise)
 
 
@@ -193,10 +193,12 @@ def test_exponents_of_every_bfloat16_add_up(isa):
         scales += [(1.0, 2.0**power), (2.0**power, 1.0)]
     for row, col in scales:
         row, col = (torch.as_tensor(x, dtype=torch.float32) for x in (row, col))
-        factors = (None if (row == 1).all() else row.expand(M, 1)[:, 0].contiguous(),)
-        factors += (None if (col == 1).all() else col.expand(N).contiguous(),)
+        factors = {
+            "row_scale": None if (row == 1).all() else row.expand(M, 1)[:, 0].contiguous(),
+            "col_scale": None if (col == 1).all() else col.expand(N).contiguous(),
+        }
         out = torch.empty_like(W)
-        expand_cpu(out, W, None, None, None, *factors, None, None, 0, 0, 0, isa=isa)
+        expand_cpu(ExpandCall(out, W, **factors), isa=isa)
         truth = (W.float() * row * col).to(torch.bfloat16)
         assert torch.equal(out.view(torch.int16), truth.view(torch.int16)), (row, col)
 
@@ -394,12 +396,28 @@ def test_opcheck(name, upper, noise, device):
     name = backend_or_skip(name, device)
     case = make_case(5, 7, 9, 12, torch.float32, device, upper=upper, noise=noise)
     out = torch.zeros(9, 12, device=device)
-    args = op_args(case, torch.float32, name)
-    library.opcheck(expand_out_op, (out, *args[:11], name))
+    library.opcheck(expand_out_op, (*ExpandCall(out, **case), name))
     case["weight"].requires_grad_()
     if "upper" in case:
         case["upper"].requires_grad_()
-    library.opcheck(expand_op, op_args(case, torch.float32, name))
+    library.opcheck(expand_op, (*ExpandCall(out, **case)[1:], torch.float32, name))
+
+
+def test_the_ops_take_the_fields_of_the_record():
+    """In the record's order: in another one, scales or noises would be swapped."""
+    inputs = ExpandCall._fields[1:]
+    wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
+    wanted[expand_out_op] = ["out", *inputs, "backend"]
+    for op, names in wanted.items():
+        assert [argument.name for argument in op._opoverload._schema.arguments] == names
+
+
+def test_the_reference_compiles_as_one_graph(device):
+    """`bench.bench_expand_model` times it: the record must not break the graph."""
+    case = make_case(9, 17, 30, 41, torch.float32, device, upper="both", noise="col")
+    compiled = torch.compile(expand_reference, fullgraph=True, backend="aot_eager")
+    call = call_of(case, torch.float32)
+    assert torch.equal(compiled(call), expand_reference(call))
 
 
 @pytest.mark.parametrize("upper, noise", [*CASES, ("identity", "none"), ("identity", "col")])
@@ -427,11 +445,11 @@ def test_gradient_is_the_references(dtype, device):
     dout = torch.randn(30, 41, device=device)
     leaves = (case["weight"], case["upper"])
     actual = torch.autograd.grad(expand(**case), leaves, dout.to(dtype))
-    factors = op_args(case | {"upper": case["upper"]}, dtype)[:8]
-    double = [x.double() if x is not None and x.is_floating_point() else x for x in factors]
-    truth = expand_reference(*double, case["seed"])
+    double = {k: x.double() if k not in ("rows", "cols", "seed") else x for k, x in case.items()}
+    truth = expand_reference(call_of(double, torch.float64))
     truth = torch.autograd.grad(truth, leaves, dout.to(dtype).double())
-    eager = torch.autograd.grad(expand_reference(*factors, case["seed"]), leaves, dout.to(dtype))
+    eager = expand_reference(call_of(case, dtype))
+    eager = torch.autograd.grad(eager, leaves, dout.to(dtype))
     for grad in zip(("weight", "upper"), actual, eager, truth, strict=True):
         assert_no_worse_than_eager(*grad[:3], grad[3].double(), scale=8.0)
 
@@ -475,27 +493,36 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
     [
         ({"weight": torch.ones(2, 2, 2)}, r"1 or 2 dimensions, got shape \(2, 2, 2\)"),
         ({"weight": torch.ones(3, 4).int()}, "weight must be one of .* got torch.int32"),
-        ({"weight": torch.ones(3, 4).to_sparse()}, r"weight is sparse_coo: weight\.to_dense\(\)"),
+        (
+            {"weight": torch.ones(3, 4).to_sparse()},
+            r"weight is sparse_coo.*weight\.to_dense\(\)",
+        ),
         ({"row_scale": ONES.to_sparse()}, "row_scale is sparse_coo"),
         ({"rows": ROWS.int()}, r"rows must be an int64 tensor, got torch.int32: use rows.long"),
         ({"rows": [0, 1]}, "rows must be a tensor, got list"),
         ({"row_scale": [1.0]}, "row_scale must be a tensor, got list"),
         ({"rows": ROWS[None]}, r"rows must be a vector of indices, got shape \(1, 4\)"),
-        ({"rows": torch.tensor([0, 3])}, "rows holds 0 to 3, allowed are 0 to 2; only with"),
+        ({"rows": torch.tensor([0, 3])}, "rows holds 0 to 3, allowed are 0 to 2; .* need `upper`"),
         ({"cols": torch.tensor([-1, 3])}, "cols holds -1 to 3, allowed are 0 to 3"),
         ({"rows": torch.tensor([6]), "upper": torch.ones(3, 4)}, "rows holds 6 to 6, .* 0 to 5"),
-        ({"upper": torch.ones(3, 5)}, r"upper has shape torch.Size\(\[3, 5\]\), the weight"),
-        ({"upper": torch.ones(3, 4).half()}, "upper has dtype torch.float16, the weight"),
+        (
+            {"upper": torch.ones(3, 5)},
+            r"upper has shape torch.Size\(\[3, 5\]\), but the weight has",
+        ),
+        ({"upper": torch.ones(3, 4).half()}, "upper has dtype torch.float16, but the weight has"),
         ({"rows": ROWS, "row_scale": ONES[:3]}, r"row_scale must have shape \(4,\), got \(3,\)"),
         ({"row_scale": torch.ones(3).long()}, "row_scale must be a float tensor"),
         ({"row_scale": torch.ones(3).requires_grad_()}, "row_scale gets no gradient"),
-        ({"row_scale": torch.ones(3, device="meta")}, "row_scale is on meta, the result on cpu"),
+        (
+            {"row_scale": torch.ones(3, device="meta")},
+            "row_scale is on meta, but .* on cpu",
+        ),
         ({"row_noise": torch.ones(3), "col_noise": ONES}, "not both"),
         ({"weight": ONES, "cols": ROWS}, "a 1-D weight takes rows and row_scale only"),
         ({"weight": ONES, "row_noise": ONES}, "a 1-D weight takes rows and row_scale only"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
         ({"out_dtype": torch.int8}, "out_dtype must be one of"),
-        ({"out": torch.ones(3, 5)}, r"out has shape \(3, 5\), the result \(3, 4\)"),
+        ({"out": torch.ones(3, 5)}, r"out has shape \(3, 5\), but the result has shape \(3, 4\)"),
         ({"out": torch.ones(3, 4), "out_dtype": torch.half}, "out has dtype torch.float32, but"),
         ({"out": torch.ones(3, 1).expand(3, 4)}, "memory for every element"),
         ({"out": torch.ones(3, 4).requires_grad_()}, "out= has no gradient"),

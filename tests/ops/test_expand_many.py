@@ -5,8 +5,8 @@ import torch
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import HAS_TRITON
-from growkern.ops.expand.call import ExpandJob
-from growkern.ops.expand.many import _Lines, _Packed, expand_many
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.many import _LineKeys, _Packed, expand_many, launch_kind
 from growkern.ops.expand.noise import line_keys
 from growkern.ops.expand.op import expand
 from tests.ops.test_expand import layouts, make_case
@@ -15,15 +15,15 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 
 
-def make_jobs(device):
+def make_calls(device):
     """Several kinds and sizes: identity axes, vectors, strided outputs, an empty one."""
-    jobs, expected = [], []
+    calls, expected = [], []
 
     def add(case, out_dtype=None, layout=None):
         whole = expand(**case, out_dtype=out_dtype, backend="triton")
         out = torch.zeros_like(whole)
         out = layouts(out)[layout] if layout else out
-        jobs.append(ExpandJob(out, **case))
+        calls.append(ExpandCall(out, **case))
         expected.append(whole)
 
     for seed, (upper, noise) in enumerate([("none", "none"), ("both", "col"), ("rows", "row")] * 2):
@@ -39,23 +39,23 @@ def make_jobs(device):
     add(case, FP32)
     add({"weight": torch.randn(1, 30, device=device), "cols": torch.arange(77, device=device) % 30})
     add({"weight": torch.randn(3, 4, device=device), "rows": torch.empty(0, device=device).long()})
-    return jobs, expected
+    return calls, expected
 
 
 def test_many_at_once_are_the_same_bits(device):
-    jobs, expected = make_jobs(device)
+    calls, expected = make_calls(device)
     # fp32 with none, col and row noise, and wide; bf16; bf16 to fp32; fp64
-    assert expand_many(jobs) == 7
-    assert sum(job.is_wide for job in jobs) == 2
-    for job, whole in zip(jobs, expected, strict=True):
-        assert torch.equal(job.out, whole), job.kind
+    assert expand_many(calls) == 7
+    assert sum(launch_kind(call).is_wide for call in calls) == 2
+    for call, whole in zip(calls, expected, strict=True):
+        assert torch.equal(call.out, whole), launch_kind(call)
 
 
 def test_nothing_to_do_and_other_devices(device):
     assert expand_many([]) == 0
-    job = ExpandJob(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device=device))
+    call = ExpandCall(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device=device))
     with pytest.raises(GrowthError, match="one device"):
-        expand_many([job])
+        expand_many([call])
 
 
 def test_packed_vectors_begin_at_16_bytes():
@@ -65,7 +65,7 @@ def test_packed_vectors_begin_at_16_bytes():
         places = [packed.add(torch.arange(n)) for n in (1, 4, 7, 2)]
         assert all(place * dtype.itemsize % 16 == 0 for place in (*places, packed.length))
         assert packed.on(torch.device("cpu"))[places[2] :][:7].tolist() == list(range(7))
-    lines = _Lines()
+    lines = _LineKeys()
     places = [lines.add(n, offset=n, seed=2**40 + n) for n in (1, 4, 7, 2)]
     assert all(place % 4 == 0 for place in places)
     key, mult = lines.on(torch.device("cpu"))

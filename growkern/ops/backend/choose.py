@@ -1,4 +1,4 @@
-"""The one place that decides which implementation of an op runs."""
+"""Decides which implementation of an op runs: the backend that was asked for, or the best here."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,13 @@ BACKENDS = ("reference", "cpu", "triton", "cuda")
 
 
 class Backend(NamedTuple):
-    """One row of `growkern info`."""
+    """Whether a backend can run on this machine: one row of `growkern info`.
+
+    Attributes:
+        name: one of BACKENDS.
+        live: whether it can run.
+        reason: what it runs on, or why it cannot.
+    """
 
     name: str
     live: bool
@@ -37,12 +43,12 @@ def _describe(name: str) -> Backend:
     if torch.cuda.is_available():
         return Backend(name, True, f"on {torch.cuda.get_device_name()}")
     if _interpreted():
-        return Backend(name, True, "interpreted (TRITON_INTERPRET=1): for tests, not for work")
+        return Backend(name, True, "interpreted (TRITON_INTERPRET=1): slow, for tests")
     return Backend(name, False, "no GPU found by PyTorch")
 
 
 def describe_backends() -> list[Backend]:
-    """Every backend, whether it can run here, and what it runs on or why it cannot."""
+    """Every backend, and whether it can run here."""
     return [_describe(name) for name in BACKENDS]
 
 
@@ -53,21 +59,24 @@ def choose_backend(
     *,
     library: bool = True,
 ) -> str:
-    """The backend that answers for tensors on `device`.
+    """The backend that runs an op on tensors of a device.
 
     Args:
-        requested: a name of BACKENDS, or None (or "") to decide here: a GPU gets Triton, a CPU
-            the compiled library, and "reference" stands in where those are missing. "cuda" is
-            taken on request only, until it has been measured to be faster.
-        device: where the tensors are.
-        supported: the backends the op has for these dtypes; "reference" is always one.
-        library: the op's "cpu" backend lives in the compiled library; False: it is PyTorch.
+        requested: a name of BACKENDS. None or "": "triton" on a GPU, "cpu" on a CPU, and
+            "reference" where these cannot run. "cuda" must be requested, because its speed has
+            not been measured yet.
+        device: of the tensors.
+        supported: the backends that the op has for these dtypes; "reference" is always one.
+        library: whether the op's "cpu" backend needs the compiled library. False: it is PyTorch.
+
+    Returns:
+        a name of BACKENDS.
 
     Raises:
-        GrowthError: the requested backend is unknown, cannot run here, or not on this device.
+        GrowthError: the requested backend is unknown, or cannot run here or on this device.
     """
     if not requested:
-        # only what torch.compile can trace: a loss asks here inside a compiled step
+        # torch.compile traces this inside a compiled step: nothing that it cannot trace
         wanted = "cpu" if device.type == "cpu" else "triton"
         live = (not library or _describe("cpu").live) if wanted == "cpu" else HAS_TRITON
         return wanted if wanted in supported and live else "reference"

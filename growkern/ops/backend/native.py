@@ -1,4 +1,4 @@
-"""Finds the compiled CPU library, checks that it fits, and says why there is none."""
+"""Finds and loads the compiled CPU library (csrc/cpu), or says why it cannot be used."""
 
 import ctypes
 from functools import cache
@@ -10,16 +10,16 @@ import torch
 from growkern.package import folders
 
 FILE_NAME = "libgrowkern.so"
-# the number growkern_abi() of csrc/cpu/native.cpp returns
+# what growkern_abi() of csrc/cpu/native.cpp returns
 ABI = 2
-# in the order of csrc/cpu/native.h
+# the numbers of csrc/cpu/native.h are indices into this
 ISA_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HOW_TO_BUILD = "install a C++17 compiler, then `pip install --force-reinstall --no-deps growkern`"
 
 
 def _candidates() -> list[Path]:
-    """Beside the package; and where an editable install, which leaves it apart, has put it."""
+    """Files of the library: in the package, or where an editable install keeps it."""
     found = [folder / "_lib" / FILE_NAME for folder in folders()]
     try:
         files = metadata.files("growkern") or []
@@ -34,11 +34,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     candidates = _candidates()
     if not candidates:
         return None, f"built without the compiled library: {HOW_TO_BUILD}"
-    # torch is loaded already, so that its OpenMP runtime and ours are one if they share a name
+    # torch is loaded before: an OpenMP runtime of the same name is then loaded only once
     try:
         lib = ctypes.CDLL(str(candidates[0]))
     except OSError as error:
-        return None, f"{candidates[0]} does not load: {error}"
+        return None, f"{candidates[0]} cannot be loaded: {error}"
     if lib.growkern_abi() != ABI:
         return None, f"{candidates[0]} is from another version: {HOW_TO_BUILD}"
     lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64)
@@ -49,23 +49,23 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The library, loaded once; None where there is none (`reason` says why)."""
+    """The library, loaded once. None if it cannot be used; `reason` says why."""
     return _load()[0]
 
 
 def reason() -> str:
-    """What the library can do here, or why it is missing."""
+    """What the library can do here, or why it cannot be used."""
     return _load()[1]
 
 
 def available_isas() -> range:
-    """The instruction sets this processor and library share, as numbers of ISA_NAMES."""
+    """The instruction sets of the library that this processor has, as indices into ISA_NAMES."""
     lib = loaded()
     return range(lib.growkern_best_isa() + 1 if lib is not None else 0)
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
-    """Asks for large pages under fresh memory. Worth it from a few pages of 2 MiB on."""
+    """Asks the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on."""
     lib = loaded()
     size = x.numel() * x.element_size()
     if lib is not None and x.device.type == "cpu" and size >= 8 << 20:

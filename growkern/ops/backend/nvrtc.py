@@ -1,8 +1,9 @@
-"""Compiles CUDA C++ with the NVRTC that came with PyTorch, keeps the result, and launches it.
+"""Compiles the CUDA C++ kernels of csrc/cuda at run time, caches the machine code and launches it.
 
-No compiler and no CUDA toolkit is needed: NVRTC and the driver are called by ctypes. A kernel takes
-one argument, a structure; csrc says what is in it. One file with one set of macros is compiled once
-for each architecture and version of NVRTC, in 0.1 to 0.5 s, and kept on disk.
+No compiler or CUDA toolkit is needed. NVRTC, the compiler that comes with PyTorch, and the driver
+are called by ctypes. A kernel takes one argument, a structure that its source file defines. Each
+file is compiled once for each set of macros, architecture and version of NVRTC. This takes 0.1 to
+0.5 s. The machine code is then kept on disk.
 """
 
 import ctypes
@@ -23,12 +24,12 @@ from growkern.whole import write_whole
 
 # of CUfunction_attribute, in cuda.h
 MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTERS = 8, 14
-# more blocks than this in a cluster are not promised by every device that has clusters
+# every device that has clusters allows this many blocks in one; more need an attribute
 PORTABLE_CLUSTER = 8
 
 
 class Kernel(NamedTuple):
-    """A function of a file of csrc, compiled with some macros; its name is that of the file."""
+    """A kernel of csrc/cuda and how to compile it. Function and file have the same name."""
 
     name: str
     macros: tuple[tuple[str, str | int], ...] = ()
@@ -36,12 +37,19 @@ class Kernel(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """For NVRTC and nvcc alike."""
+        """Compiler flags, the same for NVRTC and nvcc."""
         return ["-std=c++17", *self.options, *(f"-D{name}={value}" for name, value in self.macros)]
 
 
 class Grid(NamedTuple):
-    """How many of what; `cluster` is what the kernel was compiled for."""
+    """The size of a launch.
+
+    Attributes:
+        blocks: of threads.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks of a cluster, as the kernel was compiled for.
+    """
 
     blocks: int
     threads: int
@@ -50,7 +58,7 @@ class Grid(NamedTuple):
 
 
 def aligned(*numbers: int, to: int = 16) -> int:
-    """ALIGNED of csrc/cuda/device.h: 1 if all addresses and strides are multiples of `to` bytes."""
+    """1 if all addresses and strides are multiples of `to` bytes: ALIGNED of csrc/cuda/device.h."""
     return int(all(number % to == 0 for number in numbers))
 
 
@@ -58,13 +66,13 @@ def aligned(*numbers: int, to: int = 16) -> int:
 
 
 def _nvrtc_folders(major: str) -> Iterator[Path]:
-    """Where pip puts it, for any PyTorch of this environment; then toolkits."""
+    """Folders that may hold NVRTC: first those of pip packages, then those of CUDA toolkits."""
     packages = importlib.util.find_spec("nvidia")
     for place in (packages and packages.submodule_search_locations) or ():
         yield from (Path(place) / folder / "lib" for folder in (f"cu{major}", "cuda_nvrtc"))
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
-        # itself in the toolkit, or a script beside the folder that holds it
+        # nvcc is in the toolkit's bin, or a script in a bin beside the toolkit
         prefix = Path(nvcc).resolve().parents[1]
         homes += [prefix, prefix / "cuda"]
     yield from (home / folder for home in homes for folder in ("lib64", "lib"))
@@ -74,7 +82,7 @@ def _open_nvrtc(name: str, folder: Path | None = None) -> ctypes.CDLL | None:
     try:
         if folder is None:
             return ctypes.CDLL(name)
-        # its other half, which it opens by name alone; loaded already it is found
+        # NVRTC opens this second library by its name alone, and finds it if it is loaded already
         for half in sorted(folder.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(half))
         return ctypes.CDLL(str(folder / name))
@@ -84,13 +92,13 @@ def _open_nvrtc(name: str, folder: Path | None = None) -> ctypes.CDLL | None:
 
 @cache
 def nvrtc() -> ctypes.CDLL | None:
-    """NVRTC of PyTorch's CUDA version, or None."""
+    """The NVRTC of PyTorch's CUDA version, or None if there is none."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     for folder in _nvrtc_folders(major):
         if (folder / name).is_file() and (found := _open_nvrtc(name, folder)):
             return found
-    # as the system knows it
+    # from the system's library path
     return _open_nvrtc(name)
 
 
@@ -107,7 +115,7 @@ def _check_driver(status: int, what: str) -> None:
 
 
 def source_folder() -> Path | None:
-    """Beside the package's modules, or in the source tree of an editable install."""
+    """csrc/cuda: in the package, or beside it in a source tree. None if it was not installed."""
     for folder in folders():
         for found in (folder / "csrc" / "cuda", folder.parent / "csrc" / "cuda"):
             if (found / "device.h").is_file():
@@ -116,7 +124,7 @@ def source_folder() -> Path | None:
 
 
 def why_not() -> str:
-    """What is missing to run CUDA C++ here; empty if nothing is."""
+    """Why CUDA C++ cannot run here; empty if it can."""
     if torch.version.hip or not torch.cuda.is_available():
         return "no NVIDIA GPU found by PyTorch"
     if source_folder() is None:
@@ -127,7 +135,7 @@ def why_not() -> str:
 
 
 def reason() -> str:
-    """What CUDA C++ runs on here, or why it does not."""
+    """What CUDA C++ runs on here, or why it cannot."""
     missing = why_not()
     if missing:
         return missing
@@ -139,6 +147,7 @@ def reason() -> str:
 
 @cache
 def nvrtc_version() -> str | None:
+    """The version of NVRTC, such as "13.0"; None without NVRTC."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib = nvrtc()
     if lib is None:
@@ -148,10 +157,10 @@ def nvrtc_version() -> str | None:
 
 
 def compile_cubin(kernel: Kernel, arch: str) -> bytes:
-    """Machine code for an architecture ("sm_90"), from NVRTC.
+    """Compiles a kernel to machine code for an architecture, such as "sm_90".
 
     Raises:
-        GrowthError: NVRTC refuses; its first complaint is in the message.
+        GrowthError: NVRTC reports an error; the first line of its log is in the message.
     """
     lib, folder = nvrtc(), source_folder()
     assert lib is not None and folder is not None
@@ -167,32 +176,33 @@ def compile_cubin(kernel: Kernel, arch: str) -> bytes:
             log = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetProgramLog(program, log)
             first = (log.value.decode(errors="replace").strip() or "no log").splitlines()[0]
-            raise GrowthError(f"NVRTC does not compile {kernel.name}.cu for {arch}: {first}")
+            raise GrowthError(f"NVRTC cannot compile {kernel.name}.cu for {arch}: {first}")
         status = status or lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         status = status or lib.nvrtcGetCUBIN(program, cubin)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
     if status:
-        raise GrowthError(f"NVRTC gives no code of {kernel.name}.cu for {arch}: status {status}")
+        raise GrowthError(f"NVRTC failed on {kernel.name}.cu for {arch}: status {status}")
     return cubin.raw
 
 
 def cache_path(kernel: Kernel, arch: str) -> Path:
-    """Where machine code is kept, named by everything it depends on."""
+    """File of the cached machine code; its name is a hash of all that the code depends on."""
     folder = source_folder()
     assert folder is not None
     parts = [arch, str(nvrtc_version()), *kernel.flags]
-    files = [folder / f"{kernel.name}.cu", *sorted(folder.glob("*.h"))]
+    # csrc itself has the headers that the CPU's kernels include too
+    headers = [*sorted(folder.parent.glob("*.h")), *sorted(folder.glob("*.h"))]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for path in files:
+    for path in (folder / f"{kernel.name}.cu", *headers):
         digest.update(path.read_bytes())
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"
 
 
 def cached_cubin(kernel: Kernel, arch: str) -> bytes:
-    """`compile_cubin`, or what it gave before; a disk that cannot be written is no obstacle."""
+    """`compile_cubin` with a cache on disk. Without a writable disk it compiles every time."""
     path = cache_path(kernel, arch)
     if path.is_file():
         return path.read_bytes()
@@ -210,7 +220,7 @@ def cached_cubin(kernel: Kernel, arch: str) -> bytes:
 
 
 def _use_context(device: int) -> None:
-    """Give this thread PyTorch's context if it has none: autograd's threads may not."""
+    """Gives this thread PyTorch's CUDA context if it has none, like some threads of autograd."""
     driver, context = _driver(), ctypes.c_void_p()
     _check_driver(driver.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
     if not context:
@@ -232,7 +242,7 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
 
 @cache
 def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
-    """More shared memory and larger clusters than kernels get unasked."""
+    """Allows a kernel more shared memory and larger clusters than kernels have by default."""
     driver, function = _driver(), _function(kernel, device)
     wanted = [(MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
     if cluster > PORTABLE_CLUSTER:
@@ -243,10 +253,10 @@ def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None
 
 
 def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
-    """Run a kernel on PyTorch's current stream of a device; compiles it the first time.
+    """Runs a kernel on PyTorch's current stream of a device; compiles it the first time.
 
-    The tensors whose addresses are in `args` must live until the call returns: PyTorch frees in the
-    order of the stream.
+    The tensors whose addresses are in `args` must live until this returns, but no longer: PyTorch
+    reuses their memory in the order of the stream.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
@@ -266,6 +276,6 @@ def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.dev
 
 
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
+    """The most bytes of shared memory that a block may have."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)

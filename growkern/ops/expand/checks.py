@@ -1,45 +1,47 @@
-"""What `expand` refuses before any work, and why."""
+"""The checks of `expand`: they raise GrowthError before any work, with a way to mend the call."""
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops.expand.call import ExpandCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# the fields of a call that belong to each axis of the weight
+MAPS = ("rows", "cols")
+FACTORS = (("row_scale", "row_noise"), ("col_scale", "col_noise"))
 
 
 def _check_layout(name: str, x: Tensor | None) -> None:
     if isinstance(x, Tensor) and x.layout != torch.strided:
         layout = str(x.layout).removeprefix("torch.")
-        raise GrowthError(f"{name} is {layout}: {name}.to_dense()")
+        raise GrowthError(f"{name} is {layout}, but must be dense: use {name}.to_dense()")
 
 
-def _check_index(name: str, x: Tensor | None, device: torch.device) -> None:
-    if x is None:
-        return
+def _check_tensor(name: str, x: Tensor, device: torch.device) -> None:
     if not isinstance(x, Tensor):
-        raise GrowthError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name})")
+        found = type(x).__name__
+        raise GrowthError(f"{name} must be a tensor, got {found}: use torch.tensor({name})")
+    if x.device != device:
+        raise GrowthError(f"{name} is on {x.device}, but the result is on {device}: move {name}")
+
+
+def _check_index(name: str, x: Tensor, device: torch.device) -> None:
+    _check_tensor(name, x, device)
     if x.ndim != 1:
         raise GrowthError(f"{name} must be a vector of indices, got shape {tuple(x.shape)}")
     if x.dtype != torch.int64:
         raise GrowthError(f"{name} must be an int64 tensor, got {x.dtype}: use {name}.long()")
-    if x.device != device:
-        raise GrowthError(f"{name} is on {x.device}, the result on {device}: move {name}")
 
 
-def _check_factor(name: str, x: Tensor | None, n: int, device: torch.device) -> None:
-    if x is None:
-        return
-    if not isinstance(x, Tensor):
-        raise GrowthError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name})")
+def _check_factor(name: str, x: Tensor, n: int, device: torch.device) -> None:
+    _check_tensor(name, x, device)
     if tuple(x.shape) != (n,):
         raise GrowthError(f"{name} must have shape ({n},), got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise GrowthError(f"{name} must be a float tensor, got {x.dtype}")
-    if x.device != device:
-        raise GrowthError(f"{name} is on {x.device}, the result on {device}: move {name}")
     if x.requires_grad and torch.is_grad_enabled():
-        raise GrowthError(f"{name} gets no gradient: detach it")
+        raise GrowthError(f"{name} gets no gradient: use {name}.detach()")
 
 
 def _check_weight(weight: Tensor, upper: Tensor | None) -> None:
@@ -49,100 +51,104 @@ def _check_weight(weight: Tensor, upper: Tensor | None) -> None:
         raise GrowthError(f"weight must be one of {DTYPES}, got {weight.dtype}")
     if upper is None:
         return
-    for what in ("shape", "dtype", "device"):
-        found, wanted = getattr(upper, what), getattr(weight, what)
+    for name in ("shape", "dtype", "device"):
+        found, wanted = getattr(upper, name), getattr(weight, name)
         if found != wanted:
-            raise GrowthError(f"upper has {what} {found}, the weight {wanted}: they must agree")
+            raise GrowthError(f"upper has {name} {found}, but the weight has {wanted}")
 
 
-def _check_out(
-    out: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor,
-    upper: Tensor | None,
-    device: torch.device,
-) -> None:
+def _device_of_result(call: ExpandCall, reads_host: bool) -> torch.device:
+    """The device of the weight, or that of `out` if the backend reads the weight from the host."""
+    weight, out = call.weight, call.out
+    if not (reads_host and weight.device.type == "cpu" and out is not None and out.is_cuda):
+        return weight.device
+    for name, x in (("weight", weight), ("upper", call.upper)):
+        if x is not None and not x.is_pinned():
+            raise GrowthError(f"{name} is on the CPU, but not pinned: use {name}.pin_memory()")
+    return out.device
+
+
+def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -> None:
+    out = call.out
     if tuple(out.shape) != shape:
-        raise GrowthError(f"out has shape {tuple(out.shape)}, the result {shape}")
+        raise GrowthError(f"out has shape {tuple(out.shape)}, but the result has shape {shape}")
     if out.dtype not in DTYPES:
         raise GrowthError(f"out must be one of {DTYPES}, got {out.dtype}")
     if out.device != device:
-        raise GrowthError(f"out is on {out.device}, the weight on {weight.device}")
+        raise GrowthError(f"out is on {out.device}, but the weight is on {call.weight.device}")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise GrowthError(f"out has strides {out.stride()}: it needs memory for every element")
-    differentiable = any(x is not None and x.requires_grad for x in (out, weight, upper))
-    if differentiable and torch.is_grad_enabled():
+    tensors = (out, call.weight, call.upper)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise GrowthError("out= has no gradient: leave out= away, or use torch.no_grad()")
 
 
 def check_expand(
-    weight: Tensor,
-    upper: Tensor | None,
-    maps: dict[str, Tensor | None],
-    row_factors: dict[str, Tensor | None],
-    col_factors: dict[str, Tensor | None],
-    seed: int,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    reads_host: bool = False,
+    call: ExpandCall, out_dtype: torch.dtype | None, *, reads_host: bool = False
 ) -> None:
-    """Everything that shapes, dtypes and devices can tell; GrowthError names what is wrong.
+    """Checks everything that shapes, dtypes and devices can tell.
 
-    `reads_host`: the backend reads pinned memory of the host, and `out` says where it writes.
+    Args:
+        call: as the user gave it: vectors or matrices, `out` may be None.
+        out_dtype: the dtype asked for, or None.
+        reads_host: whether the backend reads a weight in pinned memory of the host. The result is
+            then on the device of `out`.
+
+    Raises:
+        GrowthError: the first argument that is wrong, and how to mend it.
     """
-    given = {"weight": weight, "upper": upper, "out": out, **maps, **row_factors, **col_factors}
-    for name, x in given.items():
+    for name, x in call._asdict().items():
         _check_layout(name, x)
-    _check_weight(weight, upper)
-    device = weight.device
-    if reads_host and out is not None and out.is_cuda and weight.device.type == "cpu":
-        device = out.device
-        for name, x in (("weight", weight), ("upper", upper)):
-            if x is not None and not x.is_pinned():
-                raise GrowthError(f"{name} is on the CPU and not pinned: {name}.pin_memory()")
-    is_vector = weight.ndim == 1
-    col_given = (maps["cols"], row_factors["row_noise"], *col_factors.values())
-    if is_vector and any(x is not None for x in col_given):
+    weight = call.weight
+    _check_weight(weight, call.upper)
+    device = _device_of_result(call, reads_host)
+    not_for_vectors = ("cols", "row_noise", "col_scale", "col_noise")
+    if weight.ndim == 1 and any(getattr(call, name) is not None for name in not_for_vectors):
         raise GrowthError("a 1-D weight takes rows and row_scale only: no columns, no noise")
-    if row_factors["row_noise"] is not None and col_factors["col_noise"] is not None:
+    if call.row_noise is not None and call.col_noise is not None:
         raise GrowthError("noise goes on the axis that is read: row_noise or col_noise, not both")
-    if not 0 <= seed < 2**63:
-        raise GrowthError(f"seed must be in [0, 2**63), got {seed}")
+    if not 0 <= call.seed < 2**63:
+        raise GrowthError(f"seed must be in [0, 2**63), got {call.seed}")
 
     shape = list(weight.shape)
-    for axis, (name, index) in enumerate(maps.items()):
-        _check_index(name, index, device)
+    for axis, name in enumerate(MAPS):
+        index = getattr(call, name)
         if index is not None:
+            _check_index(name, index, device)
             shape[axis] = index.shape[0]
-    for axis, factors in enumerate((row_factors, col_factors)):
-        for name, x in factors.items():
-            if x is not None:
-                _check_factor(name, x, shape[axis], device)
+    for axis, names in enumerate(FACTORS):
+        for name in names:
+            factor = getattr(call, name)
+            if factor is not None:
+                _check_factor(name, factor, shape[axis], device)
 
     if out_dtype not in (None, *DTYPES):
         raise GrowthError(f"out_dtype must be one of {DTYPES}, got {out_dtype}")
-    if out is not None:
-        _check_out(out, tuple(shape), weight, upper, device)
-        if out_dtype not in (None, out.dtype):
-            raise GrowthError(f"out has dtype {out.dtype}, but out_dtype={out_dtype}")
+    if call.out is not None:
+        _check_out(call, tuple(shape), device)
+        if out_dtype not in (None, call.out.dtype):
+            raise GrowthError(f"out has dtype {call.out.dtype}, but out_dtype={out_dtype}")
 
 
-def check_range(name: str, index: Tensor | None, n: int, with_upper: bool) -> None:
-    """GrowthError for an index out of range. On the CPU only: asking a GPU stops its stream."""
-    if index is None or index.device.type != "cpu" or not index.numel():
-        return
-    low, high = (int(x) for x in index.aminmax())
-    limit = 2 * n if with_upper else n
-    if low < 0 or high >= limit:
-        fix = "" if with_upper else "; only with `upper` may an index pass the end of the weight"
-        raise GrowthError(f"{name} holds {low} to {high}, allowed are 0 to {limit - 1}{fix}")
+def check_ranges(call: ExpandCall) -> None:
+    """Raises GrowthError for an index out of range, on the CPU only: a GPU would have to wait."""
+    for name, size in zip(MAPS, call.weight.shape, strict=True):
+        index = getattr(call, name)
+        if index is None or index.device.type != "cpu" or not index.numel():
+            continue
+        low, high = (int(x) for x in index.aminmax())
+        limit = size if call.upper is None else 2 * size
+        if low < 0 or high >= limit:
+            fix = "; indices past the end of the weight need `upper`" if call.upper is None else ""
+            raise GrowthError(f"{name} holds {low} to {high}, allowed are 0 to {limit - 1}{fix}")
 
 
-def check_no_overlap(out: Tensor, weight: Tensor, upper: Tensor | None) -> None:
-    """GrowthError if the result would overwrite what it is computed from."""
-    for name, x in (("weight", weight), ("upper", upper)):
-        if x is not None and _span(out)[0] < _span(x)[1] and _span(x)[0] < _span(out)[1]:
-            raise GrowthError(f"out shares memory with {name}: give it its own")
+def check_no_overlap(call: ExpandCall) -> None:
+    """Raises GrowthError if writing the result would overwrite an input."""
+    first, end = _span(call.out)
+    for name, x in (("weight", call.weight), ("upper", call.upper)):
+        if x is not None and first < _span(x)[1] and _span(x)[0] < end:
+            raise GrowthError(f"out shares memory with {name}: give out memory of its own")
 
 
 def _span(x: Tensor) -> tuple[int, int]:

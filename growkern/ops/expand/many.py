@@ -1,30 +1,29 @@
-"""`expand` of many tensors in few launches: a work list of blocks.
+"""Carries out many `expand` calls on a GPU in few launches.
 
-A launch for each of a model's few hundred tensors costs more than growing the small ones. Here all
-tensors of one kind (dtypes, with or without `upper`, kind of noise) are one launch: a table of
-addresses and sizes, and a list that says which tensor each block belongs to. Formulas (1) to (4) of
-`expand.py`; R, C rows and columns of a weight, M, N those of its result; J jobs of a launch.
+A model has a few hundred tensors, and launching a kernel costs more time than growing a small one.
+Calls of one kind (dtypes, with or without `upper`, kind of noise) therefore share a launch. The
+kernel reads a table with one row of addresses and sizes per call, and a list of the call that each
+block belongs to.
+
+Formulas (1) to (4) are in `op.py`. Shape letters used in this file: R, C rows and columns of a
+weight; M, N those of its result; J calls of a launch.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.launch import AotCase, acc_dtype, jit, tl
-from growkern.ops.expand.call import ExpandJob
+from growkern.ops.backend.aot import AotCase
+from growkern.ops.backend.launch import acc_dtype, jit, tl
+from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall
 from growkern.ops.expand.noise import keys_of_lines, seed_words
-from growkern.ops.expand.on_triton import (
-    BLOCK_M,
-    COL_NOISE,
-    GATHER,
-    NO_NOISE,
-    columns_of_block,
-    expand_block,
-)
+from growkern.ops.expand.on_triton import BLOCK_M, GATHER, columns_of_block, expand_block
+
+# ------------------------------------------------------------------- kernel
 
 # columns of the table: addresses, then strides and sizes in elements, then the first block
 N_FIELDS = 10 + 6 + 4 + 1
@@ -32,25 +31,25 @@ N_FIELDS = 10 + 6 + 4 + 1
 
 @jit
 def _pointer(table_ptr, k, like):
-    """Field k of a job as a pointer of the type of `like`; at least 16 bytes are aligned."""
+    """Field k of a call as a pointer of the type of `like`, to a multiple of 16 bytes."""
     return tl.multiple_of(tl.load(table_ptr + k).to(like.dtype), 16)
 
 
 @jit
 def _expand_many_kernel(
     table_ptr,  # (J, N_FIELDS) int64
-    job_ptr,  # (blocks,) int32, the job of each block
-    like,  # pointers of the types of out, weight, index, factor and key; not read
+    call_ptr,  # (blocks,) int32, the call of each block
+    like,  # pointers with the types of out, weight, index, factor and key; nothing is read there
     UPPER: tl.constexpr,
     NOISE: tl.constexpr,
-    WIDE: tl.constexpr,  # what `ExpandJob.is_wide` says
+    WIDE: tl.constexpr,  # `LaunchKind.is_wide`
     ACC: tl.constexpr,
     N_FIELDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     block = tl.program_id(0)
-    t = table_ptr + tl.load(job_ptr + block) * N_FIELDS
+    t = table_ptr + tl.load(call_ptr + block) * N_FIELDS
     out_ptr = tl.load(t).to(like[0].dtype)
     weight_ptr = tl.load(t + 1).to(like[1].dtype)
     maps = (_pointer(t, 3, like[2]), _pointer(t, 4, like[2]))
@@ -75,119 +74,139 @@ def _expand_many_kernel(
     )  # fmt: skip
 
 
+# ------------------------------------------------- vectors of many calls as one
+
+
 class _Packed:
-    """Vectors of many jobs as one tensor, so that they reach the device in one copy."""
+    """Vectors of many calls in one tensor, so that they reach the device in one copy."""
 
-    def __init__(self, dtype: torch.dtype, *shared: Tensor) -> None:
+    def __init__(self, dtype: torch.dtype, first: Tensor) -> None:
         self.dtype, self.length, self.pieces = dtype, 0, list[Tensor]()
-        for x in shared:
-            self.add(x)
+        self.add(first)
 
-    def add(self, x: Tensor) -> int:
-        """Takes a vector in; the place of its first element, at a multiple of 16 bytes."""
+    def add(self, x: Tensor | None) -> int:
+        """Appends a vector; None stands for the first one.
+
+        Returns:
+            the place of its first element, at a multiple of 16 bytes.
+        """
+        if x is None:
+            return 0
         at, rest = self.length, -len(x) % (16 // self.dtype.itemsize)
         piece = x.detach().to(self.dtype)
         self.pieces += [piece, piece.new_zeros(rest)]
         self.length += len(x) + rest
         return at
 
-    def add_if(self, x: Tensor | None) -> int:
-        """The first vector stands for None."""
-        return 0 if x is None else self.add(x)
-
     def on(self, device: torch.device) -> Tensor:
-        here = all(x.device.type == "cpu" for x in self.pieces)
-        return torch.cat(self.pieces if here else [x.to(device) for x in self.pieces]).to(device)
+        on_cpu = all(x.device.type == "cpu" for x in self.pieces)
+        return torch.cat(self.pieces if on_cpu else [x.to(device) for x in self.pieces]).to(device)
 
 
-class _Lines:
-    """`line_keys` of many jobs at once: a score of small launches is the price of each call."""
+class _LineKeys:
+    """(2) of `noise.py` for many calls at once: one by one takes about 20 small launches each."""
 
     def __init__(self) -> None:
         self.length, self.ranges = 0, list[tuple[int, ...]]()
 
     def add(self, n_lines: int, offset: int, seed: int) -> int:
-        """The place of the first key, at a multiple of 16 bytes."""
+        """Appends the lines offset, offset + 1, ...
+
+        Returns:
+            the place of the first key, at a multiple of 16 bytes.
+        """
         at, length = self.length, -(-n_lines // 4) * 4
         self.ranges.append((length, offset - at, *seed_words(seed)))
         self.length += length
         return at
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Key and mult of all lines."""
         ranges = torch.tensor(self.ranges, dtype=torch.int64).reshape(-1, 4).to(device)
         each = ranges[:, 1:].repeat_interleave(ranges[:, 0], 0, output_size=self.length)
         line = torch.arange(self.length, device=device) + each[:, 0]
         return keys_of_lines(*(x.to(torch.int32) for x in (line, each[:, 1], each[:, 2])))
 
 
-def _row(
-    job: ExpandJob, index: _Packed, factors: _Packed, lines: _Lines, first_block: int
-) -> list[int]:
-    """One row of the table, with places in the packed vectors where their addresses will be."""
-    (M, N), (R, C) = job.out.shape, job.weight.shape
-    noise = [0, 0, 0]
-    if job.col_noise is not None:
-        noise = [factors.add(job.col_noise), *[lines.add(M, job.row_offset, job.seed)] * 2]
-    elif job.row_noise is not None:
-        noise = [factors.add(job.row_noise), *[lines.add(N, job.col_offset, job.seed)] * 2]
-    upper = job.weight if job.upper is None else job.upper
-    places = [x.data_ptr() for x in (job.out, job.weight, upper)]
-    places += [index.add_if(job.rows), index.add_if(job.cols)]
-    places += [factors.add_if(job.row_scale), factors.add_if(job.col_scale), *noise]
-    strides = (*job.weight.stride(), *upper.stride(), *job.out.stride())
-    return [*places, *strides, R, C, M, N, first_block]
+# ----------------------------------------------------------------- launches
 
 
-def _launches(jobs: Sequence[ExpandJob]) -> Iterator[list[ExpandJob]]:
-    wanted = sorted((job for job in jobs if job.out.numel()), key=lambda job: job.kind)
-    for _, same in groupby(wanted, key=lambda job: job.kind):
-        yield list(same)
+class LaunchKind(NamedTuple):
+    """What the compiled kernel depends on: calls of one kind share a launch."""
+
+    out_dtype: str
+    dtype: str
+    has_upper: bool
+    noise_kind: int
+    is_wide: bool  # 16 bytes of the result can be written at a time
 
 
-def expand_many(jobs: Sequence[ExpandJob]) -> int:
-    """Fills `out` of every job, in one launch for each kind: how many there were.
+def launch_kind(call: ExpandCall) -> LaunchKind:
+    """The kind of a call on matrices, known without looking at a GPU's memory."""
+    out, sources = call.out, [x for x in (call.weight, call.upper) if x is not None]
+    places = (out.data_ptr(), out.stride(0), out.shape[1])
+    is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
+    dtypes = str(out.dtype), str(call.weight.dtype)
+    return LaunchKind(*dtypes, call.upper is not None, call.noise_kind, is_wide)
 
-    All tensors are on one device, indices are in range and outputs overlap nothing: this is below
-    the door of `expand`, which checks.
+
+def expand_many(calls: Sequence[ExpandCall]) -> int:
+    """Fills `out` of every call, in one launch for each kind of call.
+
+    Nothing is checked but the devices: indices must be in range, and results must not overlap other
+    tensors.
+
+    Args:
+        calls: on matrices.
+
+    Returns:
+        the number of launches.
 
     Raises:
-        GrowthError: tensors of several devices.
+        GrowthError: tensors on several devices.
     """
-    if len({job.out.device for job in jobs} | {job.weight.device for job in jobs}) > 1:
+    if len({x.device for call in calls for x in (call.out, call.weight)}) > 1:
         raise GrowthError("expand_many works on one device: move weights and outputs to one")
-    launches = list(_launches(jobs))
-    for same in launches:
-        _launch(same)
+    launches = list(_launches(calls))
+    for kind, same in launches:
+        _launch(kind, same)
     return len(launches)
 
 
-def _launch(jobs: Sequence[ExpandJob]) -> None:
-    first = jobs[0]
+def _launches(calls: Sequence[ExpandCall]) -> Iterator[tuple[LaunchKind, list[ExpandCall]]]:
+    wanted = sorted((call for call in calls if call.out.numel()), key=launch_kind)
+    for kind, same in groupby(wanted, key=launch_kind):
+        yield kind, list(same)
+
+
+def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
+    first = calls[0]
     acc, tl_acc = acc_dtype(first.weight)
     device, block_n = first.out.device, columns_of_block(first.out.element_size())
-    longest = max(max(*job.out.shape) for job in jobs)
-    index = _Packed(torch.int64, torch.arange(longest))
-    factors, lines = _Packed(acc, torch.ones(longest)), _Lines()
-    counts = [-(-job.out.shape[0] // BLOCK_M) * -(-job.out.shape[1] // block_n) for job in jobs]
+    longest = max(max(*call.out.shape) for call in calls)
+    # stand for every map and scale that is None
+    index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))
+    lines = _LineKeys()
+    counts = [-(-call.out.shape[0] // BLOCK_M) * -(-call.out.shape[1] // block_n) for call in calls]
     rows, n_blocks = [], 0
-    for job, count in zip(jobs, counts, strict=True):
-        rows.append(_row(job, index, factors, lines, n_blocks))
+    for call, count in zip(calls, counts, strict=True):
+        rows.append(_row(call, index, factors, lines, n_blocks))
         n_blocks += count
     table = torch.tensor(rows)
     packed = (index.on(device), factors.on(device), *lines.on(device))
     for x, (first_field, end) in zip(packed, ((3, 5), (5, 8), (8, 9), (9, 10)), strict=True):
         fields = slice(first_field, end)
         table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
-    job_of_block = torch.arange(len(jobs), dtype=torch.int32)
-    job_of_block = job_of_block.repeat_interleave(torch.tensor(counts)).to(device)
-    like = (first.out, first.weight, packed[0], packed[1], job_of_block)
+    call_of_block = torch.arange(len(calls), dtype=torch.int32)
+    call_of_block = call_of_block.repeat_interleave(torch.tensor(counts)).to(device)
+    like = (first.out, first.weight, packed[0], packed[1], call_of_block)
     _expand_many_kernel[(n_blocks,)](
         table.to(device),
-        job_of_block,
+        call_of_block,
         like,
-        UPPER=first.upper is not None,
-        NOISE=first.noise_kind,
-        WIDE=first.is_wide,
+        UPPER=kind.has_upper,
+        NOISE=kind.noise_kind,
+        WIDE=kind.is_wide,
         ACC=tl_acc,
         N_FIELDS=N_FIELDS,
         BLOCK_M=BLOCK_M,
@@ -197,13 +216,26 @@ def _launch(jobs: Sequence[ExpandJob]) -> None:
     )
 
 
-# ---------------------------------------------------------------- collecting
+def _row(
+    call: ExpandCall, index: _Packed, factors: _Packed, lines: _LineKeys, first_block: int
+) -> list[int]:
+    """A call's row of the table. Packed vectors have their place instead of their address."""
+    (M, N), (R, C) = call.out.shape, call.weight.shape
+    noise = [0, 0, 0]
+    if call.noise is not None:
+        noise = [factors.add(call.noise), *[lines.add(*call.lines, call.seed)] * 2]
+    upper = call.weight if call.upper is None else call.upper
+    places = [x.data_ptr() for x in (call.out, call.weight, upper)]
+    places += [index.add(call.rows), index.add(call.cols)]
+    places += [factors.add(call.row_scale), factors.add(call.col_scale), *noise]
+    strides = (*call.weight.stride(), *upper.stride(), *call.out.stride())
+    return [*places, *strides, R, C, M, N, first_block]
 
 
 def aot_cases() -> list[AotCase]:
-    """What a growth in bfloat16 launches."""
+    """The launches of growing a model in bfloat16."""
     like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
-    signature: dict[str, Any] = {"table_ptr": "*i64", "job_ptr": "*i32", "like": like}
+    signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
     constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS, "BLOCK_M": BLOCK_M}
     constants |= {"BLOCK_N": columns_of_block(2)}
     return [

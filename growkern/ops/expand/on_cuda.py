@@ -1,9 +1,9 @@
-"""`expand` in CUDA C++: lays the arguments out for csrc/cuda/expand_rows.cu. Not measured yet.
+"""The CUDA C++ backend of `expand`: plans the launch of csrc/cuda/expand_rows.cu.
 
-A row of the weight is read once, also where the weight lies in pinned memory of the host and the
-result on a GPU.
+Each row of the weight is read once. The weight may be on the GPU or in pinned memory of the host.
+The speed of this backend has not been measured yet.
 
-Shape letters used in this file: R, C rows and columns of the weight; M, N those of the output.
+Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
-from growkern.ops.expand.noise import line_keys
+from growkern.ops.expand.call import ExpandCall, as_vector
+from growkern.ops.expand.noise import keys_of_call
 
 TYPES = {
     torch.float32: "float",
@@ -25,7 +26,7 @@ TYPES = {
     torch.float64: "double",
 }
 THREADS = 256
-# a weight of few rows is shared by this many blocks: a vector is one row
+# with fewer rows than this, several blocks share a row: a vector is one row
 LEAST_BLOCKS = 256
 
 _POINTERS = (
@@ -47,7 +48,7 @@ class ExpandRowsArgs(ctypes.Structure):
 
 
 class Plan(NamedTuple):
-    """One launch; `tensors` are those whose addresses are in `args`."""
+    """One launch. `tensors` are those whose addresses are in `args`; they must outlive it."""
 
     kernel: Kernel
     grid: Grid
@@ -55,24 +56,31 @@ class Plan(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-def expand_kernel(
-    dtype: torch.dtype, out_dtype: torch.dtype, upper: bool, noise: int, aligned: int = 0
-) -> Kernel:
-    acc = "double" if dtype == torch.float64 else "float"
+def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
+    """The kernel for the dtypes, the kind of noise and the presence of `upper` in a call.
+
+    Args:
+        aligned: 1 if every row begins and ends at a multiple of 16 bytes, else 0.
+    """
     macros: dict[str, str | int] = {
-        "IN": TYPES[dtype],
-        "OUT": TYPES[out_dtype],
-        "ACC": acc,
-        "UPPER": int(upper),
+        "IN": TYPES[call.weight.dtype],
+        "OUT": TYPES[call.out.dtype],
+        "ACC": TYPES[acc_torch_dtype(call.weight)],
+        "UPPER": int(call.upper is not None),
     }
-    macros |= {"NOISE": noise, "THREADS": THREADS, "ALIGNED": aligned}
+    macros |= {"NOISE": call.noise_kind, "THREADS": THREADS, "ALIGNED": aligned}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
 def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each weight row's output rows begin, (R + 1,), in a list of output rows, (M,).
+    """Groups the rows of the result by the row of the weight they read.
 
-    Output rows of one weight row are in the order of their virtual rows. Nothing is asked of a GPU.
+    Nothing waits for a GPU.
+
+    Returns:
+        first: (R + 1,) int32. The group of weight row r is target[first[r] : first[r + 1]].
+        target: (M,) int32, rows of the result. In a group, those that read the weight come before
+            those that read `upper`.
     """
     if rows_M is None:
         target_M = torch.arange(M, device=device, dtype=torch.int32)
@@ -83,49 +91,22 @@ def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tu
     return torch.searchsorted(sorted_M, starts).int(), target_M.int()
 
 
-def _vector(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.detach().to(dtype).contiguous()
+def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
+    """The launch that carries out a call.
 
-
-def plan(
-    out_MN: Tensor,
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    rows_M: Tensor | None,
-    cols_N: Tensor | None,
-    row_scale_M: Tensor | None,
-    col_scale_N: Tensor | None,
-    row_noise_M: Tensor | None,
-    col_noise_N: Tensor | None,
-    seed: int,
-    row_offset: int,
-    col_offset: int,
-    *,
-    limit: int = 48 << 10,
-) -> Plan:
-    """What `expand_cuda` launches where a block may have `limit` bytes of shared memory."""
-    (R, C), (M, N), acc, device = (
-        weight_RC.shape,
-        out_MN.shape,
-        acc_torch_dtype(weight_RC),
-        out_MN.device,
-    )
-    # the weight is the small side: a copy costs a fraction of writing the result
-    weight_RC = weight_RC if weight_RC.stride(1) == 1 else weight_RC.contiguous()
-    if upper_RC is not None and upper_RC.stride(1) != 1:
-        upper_RC = upper_RC.contiguous()
-    kind, noise = 0, None
-    keys: tuple[Tensor | None, Tensor | None] = (None, None)
-    if col_noise_N is not None:
-        kind, noise, keys = 2, col_noise_N, line_keys(M, row_offset, seed, device)
-    elif row_noise_M is not None:
-        kind, noise, keys = 1, row_noise_M, line_keys(N, col_offset, seed, device)
+    Args:
+        call: on a GPU; tensors on "meta" give the same launch without memory.
+        limit: bytes of shared memory that a block may have.
+    """
+    call = call.with_contiguous_columns()
+    weight_RC, upper_RC, out_MN = call.weight, call.upper, call.out
+    (R, C), (M, N), acc = weight_RC.shape, out_MN.shape, acc_torch_dtype(weight_RC)
     tensors = (
         *(weight_RC, upper_RC, out_MN),
-        *by_source(rows_M, R, M, device),
-        *(_vector(x, torch.int32) for x in (rows_M, cols_N)),
-        *(_vector(x, acc) for x in (row_scale_M, col_scale_N, noise)),
-        *keys,
+        *by_source(call.rows, R, M, out_MN.device),
+        *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
+        *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
+        *keys_of_call(call),
     )
     row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)
     staged = row_bytes <= limit
@@ -137,32 +118,34 @@ def plan(
         0 if upper_RC is None else upper_RC.stride(0),
         *out_MN.stride(),
         *(R, C, M, N, blocks_per_row, staged),
-        # whether any does is not asked of a GPU: a map of columns there may
-        upper_RC is not None and cols_N is not None,
+        # an upper bound: looking into the map would stop the GPU's stream
+        upper_RC is not None and call.cols is not None,
     )
-    kernel = expand_kernel(
-        weight_RC.dtype, out_MN.dtype, upper_RC is not None, kind, _aligned(tensors, args)
-    )
+    kernel = expand_kernel(call, _aligned(tensors, args))
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
     return Plan(kernel, grid, args, tensors)
 
 
 def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> int:
-    """Whether every row of weight, upper and output is of 16-byte pieces, and so every vector."""
+    """1 if every row of weight, upper and result, and every vector, is made of 16-byte pieces."""
     weight_RC, _, out_MN, *_ = tensors
     assert weight_RC is not None and out_MN is not None
     pieces = (args.weight_stride, args.upper_stride, args.C)
     strides = [n * weight_RC.element_size() for n in pieces]
     strides += [n * out_MN.element_size() for n in (args.out_stride_m, args.N)]
     addresses = (x.data_ptr() for x in tensors if x is not None)
-    # eight of float32 are read as one
+    # vectors: eight float32 are read at once
     return int(args.out_stride_n == 1) and aligned(*strides) and aligned(*addresses, to=32)
 
 
-def expand_cuda(out_MN: Tensor, weight_RC: Tensor, *arguments) -> None:
-    """Fills out_MN."""
+def expand_cuda(call: ExpandCall) -> None:
+    """Fills `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
+
+    Raises:
+        GrowthError: CUDA C++ cannot run here.
+    """
     missing = why_not()
     if missing:
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
-    made = plan(out_MN, weight_RC, *arguments, limit=shared_limit(out_MN.device))
-    launch(made.kernel, made.grid, made.args, out_MN.device)
+    made = plan(call, limit=shared_limit(call.out.device))
+    launch(made.kernel, made.grid, made.args, call.out.device)

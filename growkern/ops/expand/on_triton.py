@@ -1,23 +1,25 @@
-"""`expand` in Triton: a block of rows and columns per program, gathered straight from the weight.
+"""The Triton backend of `expand`: each program gathers one block of the result from the weight.
 
-Formulas (1) to (4) of `expand.py`; R, C rows and columns of the weight, M, N those of the output.
+Formulas (1) to (4) are in `op.py`. Shape letters used in this file: R, C rows and columns of the
+weight; M, N those of the result.
 """
 
-from torch import Tensor
+import torch
 
-from growkern.ops.backend.launch import AotCase, acc_dtype, jit, launch_choice, next_power_of_2, tl
-from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ROW_NOISE
-from growkern.ops.expand.noise import hash_noise_triton, line_keys, noise_unit_triton
+from growkern.ops.backend.aot import AotCase
+from growkern.ops.backend.launch import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.tuned import launch_choice
+from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall, as_vector
+from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
 
-# columns first: their indices and scales are loaded once and serve all rows of a block
+# rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
-GATHER = "columns are gathered by index, an element at a time"
-# kinds of noise
+GATHER = "columns are gathered by index, one element at a time"
 
 
 @jit
 def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
-    """(2) for one row and a block of columns; anything outside."""
+    """(2) for one row and a block of columns; 0 outside the result."""
     if sources[1] is None:
         at = sources[0] + row * strides[0] + col * strides[1]
     else:
@@ -34,7 +36,7 @@ def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
 
 @jit
 def _with_noise(x, noise, like, ACC: tl.constexpr):
-    """(4) but for its last rounding."""
+    """(4) without its last rounding."""
     larger = _rounded(x * (1 + tl.abs(noise)), like).to(ACC)
     return tl.where(noise < 0, x + x - larger, larger)
 
@@ -43,7 +45,7 @@ def _with_noise(x, noise, like, ACC: tl.constexpr):
 def _rounded(x, like):
     """x in the dtype `like` points to."""
     if like.dtype.element_ty == tl.bfloat16:
-        # by way of float32, as PyTorch does it: the interpreter cannot go there from float64
+        # through float32, like PyTorch: the interpreter cannot convert float64 to bfloat16
         x = x.to(tl.float32)
     return x.to(like.dtype.element_ty)
 
@@ -53,7 +55,10 @@ def expand_block(
     block, sources, maps, scales, noise, out_ptr, strides, shape,
     NOISE: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of the result, counted along its rows; the arguments of `_expand_kernel`."""
+    """Computes block number `block` of the result. Blocks are numbered along its rows.
+
+    The other arguments are those of `_expand_kernel`.
+    """
     R, C, M, N = shape
     n_blocks_n = tl.cdiv(N, BLOCK_N)
     # int64: m * stride passes 2**31 at 65k x 32k elements
@@ -63,7 +68,7 @@ def expand_block(
     col = n
     if maps[1] is not None:
         col = tl.load(maps[1] + n, mask=n_inside, other=0)  # (BLOCK_N,)
-    # once for all rows: behind a store the compiler would have to load them again
+    # before the loop over rows: after a store the compiler would load them again
     if scales[1] is not None:
         col_scale = tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
     if NOISE == 1:
@@ -103,11 +108,11 @@ def _expand_kernel(
     sources,  # weight, upper: (R, C); upper may be None
     maps,  # rows (M,), cols (N,); None: identity
     scales,  # row_scale (M,), col_scale (N,); None: 1
-    noise,  # size on the axis that is read; key and mult on the other; all None with NO_NOISE
+    noise,  # size on the axis of the noise; key and mult on the other; None with NO_NOISE
     out_ptr,  # (M, N)  out
     strides,  # r and c of weight, r and c of upper, m and n of out
     shape,  # R, C, M, N
-    NOISE: tl.constexpr,
+    NOISE: tl.constexpr,  # 1: ROW_NOISE, 2: COL_NOISE
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -119,53 +124,31 @@ def _expand_kernel(
 
 
 def columns_of_block(out_bytes: int) -> int:
-    """Columns of a block: 16 bytes of the output for each of 128 threads, twice for 8-byte ones."""
+    """Columns of a block: 16 bytes of the result per thread of 128, and 32 for 8-byte elements."""
     return max(512, 2048 // out_bytes)
 
 
-def expand_triton(
-    out_MN: Tensor,
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    rows_M: Tensor | None,
-    cols_N: Tensor | None,
-    row_scale_M: Tensor | None,
-    col_scale_N: Tensor | None,
-    row_noise_M: Tensor | None,
-    col_noise_N: Tensor | None,
-    seed: int,
-    row_offset: int,
-    col_offset: int,
-) -> None:
-    """Fills out_MN."""
-    M, N = out_MN.shape
-    acc, tl_acc = acc_dtype(weight_RC)
-    noise: tuple[Tensor | None, ...] = (None, None, None)
-    kind = NO_NOISE
-    if col_noise_N is not None:
-        kind, keys = COL_NOISE, line_keys(M, row_offset, seed, out_MN.device)
-        noise = (col_noise_N.to(acc).contiguous(), *keys)
-    elif row_noise_M is not None:
-        kind, keys = ROW_NOISE, line_keys(N, col_offset, seed, out_MN.device)
-        noise = (row_noise_M.to(acc).contiguous(), *keys)
-    scales = (row_scale_M, col_scale_N)
-    # the index vectors as they are: int64 in the public interface, eight rows share each load
-    block_n = columns_of_block(out_MN.element_size())
-    choice = launch_choice("expand", out_MN, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
+def expand_triton(call: ExpandCall) -> None:
+    """Fills `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
+    M, N = call.out.shape
+    acc, tl_acc = acc_dtype(call.weight)
+    block_n = columns_of_block(call.out.element_size())
+    choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     _expand_kernel[(-(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),)](
-        (weight_RC, upper_RC),
-        tuple(None if x is None else x.contiguous() for x in (rows_M, cols_N)),
-        tuple(None if x is None else x.to(acc).contiguous() for x in scales),
-        noise,
-        out_MN,
+        (call.weight, call.upper),
+        # int64 as given: all rows of a block share the load of an index
+        tuple(as_vector(x, torch.int64) for x in (call.rows, call.cols)),
+        tuple(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
+        (as_vector(call.noise, acc), *keys_of_call(call)),
+        call.out,
         (
-            *weight_RC.stride(),
-            *((0, 0) if upper_RC is None else upper_RC.stride()),
-            *out_MN.stride(),
+            *call.weight.stride(),
+            *((0, 0) if call.upper is None else call.upper.stride()),
+            *call.out.stride(),
         ),
-        (*weight_RC.shape, M, N),
-        NOISE=kind,
+        (*call.weight.shape, M, N),
+        NOISE=call.noise_kind,
         ACC=tl_acc,
         **choice,
         # a fused 1 + noise * xi would differ from the other backends in the last bit
@@ -174,7 +157,7 @@ def expand_triton(
 
 
 def aot_cases() -> list[AotCase]:
-    """FPI, AKI with noise, and rows alone, as the growth of a large model launches them."""
+    """The launches of growing a large model: FPI, AKI with noise, and rows alone."""
     cases = []
     for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         x, index, factor = f"*{dtype}", "*i64", f"*{acc}"

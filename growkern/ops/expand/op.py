@@ -1,4 +1,4 @@
-"""Widen a matrix: gather rows and columns by index, scale them, and break their symmetry.
+"""Widen a matrix: gather rows and columns by index, scale them, and make the copies differ.
 
     out[i, j] = S[rows[i], cols[j]] * row_scale[i] * col_scale[j] * (1 + noise)              (1)
     S[r, c]   = W[r, c]                   if r < R and c < C
@@ -9,21 +9,29 @@
                   = rn(2 x - rn(x (1 - noise))) where noise < 0
 
 (1) is function-preserving initialisation, FPI, Eq. 5-15 of bert2BERT (Chen et al., ACL 2022,
-arXiv:2110.07143); (2) with `upper` the same tensor one layer up is its advanced knowledge
-initialisation, AKI, Eq. 16. xi is the hash of `noise.py`. In (3) all replicas of one source
-index on one line share xi, so that noise that sums to zero over the replicas (weighted with their
-scales) leaves the function as it is; and xi knows nothing of shards, so that the shards of a
-matrix are bit for bit the slices of the whole.
+arXiv:2110.07143). (2) with `upper`, the same tensor one layer up, is its advanced knowledge
+initialisation, AKI, Eq. 16.
 
-Products are rounded to float32 (float64 for a float64 weight) in the order of (1), and the result
-once more, rn, to the output dtype. With (4), x being the product without noise, two replicas whose
-noise is opposite add up to 2 x exactly, by Sterbenz's lemma, where 2 x is a number of that dtype:
-noise costs no digits in bfloat16.
+xi is the hash of `noise.py`. On one line, all copies of a source index share xi. Noise that sums to
+zero over the copies, weighted with their scales, therefore leaves the function as it is. xi depends
+on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
 
-Shape letters used in this file: R, C rows and columns of the weight; M, N those of the output.
+Products are rounded to float32 (float64 for a float64 weight) in the order of (1). The result is
+rounded once more, rn, to the output dtype. Let x be the product without noise. With (4), two copies
+of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (Sterbenz's lemma):
+noise costs no digits, in bfloat16 either.
+
+Reading order: the public function `expand` at the end of this file checks its arguments
+(`checks.py`), packs them into one record (`call.py`) and calls the registered op. The op picks a
+backend, and every backend takes the record: the reference in this file, `on_cpu.py`,
+`on_triton.py` or `on_cuda.py`. `noise.py` has the hash. To carry out many calls, `work.py` collects
+them and `many.py` launches them together.
+
+Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, library
@@ -31,7 +39,8 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.expand.checks import check_expand, check_no_overlap, check_range
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
 from growkern.ops.expand.noise import noise_of_columns, with_noise
 from growkern.ops.expand.on_cpu import expand_cpu
 from growkern.ops.expand.on_cuda import expand_cuda
@@ -40,29 +49,9 @@ from growkern.ops.expand.on_triton import expand_triton
 # ---------------------------------------------------------------- reference
 
 
-def _scaled(
-    x_MN: Tensor,
-    rows_M: Tensor,
-    cols_N: Tensor,
-    row_scale_M: Tensor | None,
-    col_scale_N: Tensor | None,
-    row_noise_M: Tensor | None,
-    col_noise_N: Tensor | None,
-    seed: int,
-    row_offset: int,
-    col_offset: int,
-) -> tuple[Tensor, Tensor | None]:
-    """x_MN with the scales of (1), in its order and in its own dtype, and (3)."""
-    noise_MN = None
-    if row_scale_M is not None:
-        x_MN = x_MN * row_scale_M.to(x_MN.dtype)[:, None]
-    if col_scale_N is not None:
-        x_MN = x_MN * col_scale_N.to(x_MN.dtype)
-    if col_noise_N is not None:
-        noise_MN = noise_of_columns(x_MN, col_noise_N, cols_N, row_offset, seed)
-    if row_noise_M is not None:
-        noise_MN = noise_of_columns(x_MN.T, row_noise_M, rows_M, col_offset, seed).T
-    return x_MN, noise_MN
+def _index(index: Tensor | None, n: int, device: torch.device) -> Tensor:
+    """An index that is None stands for 0, 1, ..., n - 1."""
+    return torch.arange(n, device=device) if index is None else index
 
 
 def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Tensor:
@@ -73,149 +62,147 @@ def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Ten
     return x_RC
 
 
-def _explicit(index: Tensor | None, n: int, device: torch.device) -> Tensor:
-    return torch.arange(n, device=device) if index is None else index
+def _scaled(x_MN: Tensor, call: ExpandCall) -> tuple[Tensor, Tensor | None]:
+    """x_MN with the scales of (1), in its order, and the noise (3); both in the dtype of x_MN."""
+    noise_MN = None
+    (M, N), device = x_MN.shape, x_MN.device
+    if call.row_scale is not None:
+        x_MN = x_MN * call.row_scale.to(x_MN.dtype)[:, None]
+    if call.col_scale is not None:
+        x_MN = x_MN * call.col_scale.to(x_MN.dtype)
+    if call.col_noise is not None:
+        cols_N = _index(call.cols, N, device)
+        noise_MN = noise_of_columns(x_MN, call.col_noise, cols_N, call.row_offset, call.seed)
+    if call.row_noise is not None:
+        rows_M = _index(call.rows, M, device)
+        noise_MN = noise_of_columns(x_MN.T, call.row_noise, rows_M, call.col_offset, call.seed).T
+    return x_MN, noise_MN
 
 
-def expand_reference(
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    rows_M: Tensor | None,
-    cols_N: Tensor | None,
-    row_scale_M: Tensor | None = None,
-    col_scale_N: Tensor | None = None,
-    row_noise_M: Tensor | None = None,
-    col_noise_N: Tensor | None = None,
-    seed: int = 0,
-    row_offset: int = 0,
-    col_offset: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Plain PyTorch definition of the op: (M, N) in `out_dtype` (default: the weight's)."""
+def expand_reference(call: ExpandCall) -> Tensor:
+    """Plain PyTorch definition of the op, differentiable: a new (M, N) in the dtype of `out`."""
+    weight_RC, upper_RC = call.weight, call.upper
     R, C = weight_RC.shape
-    x_MN = _gathered(weight_RC, rows_M, cols_N)
-    rows_all_M = _explicit(rows_M, R, weight_RC.device)
-    cols_all_N = _explicit(cols_N, C, weight_RC.device)
+    x_MN = _gathered(weight_RC, call.rows, call.cols)
     if upper_RC is not None:
-        in_upper_MN = (rows_all_M >= R)[:, None] | (cols_all_N >= C)
-        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, rows_M, cols_N), x_MN)
-    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
-    x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), rows_all_M, cols_all_N, *factors)
-    out_dtype = out_dtype or weight_RC.dtype
-    x_MN = with_noise(x_MN, noise_MN, out_dtype)
-    # contiguous: with both axes identity nothing above has copied
-    return x_MN.to(out_dtype, memory_format=torch.contiguous_format, copy=True)
+        rows_M, cols_N = (_index(call.rows, R, x_MN.device), _index(call.cols, C, x_MN.device))
+        in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
+        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call.rows, call.cols), x_MN)
+    x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), call)
+    x_MN = with_noise(x_MN, noise_MN, call.out.dtype)
+    # a copy: without maps and factors, x_MN is still the weight itself
+    return x_MN.to(call.out.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 # ----------------------------------------------------------------------- op
 
 
-def _out_shape(weight_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> tuple[int, int]:
+def _fill_by_reference(call: ExpandCall) -> None:
+    call.out.copy_(expand_reference(call))
+
+
+KERNELS = dict(reference=_fill_by_reference, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
+
+
+def _run(call: ExpandCall, backend: str) -> None:
+    """Fills `call.out`, whatever its strides."""
+    check_ranges(call)
+    check_no_overlap(call)
+    if call.out.numel():
+        KERNELS[choose_backend(backend, call.out.device)](call)
+
+
+# the fields of ExpandCall after `out`, in PyTorch's schema language
+_INPUTS = (
+    "Tensor weight, Tensor? upper, Tensor? rows, Tensor? cols, "
+    "Tensor? row_scale, Tensor? col_scale, Tensor? row_noise, Tensor? col_noise, "
+    "SymInt seed, SymInt row_offset, SymInt col_offset"
+)
+
+
+def _empty_result(inputs: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    weight_RC, _, rows_M, cols_N = inputs[:4]
     R, C = weight_RC.shape
-    return (R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0])
+    M, N = R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0]
+    return weight_RC.new_empty((M, N), dtype=dtype)
 
 
-def _reference_into(out_MN: Tensor, *args: Any) -> None:
-    out_MN.copy_(expand_reference(*(*args, out_MN.dtype)))
-
-
-KERNELS = dict(reference=_reference_into, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
-
-
-def _run(
-    out_MN: Tensor,
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    maps: tuple[Tensor | None, Tensor | None],
-    factors: tuple[Any, ...],
-    backend: str,
-) -> None:
-    """Fills out_MN, whatever its strides."""
-    for name, index, n in zip(("rows", "cols"), maps, weight_RC.shape, strict=True):
-        check_range(name, index, n, upper_RC is not None)
-    check_no_overlap(out_MN, weight_RC, upper_RC)
-    if not out_MN.numel():
-        return
-    KERNELS[choose_backend(backend, out_MN.device)](out_MN, weight_RC, upper_RC, *maps, *factors)
-
-
-@library.custom_op("growkern::expand", mutates_args=())
-def expand_op(
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    rows_M: Tensor | None,
-    cols_N: Tensor | None,
-    row_scale_M: Tensor | None,
-    col_scale_N: Tensor | None,
-    row_noise_M: Tensor | None,
-    col_noise_N: Tensor | None,
-    seed: int,
-    row_offset: int,
-    col_offset: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    out_MN = weight_RC.new_empty(_out_shape(weight_RC, rows_M, cols_N), dtype=out_dtype)
+@library.custom_op(
+    "growkern::expand",
+    mutates_args=(),
+    schema=f"({_INPUTS}, ScalarType out_dtype, str backend) -> Tensor",
+)
+def expand_op(*inputs_dtype_backend: Any) -> Tensor:
+    *inputs, out_dtype, backend = inputs_dtype_backend
+    out_MN = _empty_result(inputs, out_dtype)
     advise_huge_pages(out_MN)
-    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
-    _run(out_MN, weight_RC, upper_RC, (rows_M, cols_N), factors, backend)
+    _run(ExpandCall(out_MN, *inputs), backend)
     return out_MN
 
 
 @expand_op.register_fake
-def _(weight_RC, upper_RC, rows_M, cols_N, *factors_dtype_backend):
-    shape, out_dtype = _out_shape(weight_RC, rows_M, cols_N), factors_dtype_backend[-2]
-    return weight_RC.new_empty(shape, dtype=out_dtype)
+def _(*inputs_dtype_backend):
+    *inputs, out_dtype, _ = inputs_dtype_backend
+    return _empty_result(inputs, out_dtype)
 
 
-@library.custom_op("growkern::expand_out", mutates_args=("out_MN",))
-def expand_out_op(
-    out_MN: Tensor,
-    weight_RC: Tensor,
-    upper_RC: Tensor | None,
-    rows_M: Tensor | None,
-    cols_N: Tensor | None,
-    row_scale_M: Tensor | None,
-    col_scale_N: Tensor | None,
-    row_noise_M: Tensor | None,
-    col_noise_N: Tensor | None,
-    seed: int,
-    row_offset: int,
-    col_offset: int,
-    backend: str,
-) -> None:
-    factors = (row_scale_M, col_scale_N, row_noise_M, col_noise_N, seed, row_offset, col_offset)
-    _run(out_MN, weight_RC, upper_RC, (rows_M, cols_N), factors, backend)
+@library.custom_op(
+    "growkern::expand_out",
+    mutates_args=("out",),
+    schema=f"(Tensor(a!) out, {_INPUTS}, str backend) -> ()",
+)
+def expand_out_op(*call_backend: Any) -> None:
+    *call, backend = call_backend
+    _run(ExpandCall(*call), backend)
 
 
 @expand_out_op.register_fake
-def _(*args):
+def _(*call_backend):
     return None
 
 
 # ----------------------------------------------------------------- autograd
 
 
+def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
+    """Sums the slices of a matrix that have the same index: the adjoint of `index_select`.
+
+    Args:
+        x: (m, k), or (k, m) with `dim` 1.
+        dim: 0 or 1.
+        index: (m,) int64 in [0, n).
+        n: size of the result along `dim`.
+
+    Returns:
+        (n, k) or (k, n). The same bits every time, on a GPU too.
+    """
+    if x.device.type == "cpu":
+        shape = (n, x.shape[1]) if dim == 0 else (x.shape[0], n)
+        return x.new_zeros(shape).index_add(dim, index, x)
+    # on a GPU index_add sums in any order, by atomic additions; index_put sorts first
+    x = x.movedim(dim, 0)
+    return x.new_zeros(n, x.shape[1]).index_put((index,), x, accumulate=True).movedim(0, dim)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight_RC, upper_RC, *tensors = inputs[:8]
-    ctx.save_for_backward(*tensors)
+    weight_RC, upper_RC, *maps_and_factors, seed, row_offset, col_offset, _, _ = inputs
+    # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
+    ctx.save_for_backward(*maps_and_factors)
+    ctx.noise_key, ctx.has_upper = (seed, row_offset, col_offset), upper_RC is not None
     ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
-    ctx.has_upper, ctx.noise_key = upper_RC is not None, inputs[8:11]
 
 
 def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
-    rows_M, cols_N, *factors = ctx.saved_tensors
-    R, C = ctx.shape
-    x_MN = dout_MN.to(ctx.acc)
-    rows_all_M = _explicit(rows_M, R, x_MN.device)
-    cols_all_N = _explicit(cols_N, C, x_MN.device)
-    x, noise_MN = _scaled(x_MN, rows_all_M, cols_all_N, *factors, *ctx.noise_key)
+    # (1) on the gradient instead of S; weight and out are not read
+    call = ExpandCall(dout_MN, dout_MN, None, *ctx.saved_tensors, *ctx.noise_key)
+    (R, C), (M, N) = ctx.shape, dout_MN.shape
+    x, noise_MN = _scaled(dout_MN.to(ctx.acc), call)
     x = x if noise_MN is None else x * (1 + noise_MN)
     times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
-    if ctx.has_upper or cols_N is not None:
-        x = folded(x, 1, cols_all_N, times * C)
-    if ctx.has_upper or rows_M is not None:
-        x = folded(x, 0, rows_all_M, times * R)
+    if ctx.has_upper or call.cols is not None:
+        x = folded(x, 1, _index(call.cols, N, x.device), times * C)
+    if ctx.has_upper or call.rows is not None:
+        x = folded(x, 0, _index(call.rows, M, x.device), times * R)
     dweight_RC = x[:R, :C].to(ctx.dtype)
     rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:] if ctx.has_upper else None
     return dweight_RC, None if rest_RC is None else rest_RC.to(ctx.dtype), *[None] * 11
@@ -251,7 +238,7 @@ def expand(
 
     Args:
         weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides. With
-            backend="cuda" it may lie in pinned memory of the host and `out` on a GPU.
+            backend="cuda" it may be in pinned memory of the host while `out` is on a GPU.
         rows: (M,) int64, the source row of every row of the result. None: each row once.
         cols: (N,) int64, the same for columns. Not for a 1-D weight.
         row_scale, col_scale: (M,) and (N,) float. None: 1. No `col_scale` for a 1-D weight.
@@ -262,9 +249,9 @@ def expand(
         seed: of the noise, in [0, 2**63).
         row_offset: position of the result's first row in the whole matrix, if it is a shard.
         col_offset: the same for columns. With noise on an axis that is sharded, pass that axis'
-            slice of the map, not None: the noise is keyed by the source index.
+            slice of the map instead of None, because the source index selects the noise.
         out: (M, N) or (M,), where to write; any strides; must not share memory with the inputs.
-        out_dtype: dtype of the result. None: that of `out`, else of `weight`.
+        out_dtype: dtype of the result. None: the dtype of `out`, or else of `weight`.
         backend: "reference", "cpu", "triton" or "cuda" (not measured yet). None: by the device.
 
     Returns:
@@ -272,37 +259,18 @@ def expand(
 
     Raises:
         GrowthError: shapes, dtypes or devices that do not fit together; an index out of range
-            (on the CPU; undefined on a GPU); a backend that cannot run here.
+            (on the CPU; on a GPU such an index is undefined behaviour); a backend that cannot
+            run here.
     """
-    check_expand(
-        weight,
-        upper,
-        {"rows": rows, "cols": cols},
-        {"row_scale": row_scale, "row_noise": row_noise},
-        {"col_scale": col_scale, "col_noise": col_noise},
-        seed,
-        out,
-        out_dtype,
-        reads_host=backend == "cuda",
-    )
-    if is_vector := weight.ndim == 1:
-        # a vector is a matrix of one row: its elements lie along the contiguous axis
-        weight, upper = weight[None], None if upper is None else upper[None]
-        rows, cols, row_scale, col_scale = None, rows, None, row_scale
-    factors = (row_scale, col_scale, row_noise, col_noise)
-    arguments = (weight, upper, rows, cols, *factors, seed, row_offset, col_offset)
+    # without out= the op allocates the result
+    call = ExpandCall(
+        cast(Tensor, out), weight, upper, rows, cols,
+        row_scale, col_scale, row_noise, col_noise, seed, row_offset, col_offset,
+    )  # fmt: skip
+    check_expand(call, out_dtype, reads_host=backend == "cuda")
+    matrices = call.as_matrices()
     if out is not None:
-        expand_out_op(out[None] if is_vector else out, *arguments, backend or "")
+        expand_out_op(*matrices, backend or "")
         return out
-    result = expand_op(*arguments, out_dtype or weight.dtype, backend or "")
-    return result[0] if is_vector else result
-
-
-def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
-    """Sums the slices of a matrix that share an index: the adjoint of index_select along `dim`."""
-    if x.device.type == "cpu":
-        shape = (n, x.shape[1]) if dim == 0 else (x.shape[0], n)
-        return x.new_zeros(shape).index_add(dim, index, x)
-    # index_add is atomic on a GPU, index_put sorts: the same sum every time
-    x = x.movedim(dim, 0)
-    return x.new_zeros(n, x.shape[1]).index_put((index,), x, accumulate=True).movedim(0, dim)
+    result = expand_op(*matrices[1:], out_dtype or weight.dtype, backend or "")
+    return result[0] if weight.ndim == 1 else result

@@ -1,4 +1,8 @@
-"""How the expansions of a growth are carried out: one by one, or many in few launches."""
+"""Carries out the `expand` calls of a growth: one by one, or collected into few launches.
+
+`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`, say
+with `then` who needs them, and call `run` at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,78 +13,87 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.expand.call import ExpandJob
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand
 
-
-class OneByOne:
-    """What `WorkList` does, at once: for backends where a call costs next to nothing."""
-
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
-
-    def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
-        for name, x in arguments.items():
-            if isinstance(x, Tensor):
-                arguments[name] = x.to(out.device)
-        expand(weight, out=out, backend=self.backend, **arguments)
-
-    def then(self, call: Callable[[], Any]) -> None:
-        call()
-
-    def run(self) -> None:
-        pass
-
-
-# weights and results that wait for a launch; they stay in memory that long
+# of weights and results that wait for a launch: they stay in memory that long
 BYTES_AT_ONCE = 1 << 30
 
 
-class WorkList:
-    """Collects calls of `expand` with `out`, and carries them out in few launches.
+class Work:
+    """Collects calls of `expand`, and carries them out when enough memory waits for them.
 
-    Results are there after `run`, or sooner: what waits never holds more than `bytes_at_once`, but
-    for a single tensor that does.
+    Args:
+        bytes_at_once: the most bytes of weights and results that may wait. 0: nothing waits.
+    """
+
+    def __init__(self, bytes_at_once: int) -> None:
+        self.bytes_at_once = bytes_at_once
+        self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
+
+    def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
+        """Asks for `expand` with these arguments; `out` is filled after `run` or sooner."""
+        call = ExpandCall(out, weight, **arguments)
+        size = sum(x.nbytes for x in (out, weight, call.upper) if x is not None)
+        if self._calls and self._bytes + size > self.bytes_at_once:
+            self.run()
+        self._calls.append(call)
+        self._bytes += size
+        if self._bytes >= self.bytes_at_once:
+            self.run()
+
+    def then(self, action: Callable[[], Any]) -> None:
+        """Does something that needs the results asked for so far, as soon as they are there."""
+        if self._calls:
+            self._after.append(action)
+        else:
+            action()
+
+    def run(self) -> None:
+        """Carries out every call that waits, then what needs the results."""
+        self._carry_out(self._calls)
+        self._calls, self._bytes = [], 0
+        waiting, self._after = self._after, []
+        for action in waiting:
+            action()
+
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        raise NotImplementedError
+
+
+class OneByOne(Work):
+    """Carries out each call at once: for backends where a call costs next to nothing."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__(bytes_at_once=0)
+        self.backend = backend
+
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        for call in calls:
+            arguments = call._asdict()
+            for name, x in arguments.items():
+                if isinstance(x, Tensor) and name != "weight":
+                    arguments[name] = x.to(call.out.device)
+            expand(**arguments, backend=self.backend)
+
+
+class WorkList(Work):
+    """Carries out the calls that wait in few launches, without the checks of `expand`.
+
+    `launches` counts them. No more than `bytes_at_once` wait, except for a single larger tensor.
     """
 
     def __init__(self, bytes_at_once: int = BYTES_AT_ONCE) -> None:
-        self.bytes_at_once, self.launches = bytes_at_once, 0
-        self._jobs, self._after, self._bytes = list[ExpandJob](), list[Callable[[], Any]](), 0
+        super().__init__(bytes_at_once)
+        self.launches = 0
 
-    def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
-        """`expand`, later. Arguments are right: this is below its door."""
-        if weight.ndim == 1:
-            # a matrix of one row, as there
-            upper, rows = arguments.pop("upper"), arguments.pop("rows")
-            weight, out = weight[None], out[None]
-            arguments |= {"upper": None if upper is None else upper[None], "cols": rows}
-            arguments |= {"col_scale": arguments.pop("row_scale")}
-        job = ExpandJob(out, weight, **arguments)
-        size = sum(x.nbytes for x in (out, weight, job.upper) if x is not None)
-        if self._jobs and self._bytes + size > self.bytes_at_once:
-            self.run()
-        self._jobs.append(job)
-        self._bytes += size
-
-    def then(self, call: Callable[[], Any]) -> None:
-        """What needs the results asked for so far."""
-        self._after.append(call)
-
-    def run(self) -> None:
-        """Carries out what waits."""
-        self.launches += expand_many(self._jobs)
-        self._jobs, self._bytes = [], 0
-        waiting, self._after = self._after, []
-        for call in waiting:
-            call()
-
-
-Work = WorkList | OneByOne
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        self.launches += expand_many([call.as_matrices() for call in calls])
 
 
 def work_on(device: torch.device, backend: str | None) -> Work:
-    """A work list where calls of `expand` are launches of Triton."""
+    """A work list where `expand` would launch Triton kernels; else one call after another."""
     if choose_backend(backend, device) == "triton":
         return WorkList()
     return OneByOne(backend)

@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from growkern.ops.backend.launch import AotCase, acc_dtype, launch_choice, next_power_of_2, tl
+from growkern.ops.backend.aot import AotCase
+from growkern.ops.backend.launch import acc_dtype, next_power_of_2, tl
+from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.options import Maths, Rows
 from growkern.ops.loss.rows.state import Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel

@@ -6,7 +6,9 @@ vocabulary.
 
 from torch import Tensor
 
-from growkern.ops.backend.launch import AotCase, acc_dtype, jit, launch_choice, next_power_of_2, tl
+from growkern.ops.backend.aot import AotCase
+from growkern.ops.backend.launch import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, most_columns
 from growkern.ops.loss.rows.options import Rows
 from growkern.ops.loss.rows.triton_kernel import _load_logits, _zero_row
