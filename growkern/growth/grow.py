@@ -25,7 +25,13 @@ from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
-from growkern.growth.record.lineage import Settings, identity, source_files, write_lineage
+from growkern.growth.record.lineage import (
+    Settings,
+    file_stamps,
+    identity,
+    source_files,
+    write_lineage,
+)
 from growkern.growth.source.checks import refuse_overflow
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
@@ -66,6 +72,9 @@ def grow(
     grown = plan(
         source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
     )
+    with torch.device("meta"):
+        # a config that transformers cannot build must fail before any work
+        untrained_model(grown.large, grown.dtype)
     state = _build_all(grown, backend=backend, progress=progress)
     for name, tensor in state.items() if grown.narrowed and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
@@ -201,7 +210,7 @@ def carry_out(
     with Staging(target, resume=resume) as staging:
         check_target(source_dir, target, overwrite)
         staging.checkpoint.mkdir(exist_ok=True)
-        made_of = identity(grown, layout, settings)
+        made_of, stamps = identity(grown, layout, settings), file_stamps(grown.source)
         with Journal(staging.journal, made_of) as journal:
             stream = Stream(
                 grown,
@@ -213,15 +222,16 @@ def carry_out(
             )
             stream.run(workers, progress=progress)
         files = source_files(grown.source)
-        if files != made_of["source"]:
+        if files != made_of["source"] or file_stamps(grown.source) != stamps:
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
         # nothing but what this growth wrote is published
         staging.clear_but(layout.sizes)
         complete(staging.checkpoint, grown.large, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, staging.checkpoint)
-        write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
         if state is not None:
             state.write(staging.checkpoint / OPTIMIZER_FILE)
+        # last, so that it covers every file
+        write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
         staging.publish()
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

@@ -17,15 +17,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
+from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 
 
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
-    """A new model with memory, or on the meta device, whose numbers are not set."""
+    """A new model with memory, or on the meta device, whose numbers are not set.
+
+    Raises:
+        GrowthError: transformers cannot build the class with this config.
+    """
     # some classes write into their config: BART's for questions sets num_labels
     config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
-    with no_init_weights():
-        model = getattr(transformers, spec.class_name)._from_config(config, **how)
+    try:
+        with no_init_weights():
+            model = getattr(transformers, spec.class_name)._from_config(config, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # whatever a value of the config makes a class raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0].strip()
+        raise GrowthError(
+            f"transformers cannot build {spec.class_name} with this config: {why}"
+        ) from error
     # without initialisation transformers leaves tied weights apart
     model.tie_weights()
     return model

@@ -64,6 +64,49 @@ def test_what_comes_along(source, tmp_path):
         assert (tmp_path / "large" / name).read_text() == name
 
 
+@pytest.mark.parametrize("name", ["vocab.txt", "additional_chat_templates/a.jinja"])
+def test_links_out_of_the_checkpoint_are_left_out(source, tmp_path, name):
+    """Otherwise a link in a downloaded checkpoint publishes any file of its user."""
+    (tmp_path / "secret").write_text("of somebody else")
+    link = source / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "secret")
+    with pytest.warns(UserWarning, match=r"outside of the checkpoint.*replace the link"):
+        grow(source, tmp_path / "large")
+    assert not (tmp_path / "large" / name).exists()
+
+
+def test_a_linked_folder_out_of_the_checkpoint_is_left_out(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jinja").write_text("of somebody else")
+    (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="outside of the checkpoint"):
+        grow(source, tmp_path / "large")
+    assert not (tmp_path / "large" / "additional_chat_templates").exists()
+
+
+def test_links_inside_the_checkpoint_and_its_cached_repository_are_followed(source, tmp_path):
+    repository = tmp_path / "models--a--b"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "snapshots").mkdir()
+    snapshot = repository / "snapshots" / "abc"
+    source.rename(snapshot)
+    (repository / "blobs" / "1").write_text("one")
+    (snapshot / "spm.model").symlink_to("../../blobs/1")
+    (snapshot / "same.model").symlink_to("spm.model")
+    grow(snapshot, tmp_path / "large")
+    for name in ("spm.model", "same.model"):
+        copy = tmp_path / "large" / name
+        assert copy.read_text() == "one" and not copy.is_symlink()
+
+
+def test_copies_have_plain_modes(source, tmp_path):
+    (source / "run.py").write_text("code")
+    (source / "run.py").chmod(0o4755)
+    grow(source, tmp_path / "large")
+    assert (tmp_path / "large" / "run.py").stat().st_mode & 0o7111 == 0
+
+
 def test_no_file_of_any_tokenizer_is_left_out(tmp_path):
     names = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
     for class_name in sorted({name for name in TOKENIZER_MAPPING_NAMES.values() if name}):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 import growkern
-from growkern.growth.source.files import read_headers
+from growkern.growth.source.files import MOST_TENSORS, read_headers
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})
@@ -226,3 +226,31 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path):
     file.write_bytes(GOOD[:-20])
     with pytest.raises(growkern.GrowthError, match="b cannot be read"):
         header.read()
+
+
+@pytest.mark.parametrize("code", ["F8_E4M3", "F4", "I8"])
+def test_quantised_weights_are_called_what_they_are(tmp_path, code):
+    """They are no damage: the message says how to go on."""
+    header = with_header({"a": entry([32], 0, 32, code)})
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(growkern.GrowthError, match=f"a has dtype {code}: a quantised checkpoint"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[1] * 100_000, [2**64 - 1], [2**63, 2]],
+    ids=["many axes", "a long axis", "a product of 64 bits"],
+)
+def test_shapes_of_no_tensor_are_refused_briefly(tmp_path, shape):
+    (tmp_path / "model.safetensors").write_bytes(with_header({"a": entry(shape, 0, 32)}))
+    with pytest.raises(growkern.GrowthError) as error:
+        read_headers(tmp_path)
+    assert "truncated or corrupt" in str(error.value) and len(str(error.value)) < 500
+
+
+def test_more_tensors_than_any_model_has_are_refused(tmp_path):
+    header = {f"t{i}": entry([0], 0, 0) for i in range(MOST_TENSORS + 1)}
+    (tmp_path / "model.safetensors").write_bytes(with_header(header))
+    with pytest.raises(growkern.GrowthError, match=f"{MOST_TENSORS + 1} tensors, more than any"):
+        read_headers(tmp_path)

@@ -176,18 +176,17 @@ def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
 
 KILLED = """
 import os, signal, sys
-from growkern.growth import checksums, optimizer_archive, optimizer_stream
-from growkern.growth import grow as grow_module
+from growkern.growth.optimizer import stream
 from growkern.cli import main
-blocks = checksums.row_blocks
-optimizer_stream.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
-build, count = optimizer_stream.grow_moment, []
+blocks = stream.row_blocks
+stream.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
+build, count = stream.grow_moment, []
 def build_until(*args, **kwargs):
     count.append(1)
     if len(count) > 40:
         os.kill(os.getpid(), signal.SIGKILL)
     return build(*args, **kwargs)
-optimizer_stream.grow_moment = build_until
+stream.grow_moment = build_until
 sys.argv = ["growkern", *sys.argv[1:]]
 main()
 """
@@ -404,6 +403,50 @@ def test_records_that_claim_to_be_compressed_are_refused(tmp_path):
         (source / "optimizer.pt").write_bytes(spoilt)
         with pytest.raises(growkern.GrowthError, match=r"optimizer\.pt"):
             grow(source, tmp_path / "grown")
+
+
+def test_compressed_archives_are_called_that(tmp_path):
+    """PyTorch reads them; mapped, their bytes would be taken for numbers."""
+    source = saved(tmp_path)
+    file = source / "optimizer.pt"
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    assert load(source)["state"]
+    with pytest.raises(growkern.GrowthError, match=r"records are compressed.*save it again"):
+        grow(source, tmp_path / "grown")
+
+
+def test_every_byte_of_the_grown_state_is_summed(tmp_path):
+    source = saved(tmp_path)
+    grow(source, tmp_path / "grown")
+    assert checksums.verify_checksums(tmp_path / "grown", source).ok
+    file = tmp_path / "grown" / "optimizer.pt"
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+    (wrong,) = checksums.verify_checksums(tmp_path / "grown", source).wrong
+    assert str(file) in wrong
+    file.unlink()
+    (wrong,) = checksums.verify_checksums(tmp_path / "grown", source).wrong
+    assert "optimizer.pt is missing" in wrong
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda x: x.to("meta"), lambda x: x.reshape(x.shape or (1,)).to_sparse()],
+    ids=["meta", "sparse"],
+)
+def test_states_without_numbers_in_memory_are_refused(tmp_path, spoil, key):
+    source = saved(tmp_path)
+    state = load(source)
+    state["state"][0][key] = spoil(state["state"][0][key])
+    plan = growkern.plan(source, n_embd=24)
+    with pytest.raises(growkern.GrowthError, match=r"meta device|sparse|in memory"):
+        growkern.grow_optimizer(state, plan)
 
 
 def test_archives_without_sums_are_taken(tmp_path):

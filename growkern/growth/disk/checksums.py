@@ -86,8 +86,15 @@ def sum_file(file: Path) -> str:
     Raises:
         ValueError, OSError: it cannot be read.
     """
-    is_shard = file.suffix == ".safetensors"
-    return sum_bytes(read_header_bytes(file) if is_shard else file.read_bytes())
+    if file.suffix == ".safetensors":
+        return sum_bytes(read_header_bytes(file))
+    import xxhash
+
+    total = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while data := stream.read(PIECE_BYTES):
+            total.update(data)
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""What belongs to a checkpoint besides config and weights: tokenizer, processor, licence.
+"""Copies what a checkpoint has besides its weights: tokenizer, processor, chat templates, licence.
 
-Tokenizers and processors save files of any name (`spm.model`, `tekken.json`, code of their own), so
-whatever lies beside the config comes along but what is known to speak of other weights: a file too
-many costs its size, a file too few a model that cannot read.
+Tokenizers and processors save files under any name (`spm.model`, `tekken.json`, their own code).
+So every file beside the config is copied, except those known to belong to the old weights. One
+file too many costs disk space. One file too few leaves a model without its tokenizer.
 """
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,39 +21,63 @@ from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
 from growkern.growth.source.files import INDEX_FILE
 
-# what a loader may take for the model's weights
+# files that a loader may read as the model's weights
 WEIGHTS = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model*.bin"),
     *("tf_model*.h5*", "flax_model*.msgpack*", "consolidated*.pth", "*.gguf"),
 )
-# weights in any other form, and what training keeps beside them
+# weights in other formats, and the state of training
 STATE = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
     *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
     *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
 )
-# `adapter_*`, `modules.json` and `params.json` refer to weights that stay behind, a model card to
-# another model
+# `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
+# card describes another model
 OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
 LEFT_OUT = (*WEIGHTS, *STATE, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 
 
 def companions(directory: Path) -> Iterator[Path]:
-    """The files that go along when the model in `directory` becomes another one."""
-    for file in sorted(directory.iterdir()):
-        if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in LEFT_OUT):
+    """The files of a checkpoint directory that are copied beside a model made from it.
+
+    A link is followed if it ends inside the directory, or inside the cached repository that the
+    directory is a snapshot of. Other links could end at anybody's file: a warning names them.
+    """
+    named = (
+        file
+        for file in sorted(directory.iterdir())
+        if not any(fnmatch(file.name, pattern) for pattern in LEFT_OUT)
+    )
+    for file in (*named, *sorted((directory / CHAT_TEMPLATE_DIR).rglob("*"))):
+        if not file.is_file():
+            continue
+        if file.resolve().is_relative_to(_root(directory)):
             yield file
-    templates = directory / CHAT_TEMPLATE_DIR
-    yield from sorted(file for file in templates.rglob("*") if file.is_file())
+        else:
+            warnings.warn(
+                f"{file} links to {file.resolve()}, outside of the checkpoint: left out; replace "
+                "the link by the file itself",
+                stacklevel=2,
+            )
+
+
+def _root(directory: Path) -> Path:
+    """The directory that links may not leave: the checkpoint, or its repository in a Hub cache."""
+    real = directory.resolve()
+    # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
+    if real.parent.name == "snapshots" and (real.parents[1] / "blobs").is_dir():
+        return real.parents[1]
+    return real
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy them; `source` is the directory of the config."""
+    """Copy the companion files of `source`, the directory of the config, with plain file modes."""
     for file in companions(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, copy)
+        shutil.copyfile(file.resolve(), copy)
 
 
 def complete(
@@ -62,11 +87,13 @@ def complete(
     layout: ShardLayout,
     beside: Path,
 ) -> None:
-    """Write config and index beside the weights in `directory`, and what goes along.
+    """Write config, index and companion files beside the weights in `directory`.
 
     Args:
+        model: the model that the weights belong to.
         dtype: of the weights.
-        beside: directory of a checkpoint, or a folder in one, to take tokenizer files from.
+        layout: the files of the weights.
+        beside: the checkpoint to copy companion files from, or a subdirectory of it.
     """
     with torch.device("meta"):
         config = untrained_model(model, dtype).config
@@ -74,6 +101,6 @@ def complete(
     config.save_pretrained(directory)
     if layout.index:
         (directory / INDEX_FILE).write_text(layout.index, encoding="utf-8")
-    # weights that were sharded by torch.distributed lie in a folder of their own
+    # weights saved by torch.distributed lie in a subdirectory of the checkpoint
     has_config = (beside / "config.json").is_file()
     copy_companions(beside if has_config else beside.parent, directory)

@@ -86,6 +86,9 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
 def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(value, (Tensor, StoredTensor)):
         raise GrowthError(f"{name}: {key} is a {type(value).__name__}, expected a tensor")
+    if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+        kind = "on the meta device" if value.is_meta else "sparse"
+        raise GrowthError(f"{name}: {key} is {kind}, expected a tensor with numbers in memory")
     if tuple(value.shape) != shape:
         raise GrowthError(
             f"{name}: {key} is {list(value.shape)}, the parameter {list(shape)}; is this the "
@@ -104,6 +107,8 @@ def count_of(name: str, value: Any) -> Tensor:
     """
     if not isinstance(value, (Tensor, int, float)):
         raise GrowthError(f"{name}: its step count is a {type(value).__name__}, expected a number")
+    if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+        raise GrowthError(f"{name}: its step count has no number in memory")
     count = torch.as_tensor(value)
     count = count.full_tensor() if isinstance(count, DTensor) else count
     is_number = count.numel() == 1 and not count.is_complex()

@@ -80,6 +80,11 @@ def check_archive(file: Path) -> None:
         raise GrowthError(
             f"{file}: cannot be streamed: {error}; save it again: torch.save(torch.load(...), ...)"
         ) from error
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise GrowthError(
+            f"{file}: its records are compressed, and cannot be mapped; save it again: "
+            "torch.save(torch.load(...), ...)"
+        )
     if damaged is not None:
         raise GrowthError(f"{file}: damaged: the bytes of {damaged} are not those that were saved")
     orders = [record for record in records if record.filename.endswith("/byteorder")]

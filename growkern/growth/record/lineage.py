@@ -68,6 +68,17 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     return found
 
 
+def file_stamps(source: Source) -> dict[str, tuple[int, ...]]:
+    """Inode and time of the last change of each source file.
+
+    Unlike the modification time, the time of the last change cannot be set back. It is not kept
+    between runs, because copying a checkpoint changes it.
+    """
+    files = [Path(name) for name in sorted({header.file for header in source.headers.values()})]
+    stats = {file.name: file.stat() for file in files}
+    return {name: (stat.st_dev, stat.st_ino, stat.st_ctime_ns) for name, stat in stats.items()}
+
+
 def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
     """All that decides a growth's bytes: two runs that agree in it make the same files."""
     heads = {name: hashlib.sha256(head).hexdigest() for name, head in layout.heads.items()}

@@ -40,6 +40,22 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
     )
 
 
+def check_number_of_tensors(model: ModelSpec, found: int, where: str) -> None:
+    """Refuse a checkpoint with far more tensors than its model: names are compared one by one.
+
+    Args:
+        found: how many tensors the checkpoint has.
+        where: the source, for error messages.
+    """
+    # old files name buffers in every layer, and tensors of other heads
+    most = 4 * len(model.shapes) + 1000
+    if found > most:
+        raise GrowthError(
+            f"{where}: {found} tensors, but {model.class_name} has {len(model.shapes)}; is "
+            "config.json that of another model?"
+        )
+
+
 def check_names_and_shapes(
     model: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,12 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# other dtypes of safetensors: named as what they are
+QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
+# no tensor of a model has more axes, and no axis more entries
+MOST_AXES, MOST_ENTRIES = 8, 1 << 48
+# more tensors than the largest models have, all shards together
+MOST_TENSORS = 1 << 18
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
@@ -186,11 +193,15 @@ def _read_shard(file: Path) -> dict[str, Header]:
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
             raise ValueError("its header is no JSON object")
         entries = json.loads(head[LENGTH.size :].decode(), object_pairs_hook=_unique)
+        if len(entries) > MOST_TENSORS:
+            raise ValueError(f"{len(entries)} tensors, more than any model has")
         _check_metadata(entries.pop("__metadata__", {}))
         headers = [_header(file, len(head), *entry) for entry in entries.items()]
         _check_places(headers, len(head), file.stat().st_size)
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
+    except GrowthError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
     return {header.raw_name: header for header in headers}
@@ -206,12 +217,23 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
     try:
         code, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{name} needs dtype, shape and data_offsets, got {entry}") from error
+        found = reprlib.repr(entry)
+        raise ValueError(f"{name} needs dtype, shape and data_offsets, got {found}") from error
+    if len(shape) > MOST_AXES:
+        raise ValueError(f"{name} has {len(shape)} axes")
     # not isinstance: True is an int
-    if any(type(n) is not int or n < 0 for n in [*shape, *offsets]) or len(offsets) != 2:
-        raise ValueError(f"{name} has shape {shape} and data_offsets {offsets}")
+    numbers = [*shape, *offsets]
+    is_count = all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers)
+    if not is_count or len(offsets) != 2:
+        places = reprlib.repr(offsets)
+        raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
+    if code in QUANTISED_DTYPES:
+        raise GrowthError(
+            f"{file}: {name} has dtype {code}: a quantised checkpoint; convert it to BF16 first "
+            f"({HANDLED})"
+        )
     if code not in STORED_DTYPES:
-        raise GrowthError(f"{file}: {name} has dtype {code}; {HANDLED}")
+        raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")
     header = Header(str(file), name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
     if header.nbytes != offsets[1] - offsets[0]:
         raise ValueError(f"{name} is {code} {shape} and has bytes {offsets[0]} to {offsets[1]}")

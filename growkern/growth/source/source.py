@@ -8,7 +8,6 @@ read; tensors are memory-mapped one at a time.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,10 +24,12 @@ from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.source.checks import (
     check_names_and_shapes,
+    check_number_of_tensors,
     check_ties,
     check_values,
     refuse_nonfinite,
 )
+from growkern.growth.source.config import read_config
 from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
 from growkern.growth.source.stored import StoredTensor
 
@@ -139,6 +140,7 @@ def _refuse_quantised(config: Any) -> None:
 def _open_directory(directory: Path) -> Source:
     spec = _read_spec(directory)
     headers = _read_headers(directory, spec)
+    check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers)
     _leave_out_other_heads(spec, names)
     found = {name: headers[raw].shape for name, raw in names.items()}
@@ -158,7 +160,7 @@ def _open_directory(directory: Path) -> Source:
 
 def _read_spec(directory: Path) -> ModelSpec:
     """The model that config.json describes."""
-    config = _read_config(directory)
+    config = read_config(directory)
     _refuse_quantised(config)
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
@@ -178,31 +180,6 @@ def _read_headers(directory: Path, model: ModelSpec) -> Mapping[str, StoredTenso
     from growkern.growth.source.distributed import read_distributed
 
     return read_distributed(directory, model.shapes)
-
-
-def _read_config(directory: Path) -> Any:
-    file = directory / "config.json"
-    if not directory.is_dir():
-        raise GrowthError(f"{directory}: no such directory")
-    if (directory / METADATA_FILE).is_file() and not file.is_file():
-        # trainers save sharded weights in a subdirectory of the model's directory
-        file = directory.parent / "config.json"
-    if not file.is_file():
-        raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise GrowthError(f"{file}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GrowthError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise GrowthError(f'{file}: no "model_type"')
-    load_family(str(data["model_type"]))
-    try:
-        return transformers.AutoConfig.from_pretrained(file.parent)
-    except Exception as error:
-        # transformers raises several types of exceptions for a bad config
-        raise GrowthError(f"{file}: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
 def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> dict[str, str]:

@@ -1,0 +1,168 @@
+"""Reads the config.json of a checkpoint: refuses damaged and hostile ones before any work.
+
+transformers builds models from a config without checking most of its values. A label count of a
+billion then takes minutes, and an attention implementation may name code on a hub. So the raw JSON
+is checked first. Only then does transformers see it.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from growkern.errors import GrowthError
+from growkern.families.family import Family
+from growkern.families.load import load_family
+from growkern.growth.source.files import METADATA_FILE
+
+# the largest configs of the Hub, with 21,000 named labels, have 2 MB
+MOST_BYTES = 8_000_000
+# a config nests its dictionaries two or three deep
+MOST_LEVELS = 20
+# classes that a head may tell apart
+MOST_LABELS = 1 << 20
+# fields that only a positive number makes sense for, wherever they stand
+POSITIVE = {
+    *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_eps"),
+    *("layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range"),
+    *("max_position_embeddings", "n_positions", "sliding_window", "local_attention"),
+    *("query_pre_attn_scalar", "num_labels"),
+}
+IMPLEMENTATIONS = (
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation"),
+)
+
+
+def read_config(directory: Path) -> Any:
+    """The Hugging Face config of a checkpoint directory. Runs no code and asks no hub.
+
+    A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
+
+    Args:
+        directory: the checkpoint.
+
+    Raises:
+        GrowthError: no such directory, no config.json, or one that is damaged, too large, names
+            code of a hub, or has values that make no model.
+    """
+    file = _config_file(directory)
+    data = _read_json(file)
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise GrowthError(f'{file}: no "model_type"')
+    family = load_family(data["model_type"])
+    _check_code(file, data)
+    _check_architectures(file, data)
+    _check_sizes(file, family, data)
+    for name, value in _entries(file, data):
+        _check_number(file, name, value)
+    _check_tokens(file, data)
+    try:
+        return transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    except Exception as error:
+        # transformers raises several types of exceptions for a bad config
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise GrowthError(f"{file}: {lines[-1].strip()}") from error
+
+
+def _config_file(directory: Path) -> Path:
+    file = directory / "config.json"
+    if not directory.is_dir():
+        raise GrowthError(f"{directory}: no such directory")
+    if (directory / METADATA_FILE).is_file() and not file.is_file():
+        # trainers save sharded weights in a subdirectory of the model's directory
+        file = directory.parent / "config.json"
+    if not file.is_file():
+        raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+    return file
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        size = file.stat().st_size
+        if size > MOST_BYTES:
+            raise GrowthError(f"{file}: {size} bytes, more than any config has ({MOST_BYTES})")
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GrowthError(f"{file}: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise GrowthError(f"{file}: nested more than {MOST_LEVELS} levels deep") from error
+    except GrowthError:
+        raise
+    except ValueError as error:
+        # also a number of more digits than Python reads
+        raise GrowthError(f"{file}: not valid JSON: {error}") from error
+
+
+def _entries(file: Path, data: Any, name: str = "", level: int = 0) -> Iterator[tuple[str, Any]]:
+    """Every number, text and null of a config, with the name of the field that holds it."""
+    if level > MOST_LEVELS:
+        raise GrowthError(f"{file}: nested more than {MOST_LEVELS} levels deep")
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _entries(file, value, key, level + 1)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _entries(file, value, name, level + 1)
+    else:
+        yield name, data
+
+
+# ------------------------------------------------------------------- values
+
+
+def _check_code(file: Path, data: dict[str, Any]) -> None:
+    """Refuse an implementation that lies on a hub: transformers would download and run it."""
+    for name in IMPLEMENTATIONS:
+        value = data.get(name)
+        values = value.values() if isinstance(value, dict) else [value]
+        for one in values:
+            if one is not None and not (isinstance(one, str) and one.isidentifier()):
+                raise GrowthError(
+                    f"{file}: {name}={reprlib.repr(one)} names code outside transformers; remove it"
+                )
+
+
+def _check_architectures(file: Path, data: dict[str, Any]) -> None:
+    names = data.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise GrowthError(
+            f"{file}: architectures={reprlib.repr(names)}: expected a list of class names"
+        )
+
+
+def _check_sizes(file: Path, family: Family, data: dict[str, Any]) -> None:
+    """Refuse sizes beyond any model: transformers makes a list entry for every layer."""
+    for key, size in family.config.items():
+        value = data.get(str(size.field))
+        if type(value) is int and value > family.largest(key):
+            most = family.largest(key)
+            raise GrowthError(f"{file}: {size.field}={reprlib.repr(value)} must lie in 1 .. {most}")
+
+
+def _check_number(file: Path, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if not -(1 << 62) < value < 1 << 62:
+        # NaN is in no interval
+        raise GrowthError(
+            f"{file}: {name}={reprlib.repr(value)} is no number that a model could have"
+        )
+    if name in POSITIVE and value <= 0:
+        raise GrowthError(f"{file}: {name}={value} must be positive")
+    if name == "num_labels" and value > MOST_LABELS:
+        raise GrowthError(f"{file}: num_labels={value}: at most {MOST_LABELS}")
+
+
+def _check_tokens(file: Path, data: dict[str, Any]) -> None:
+    """Refuse a padding token beyond the vocabulary: embeddings cannot be built with it."""
+    size, padding = data.get("vocab_size"), data.get("pad_token_id")
+    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
+        raise GrowthError(f"{file}: pad_token_id={padding} lies beyond vocab_size={size}")
