@@ -167,4 +167,4 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
         new = torch.arange(space.target) >= space.source
         return (new & ~space.is_extra).long()
     is_unit = plan.small.family.spaces[name].kind in ("heads", "units")
-    return plan.layout.fresh(name).long() if is_unit else none
+    return plan.layout.next_layer_units(name).long() if is_unit else none

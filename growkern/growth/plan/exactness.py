@@ -69,7 +69,7 @@ def _width(plan: Blueprint) -> list[Finding]:
         why = f"extra coordinates carry the mean to {order}, carry={delta:g}"
         return [Finding("approximate", what, why)]
     why = (
-        f"extra coordinates get the mean of the norms' biases only ({layout.why_no_carry}); "
+        f"extra coordinates get the mean of the norms' biases only ({layout.no_carry_reason}); "
         "about 1 % of the hidden state"
     )
     return [Finding("approximate", what, why)]
@@ -113,7 +113,9 @@ def _advanced(plan: Blueprint) -> list[Finding]:
             Finding("changed", "aki", "new output rows of every matrix come from the next layer")
         ]
     moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
-    kinds = {s.kind for s in moving if s.size != "stream" and plan.layout.fresh(s.name).any()}
+    kinds = {
+        s.kind for s in moving if s.size != "stream" and plan.layout.next_layer_units(s.name).any()
+    }
     if not kinds:
         return [Finding("exact", "aki", "no new heads or FFN units: as fpi")]
     named = {"heads": "heads", "units": "FFN units"}

@@ -129,7 +129,7 @@ def from_next_layer(plan: Blueprint, task: Task) -> Tensor:
     assert task.tensor.norm is not None
     if task.upper is None or plan.options.aki != "unit":
         return torch.zeros(task.shape, dtype=torch.bool)
-    return plan.layout.fresh(task.tensor.norm[1])
+    return plan.layout.next_layer_units(task.tensor.norm[1])
 
 
 def affine_gain(plan: Blueprint, task: Task) -> float:
