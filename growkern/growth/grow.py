@@ -67,7 +67,7 @@ def grow(
         source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
     )
     state = _build_all(grown, backend=backend, progress=progress)
-    for name, tensor in state.items() if grown.narrowed and not allow_nonfinite else ():
+    for name, tensor in state.items() if grown.narrowed_tensors and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
     return _model_of(grown, state)
 

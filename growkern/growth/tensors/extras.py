@@ -100,8 +100,8 @@ def _weighted_sums(
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
     key = ("sums", task.name, name)
     if dim == 0:
-        return plan.kept.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
-    sums = plan.kept.get(key, lambda: _ColumnSums(functionals(), weight))
+        return plan.cache.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
+    sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), weight))
     sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
     return sums.result
 
