@@ -157,7 +157,7 @@ def _copies_of(origin: Origin, space_of: SpaceOf, space: Space, role: str) -> _C
 
 
 def _joined(origin: Origin, pieces: list[_Copies], size: int, next_layer: str) -> AxisFold:
-    """The fold of an axis from its spaces, with normalised weights: copies give back their entry."""
+    """The fold of an axis, with weights normalised so that copies give back their entry."""
     index = torch.cat([piece.index for piece in pieces])
     factor = torch.cat([piece.factor for piece in pieces])
     weight = torch.cat([piece.weight for piece in pieces])
