@@ -1,4 +1,4 @@
-"""`grow` and `grow_checkpoint`: a plan carried out, in memory or onto disk."""
+"""`growkern.grow` and `growkern.grow_checkpoint`: grow a model in memory or from files to files."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ def grow(
     progress: bool = False,
     **how: Any,
 ) -> Any:
-    """Make a bigger model out of a trained one.
+    """Grow a trained model into a bigger one, in memory.
 
     Args:
         source: a `transformers.PreTrainedModel` or a checkpoint directory.
         target_config: the target's config; or give its sizes by the config's own names.
-        dtype: of the new weights; default the source's.
-        allow_nonfinite: grow NaN and Inf as they are.
-        backend: of the expansion kernel, see `growkern.expand`.
+        dtype: dtype of the new weights; default the source's.
+        allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
             symmetry, seed, ...) and the target sizes (`hidden_size=1024`, ...);
             `pad_vocab_to_multiple_of=64` rounds the vocabulary up.
 
     Returns:
-        A model of the source's class in evaluation mode, on the source's GPU or else on the CPU,
-        with the plan as `model.growth_plan`. Save it with `save_pretrained`.
+        A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
+        Its plan is `model.growth_plan`. Save it with `save_pretrained`.
 
     Raises:
-        GrowthError: before any work, when the source or the sizes cannot be used.
+        GrowthError: the source or the sizes cannot be used; this is checked before any work.
 
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
@@ -76,7 +76,7 @@ def grow(
         # a config that transformers cannot build must fail before any work
         untrained_model(grown.large, grown.dtype)
     state = _build_all(grown, backend=backend, progress=progress)
-    for name, tensor in state.items() if grown.narrowed and not allow_nonfinite else ():
+    for name, tensor in state.items() if grown.narrowed_tensors and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
     return _model_of(grown, state)
 
@@ -95,7 +95,7 @@ def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dic
 
 
 def _device(grown: GrowthPlan) -> torch.device:
-    """Where the grown model is built: beside a source on a GPU, else on the CPU."""
+    """The device that the grown model is built on: the source's GPU, else the CPU."""
     device = grown.source.device
     return device if device.type == "cuda" else torch.device("cpu")
 
@@ -105,12 +105,12 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
-    # what no state holds, rotary frequencies for one
+    # non-persistent buffers, such as rotary frequencies, are not in `state`: move them too
     return model.to(_device(grown)).eval()
 
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
-    """Of every target tensor, in the order in which the model itself lists them."""
+    """The shape of every target tensor, in the order of the model's `state_dict`."""
     shapes = {task.name: task.shape for task in grown.tasks}
     return in_model_order(shapes, grown.large, grown.dtype)
 
@@ -132,37 +132,39 @@ def grow_checkpoint(
     moments: str = "grow",
     **how: Any,
 ) -> GrowthReport:
-    """Grow a checkpoint directory into another one, however large.
+    """Grow a checkpoint directory into another one, within a memory limit.
 
-    The weights go from file to file in pieces. The target appears whole, by a rename, or not at
-    all; a replaced directory is removed only after that. A run that was killed, or found the disk
-    full, goes on where it was when it is repeated. Tokenizer and generation files come along;
-    `lineage.json` records how it was made, for `growkern.replay` and `growkern.fold`, and
-    `checksums.json` of what bytes.
+    Weights go from file to file in pieces, so the model may be larger than the memory. The target
+    appears complete or not at all. A directory that it replaces is removed only afterwards. If a
+    run is killed or the disk is full, repeat the call and it resumes.
+
+    Tokenizer and generation files are copied. `lineage.json` records how the target was made, for
+    `growkern.replay` and `growkern.fold`. `checksums.json` holds the checksums of the files.
 
     Args:
-        source_dir: config.json and safetensors, sharded or not.
-        target_dir: where to; must not exist unless `overwrite`.
-        max_shard_size: as in `save_pretrained`; bytes, or a text such as "5GB".
-        memory_limit: of the weights in memory at any time, over what Python, PyTorch and
-            transformers take themselves (300 to 450 MB); bytes, or "512MB", "1GiB".
-        resume: go on with an interrupted growth into this target; False: start over.
-        optimizer: the Trainer's optimizer.pt, or its directory: grown into the target too, within
-            the same limit and part of what appears with the rename.
+        source_dir: directory with config.json and safetensors files, sharded or not.
+        target_dir: directory to create; must not exist unless `overwrite`.
+        overwrite: replace an existing target.
+        max_shard_size: as in `save_pretrained`: bytes, or a text such as "5GB".
+        memory_limit: most memory for weights at any time: bytes, or a text such as "512MB" or
+            "1GiB". Python, PyTorch and transformers need another 300 to 450 MB.
+        resume: True: continue an interrupted growth into this target. False: start over.
+        optimizer: the Trainer's optimizer.pt, or its directory. It is grown too, within the same
+            limit, and appears together with the weights.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-        Others: as in `grow`.
+        target_config, dtype, allow_nonfinite, backend, progress, **how: as in `grow`.
 
     Raises:
-        GrowthError: before any work: bad source or sizes, an existing target, too little disk
-            space or memory, another run on the same target, an interrupted one of something else,
-            an optimizer that does not fit or is damaged. Later: NaN or Inf in a weight, a full
-            disk. The target is not touched then.
+        GrowthError: before any work, if the source, sizes or optimizer cannot be used, the target
+            exists, disk space or memory is too small, another run works on the target, or an
+            interrupted run there was a different growth. Later, if a weight holds NaN or Inf or the
+            disk is full. The target is unchanged in all cases.
     """
     shard_size = parse_size("max_shard_size", max_shard_size)
     settings = Settings(backend, shard_size, allow_nonfinite)
 
     def make_plan() -> GrowthPlan:
-        # the stream looks for NaN and Inf itself, a piece at a time
+        # the plan need not look for NaN and Inf: the stream checks every piece
         return plan(
             source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how
         )
@@ -194,7 +196,13 @@ def carry_out(
     optimizer: Path | None = None,
     moments: str = "grow",
 ) -> GrowthReport:
-    """`grow_checkpoint` with a plan of its caller's, made once the target is known to be free."""
+    """`grow_checkpoint` for any plan; `replay` uses it too.
+
+    Args:
+        make_plan: makes the plan; called after the target directory was checked.
+        settings: further settings that decide the target's bytes.
+        source_dir, ..., moments: as in `grow_checkpoint`.
+    """
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
     with refusing(target):
@@ -224,7 +232,7 @@ def carry_out(
         files = source_files(grown.source)
         if files != made_of["source"] or file_stamps(grown.source) != stamps:
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
-        # nothing but what this growth wrote is published
+        # remove all other files, so that only files of this growth are published
         staging.clear_but(layout.sizes)
         complete(staging.checkpoint, grown.large, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, staging.checkpoint)

@@ -1,6 +1,7 @@
-"""Models whose numbers are not set yet, and models on the meta device, made real.
+"""Creates transformers models without initialising them, and gives meta models real memory.
 
-Real means: memory of this process's part, ties, computed buffers.
+It relies on private parts of transformers: `_from_config`, `_init_weights` and the mark
+`_is_hf_initialized`. Check these when transformers is updated.
 """
 
 from __future__ import annotations
@@ -22,31 +23,34 @@ from growkern.families.model import ModelSpec
 
 
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
-    """A new model with memory, or on the meta device, whose numbers are not set.
+    """A new model whose weights are not initialised, on the current default device.
+
+    Weights that the model ties are still separate tensors: call its `tie_weights` if needed.
+
+    Args:
+        spec: of the model.
+        dtype: dtype of the weights; default as in the config.
 
     Raises:
         GrowthError: transformers cannot build the class with this config.
     """
-    # some classes write into their config: BART's for questions sets num_labels
+    # copy the config, as some classes change it: BART for question answering sets num_labels
     config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
     try:
         with no_init_weights():
-            model = getattr(transformers, spec.class_name)._from_config(config, **how)
+            return getattr(transformers, spec.class_name)._from_config(config, **how)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # whatever a value of the config makes a class raise
+        # values in a config make classes raise all kinds of errors
         why = f"{type(error).__name__}: {error}".splitlines()[0].strip()
         raise GrowthError(
             f"transformers cannot build {spec.class_name} with this config: {why}"
         ) from error
-    # without initialisation transformers leaves tied weights apart
-    model.tie_weights()
-    return model
 
 
 def materialise(model: Any, device: torch.device | str) -> None:
-    """Real memory for meta parameters, of what this process holds alone; ties are kept."""
+    """Give meta parameters memory for this process's part of them; tied weights stay tied."""
     if not any(t.is_meta for t in chain(model.parameters(), model.buffers())):
         return
     first: dict[int, str] = {}
@@ -57,14 +61,14 @@ def materialise(model: Any, device: torch.device | str) -> None:
     model.to_empty(device=device)
     for name, owner in shared.items():
         kept = model.get_parameter(owner)
-        # fully_shard keeps its ties itself
+        # fully_shard has restored its own ties already
         if model.get_parameter(name) is not kept:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, kept)
 
 
 def restore_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds, which `to_empty` left undefined."""
+    """Compute the non-persistent buffers, which `to_empty` left undefined."""
     with _marked_initialised(model), guard_torch_init_functions():
         for module in model.modules():
             if module._non_persistent_buffers_set:
@@ -74,21 +78,21 @@ def restore_buffers(model: Any) -> None:
 
 @contextmanager
 def _local_buffers(module: nn.Module) -> Iterator[None]:
-    """This process's part of buffers that are DTensors: what computes them knows plain ones."""
+    """Replace DTensor buffers by their local parts, as `_init_weights` handles plain tensors."""
     distributed = {k: b for k, b in module._buffers.items() if isinstance(b, DTensor)}
     module._buffers.update({k: b.to_local() for k, b in distributed.items()})
     try:
         yield
     finally:
         for name, buffer in distributed.items():
-            # computed in place, or put in the place
+            # `_init_weights` may have written in place or replaced the buffer
             buffer.to_local().copy_(module.get_buffer(name))
             module._buffers[name] = buffer
 
 
 @contextmanager
 def _marked_initialised(model: Any) -> Iterator[None]:
-    """Transformers' own mark of parameters that its initialisation leaves alone."""
+    """Mark all parameters as initialised, so that transformers does not overwrite them."""
     marked = [p for p in model.parameters() if not hasattr(p, "_is_hf_initialized")]
     for parameter in marked:
         parameter._is_hf_initialized = True
@@ -100,7 +104,7 @@ def _marked_initialised(model: Any) -> Iterator[None]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the buffers that checkpoints hold."""
+    """Names and tensors of the buffers that are part of a checkpoint."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         module, _, key = name.rpartition(".")
         if key not in model.get_submodule(module)._non_persistent_buffers_set:
@@ -110,7 +114,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def in_model_order(
     shapes: dict[str, tuple[int, ...]], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, in the order in which the model itself lists its tensors."""
+    """Shapes by name, in the order of the model's `state_dict`; other names follow."""
     with torch.device("meta"):
         names = list(untrained_model(spec, dtype).state_dict())
     return {name: shapes[name] for name in names if name in shapes} | shapes

@@ -1,4 +1,7 @@
-"""What the user asked for: one frozen value, checked before any work."""
+"""The options of a growth, checked when they are made.
+
+`lineage.json` stores every field, so renaming or adding one changes that file's format.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,31 @@ class GrowthOptions:
     """How to grow.
 
     Attributes:
-        method: width. `fpi` function-preserving, `aki` new heads and FFN units from the next
-            layer, `direct_copy` old block in a random matrix, `random` (bert2BERT, Table 1).
-        depth: `stack` (bert2BERT, Algorithm 1), `interleave` copies next to their layer,
-            `identity` new blocks that add nothing (exact).
-        scheme: `exact` computes the source's function to rounding where that is possible;
-            `paper` is bert2BERT's Eq. 5-13 as printed.
-        symmetry: how copies are told apart, else they stay equal for ever. `noise` cancelling
-            noise on the weights: copies sum back to the source's weight bit for bit, also in
-            bfloat16, where their number is a power of two. `split` unequal signed shares, which
-            do so for any number. `none`. `auto` is `noise`, and `none` in the paper's scheme,
-            which knows of neither.
-        noise: size of the noise relative to each weight, at most.
-        aki: `unit` whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
-        maps: `cyclic` contiguous copies, `balanced` random copies with equal counts.
-        carry: at an uneven width extra coordinates carry the mean through a post-norm at a
-            quarter of this amplitude. The error is O(carry^2): 1e-6 and less at 0.01. The norm's
-            weight there is 4/carry, and a weight of 400 does not survive a learning rate of 1e-3
-            (the loss of a small BERT went from 5.5 to 6.0 in 160 steps, to 5.3 at 1.0), hence the
-            default. 0 turns it off.
-        identity_gain: size K of what runs between the norms of inserted post-norm blocks. Each is
-            off by eps K^2 / (K^2 + eps) of its input: by the norms' eps at 1, by nothing in
-            float64 at 1e-8, where the weights of those norms hardly learn.
-        seed: of maps, noise, shares and random weights.
+        method: how tensors are widened. `fpi` preserves the source's function. `aki` takes new
+            heads and FFN units from the next layer. `direct_copy` puts the source into a block of
+            a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
+        depth: how layers are added. `stack` repeats the whole stack (bert2BERT, Algorithm 1).
+            `interleave` puts copies next to their layer. `identity` inserts blocks that add
+            nothing, which keeps the function.
+        scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
+            bert2BERT's Eq. 5-13 as printed.
+        symmetry: how copies are made different. Equal copies get equal gradients and never part.
+            `noise` adds noise that cancels over the copies. `split` gives copies unequal signed
+            shares. `none` leaves them equal. `auto` is `none` with `scheme="paper"`, else `noise`.
+            Copies add up exactly to the source's weight: with `noise` if their number is a power
+            of two, with `split` always.
+        noise: largest size of the noise, relative to each weight.
+        aki: `unit` takes whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
+        maps: `cyclic` repeats the units in order, `balanced` copies random units equally often.
+        carry: amplitude of the extra coordinates that carry the mean through post-norms at uneven
+            widths. 0 turns them off. The amplitude in the stream is a quarter of this. The error
+            is O(carry^2), at most 1e-6 for 0.01. But the norm's weight there is 4/carry, and a
+            weight of 400 does not survive a learning rate of 1e-3: in 160 steps the loss of a
+            small BERT went from 5.5 to 6.0, and to 5.3 with the default.
+        identity_gain: size K of the activations inside inserted post-norm blocks. Each block has a
+            relative error of eps K^2 / (K^2 + eps). At 1 that is the norms' eps. At 1e-8 it is 0
+            in float64, but the weights of those norms then hardly learn.
+        seed: seed of maps, noise, shares and random weights.
     """
 
     method: str = "fpi"
@@ -70,16 +75,16 @@ class GrowthOptions:
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
         if not 0 < self.identity_gain <= 1:
-            raise GrowthError(f"identity_gain={self.identity_gain} is not above 0 and at most 1")
+            raise GrowthError(f"identity_gain={self.identity_gain} must be above 0 and at most 1")
 
     @property
     def is_baseline(self) -> bool:
-        """Starts from random weights."""
+        """True if the method starts from random weights."""
         return self.method in ("direct_copy", "random")
 
     @classmethod
     def split_off(cls, given: dict[str, Any]) -> tuple[GrowthOptions, dict[str, Any]]:
-        """The options among keyword arguments, and what is left: the target dimensions."""
+        """Split keyword arguments into options and the rest, which are the target's sizes."""
         names = {f.name for f in fields(cls)}
         options = {k: v for k, v in given.items() if k in names}
         return cls(**options), {k: v for k, v in given.items() if k not in names}
@@ -89,16 +94,18 @@ class GrowthOptions:
 
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(name: str, value: int | str) -> int:
-    """Bytes from a number, or from text such as "512MB" (10^6) or "1GiB" (2^30).
+    """Bytes, from a number or from a text such as "512MB" (10^6) or "1GiB" (2^30).
+
+    Args:
+        name: name of the option, for errors.
+        value: number or text.
 
     Raises:
-        GrowthError: neither of the two, or not positive.
+        GrowthError: `value` is no such text, or is not positive.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if isinstance(value, bool) or not found or found[2].upper() not in UNITS:

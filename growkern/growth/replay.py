@@ -1,4 +1,4 @@
-"""`replay`: a growth carried out again from its lineage file."""
+"""`growkern.replay`: repeats a growth from its lineage file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ def replay(
     resume: bool = True,
     progress: bool = True,
 ) -> GrowthReport:
-    """Grow `source_dir` as `lineage` says: out of the same source, the same files to the byte.
+    """Repeat a growth: the same source gives the same files, byte for byte.
 
-    Warns where versions differ from those of the first time, and where this is another source;
-    what comes out may then differ.
+    It warns if package versions or the source differ from the first time. The result may then
+    differ.
 
     Args:
-        lineage: the lineage file of a grown checkpoint, or its directory.
-        Others: as in `growkern.grow_checkpoint`.
+        lineage: the lineage file of a grown checkpoint, or the checkpoint's directory.
+        source_dir: the source checkpoint.
+        target_dir: directory to create.
+        overwrite, memory_limit, resume, progress: as in `growkern.grow_checkpoint`.
+
+    Returns:
+        The report of the growth.
 
     Raises:
-        GrowthError: no lineage, a damaged one, or one that does not fit the source; and as in
+        GrowthError: the lineage is missing, damaged or does not fit the source; and as in
             `growkern.grow_checkpoint`.
     """
     record, source_dir = read_lineage(Path(lineage)), Path(source_dir)

@@ -320,7 +320,7 @@ def wrong_rotary():
 @pytest.mark.parametrize(
     "make, source, message",
     [
-        (lambda: target_of(bert(), hidden_size=24), llama, "build transformers.LlamaForCausalLM"),
+        (lambda: target_of(bert(), hidden_size=24), llama, "build a transformers.LlamaForCausalLM"),
         (lambda: bert().bert, bert, "is a BertModel, the source a BertForMaskedLM"),
         (lambda: nn.Sequential(bert()), bert, "pass the transformers.PreTrainedModel"),
         (llama, llama, "nothing grows"),

@@ -160,7 +160,7 @@ def test_a_lineage_that_says_otherwise(tmp_path, change, where):
     assert verify(tmp_path).ok
     edit(tmp_path, change)
     report = verify(tmp_path)
-    assert not report.ok and "the lineage says otherwise" in report.failure
+    assert not report.ok and "the lineage disagrees" in report.failure
     assert any(where in line for line in report.contradictions), report.contradictions
 
 

@@ -324,7 +324,7 @@ SPOILT = [
     (lambda s: s["param_groups"][1].update(param_names=[[1]]), "'param_names' must be a list"),
     (
         lambda state: state["state"].update({NUMBER: [1]}),
-        "attn.c_proj.weight: .* is a list, no dict",
+        "attn.c_proj.weight: .* is a list, not a dict",
     ),
     (spoil("step", "two"), "c_proj.weight: its step count is a str"),
     (spoil("step", -5), "step count is -5, expected a number of 0 or more"),

@@ -103,7 +103,7 @@ class Stream:
     ) -> None:
         self.plan, self.layout, self.directory, self.journal = plan, layout, directory, journal
         self.backend = backend
-        self._may_overflow = bool(plan.narrowed) and not allow_nonfinite
+        self._may_overflow = bool(plan.narrowed_tensors) and not allow_nonfinite
         self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
         self.sums: dict[Mark, str] = {}
         self.bytes_kept = 0

@@ -1,4 +1,8 @@
-"""AdamW for a grown model: copies keep step with their source, and new entries are eased in."""
+"""`growkern.GrowthAdamW`: AdamW with step sizes that fit the entries of a grown model.
+
+Copies take the steps that their source would have taken. New entries can start with a warmed-up
+learning rate of their own. The factors come from `growkern.growth.optimizer.moments`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,12 @@ from growkern.growth.sharded.placement import local_part, local_tensor
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Named parameter groups as `transformers.Trainer` makes them: no decay of norms and biases."""
+    """Named parameter groups as in `transformers.Trainer`: norms and biases do not decay.
+
+    Args:
+        model: whose trainable parameters are grouped.
+        weight_decay: of the first group; the second has 0.
+    """
     decays = decay_names(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -27,30 +36,33 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 class GrowthAdamW(torch.optim.AdamW):
-    """AdamW with a learning rate and an eps for every entry, as the growth of a model asks.
+    """AdamW with a learning rate and an eps of its own for every entry of a grown model.
 
-    A grown weight that is divided by C needs a C-th of the step to do to the function what its
-    source's step did, but AdamW's steps have one size. With `matched`, lr is multiplied by u and
-    eps by g of `optimizer.moments` (2), decay is lr times weight_decay as always, of norms
-    that multiply by 1 + weight towards the place of (4), and with moments from
-    `growkern.grow_optimizer` the target takes the very steps that the source would have taken,
-    wherever `moment_findings` calls the moments exact. That includes copies that stay equal, so use
-    it with symmetry="noise" or "split" for training.
+    A weight that growth divided by C needs steps that are C times smaller, but AdamW gives all
+    entries steps of the same size. With `matched`, the learning rate is multiplied by u and eps by
+    g, both from (2) of `optimizer.moments`. With the moments of `growkern.grow_optimizer`, the
+    target then takes the steps that the source would have taken. This holds wherever
+    `moment_findings` says "exact".
 
-    Its state is AdamW's, and a count of steps since growth. Parameters may be DTensors.
+    Weight decay is lr times weight_decay, as in AdamW. Norms that multiply by 1 + weight decay
+    towards (4). Copies that are equal stay equal, so train with symmetry="noise" or "split".
+
+    The state is that of AdamW and a count of steps since growth. Parameters may be DTensors.
 
     Args:
-        params: named: `model.named_parameters()` or groups of it, see `decay_groups`.
-        plan: the growth of the model, its `growth_plan`.
+        params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
+        plan: the model's `growth_plan`.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        matched: apply u, g and (4).
-        rewarm_steps: entries that the source did not have, new rows, columns and layers, climb in
-            as many equal steps to `rewarm_peak` times the learning rate and stay there: whatever
-            schedule the rate follows, they follow it. 0: they learn like the others.
-        rewarm_peak: SPARKLING's is 1.3, after 250 steps.
+        matched: True: apply u, g and (4). False: plain AdamW.
+        rewarm_steps: number of steps in which the learning rate of new entries rises linearly to
+            `rewarm_peak` times the learning rate of the others. After that it keeps this ratio,
+            whatever the schedule. New entries are those of rows, columns and layers that the source
+            did not have. 0: they learn like the others.
+        rewarm_peak: the ratio. SPARKLING uses 1.3, after 250 steps.
 
     Raises:
-        GrowthError: unnamed parameters, or one that the plan does not know; numbers out of range.
+        GrowthError: parameters without names, a parameter that the plan does not know, or a number
+            out of range.
 
     Source: `matched` is derived from the chain rule, the re-warm-up of new slices after SPARKLING.
     """
@@ -81,7 +93,9 @@ class GrowthAdamW(torch.optim.AdamW):
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
                 name = name.replace("_orig_mod.", "").removeprefix("module.")
                 if name not in factors:
-                    raise GrowthError(f"the plan has no parameter {name}; pass the grown model's")
+                    raise GrowthError(
+                        f"the plan has no parameter {name}; pass the parameters of the grown model"
+                    )
                 self._factors[p] = _local_factors(factors[name], name, p)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
@@ -105,11 +119,11 @@ class GrowthAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
-        # not in a state that another optimizer saved, or growth made
+        # missing if growth or another optimizer made this state
         state.setdefault("growth_step", torch.tensor(0.0))
         state["step"] += 1
         state["growth_step"] += 1
-        # the counts are on the CPU
+        # the counts are on the CPU, so reading them does not wait for a GPU
         step, grown_for = state["step"].item(), state["growth_step"].item()
         (beta1, beta2), lr = group["betas"], group["lr"]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
@@ -118,28 +132,29 @@ class GrowthAdamW(torch.optim.AdamW):
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (square / (1 - beta2**step)).sqrt_()
         update = mean / (1 - beta1**step)
-        too_far = value
+        decayed = value
         if self.matched:
             update = _times(update, factors.lr)
             root += _times(torch.full_like(root, group["eps"]), factors.eps)
-            too_far = value - factors.centre[0] if factors.centre else value
+            decayed = value - factors.centre[0] if factors.centre else value
         else:
             root += group["eps"]
-        update = update.div_(root).add_(too_far, alpha=group["weight_decay"])
-        share = self._share_of_new(grown_for)
-        if share != 1:
+        update = update.div_(root).add_(decayed, alpha=group["weight_decay"])
+        ratio = self._new_entry_ratio(grown_for)
+        if ratio != 1:
             is_old = _times(torch.ones_like(update, dtype=torch.bool), factors.old)
-            update = torch.where(is_old, update, update * share)
+            update = torch.where(is_old, update, update * ratio)
         value.sub_(update, alpha=lr)
 
-    def _share_of_new(self, grown_for: float) -> float:
-        """What entries the source did not have get of the learning rate."""
+    def _new_entry_ratio(self, grown_for: float) -> float:
+        """Learning rate of new entries over that of the others, after `grown_for` steps."""
         if not self.rewarm_steps:
             return 1.0
         return self.rewarm_peak * min(1.0, grown_for / self.rewarm_steps)
 
 
 def _times(x: Tensor, vectors: tuple[Tensor, ...]) -> Tensor:
+    """`x` times all vectors, each of which broadcasts along its own axis."""
     for vector in vectors:
         x = x * vector
     return x
@@ -149,7 +164,7 @@ def _local_factors(factors: EntryFactors, name: str, p: Tensor) -> EntryFactors:
     """The factors of this process's part of a parameter, on its device and in its dtype."""
     shape = tuple(max(n) for n in zip(*(v.shape for v in factors.lr), strict=True))
     if shape != tuple(p.shape):
-        raise GrowthError(f"{name} is {list(p.shape)}, the plan's is {list(shape)}")
+        raise GrowthError(f"{name} is {list(p.shape)}, in the plan {list(shape)}")
     part = local_part(name, p)
     device = p.to_local().device if isinstance(p, DTensor) else p.device
 

@@ -1,8 +1,11 @@
-"""Writes files that `torch.load` reads, of tensors that are nowhere whole.
+"""Writes files for `torch.load` without ever holding a whole tensor in memory.
 
-An archive whose records are not compressed: data.pkl, which names the tensors' storages by number,
-and the storages, data/0 and so on, each at a multiple of 64 bytes. PyTorch has read this form since
-1.6. `torch.save` wants every tensor in memory; here those on the meta device come in pieces.
+`torch.save` needs every tensor in memory. Here, tensors on the meta device are placeholders whose
+values arrive in pieces.
+
+The format is that of PyTorch since version 1.6, a zip archive with uncompressed records. data.pkl
+refers to the tensors' storages by number. The storages are data/0, data/1 and so on, each aligned
+to 64 bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 
-# PyTorch's names for what a storage holds
+# the classes by which data.pkl names the dtype of a storage
 STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -36,16 +39,16 @@ STORAGES = {
 }
 ROOT = "archive"
 ALIGNMENT = 64
-# of a record's entries beside its bytes: two headers, two names, the padding
+# upper bound of a record's overhead: two headers, two names, the padding
 RECORD_BYTES = 512
-# a local header is as long as this, its name and its extra fields; that of sizes past 4 GB is 20
+# bytes of a local header without its name and extra fields; the extra field for sizes past 4 GB
 HEADER_BYTES, ZIP64_BYTES = 30, 20
 PADDING = struct.Struct("<2sH")
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """What stands for a storage in data.pkl."""
+    """A reference to a storage, for data.pkl."""
 
     key: str
     dtype: torch.dtype
@@ -53,7 +56,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Gives every tensor a storage of its own, and collects them."""
+    """Replaces every tensor by a reference to a storage of its own, and collects the tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -63,7 +66,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(x, Tensor):
             return NotImplemented
         if x.dtype not in STORAGES:
-            raise GrowthError(f"the optimizer holds a tensor of {x.dtype}, which is not written")
+            raise GrowthError(f"the optimizer holds a tensor of {x.dtype}, which cannot be written")
         storage = _Storage(str(len(self.tensors)), x.dtype, x.numel())
         self.tensors.append(x)
         stride = torch.empty(x.shape, device="meta").stride()
@@ -78,7 +81,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(state: Any) -> tuple[bytes, list[Tensor]]:
-    """data.pkl, and the tensors by the numbers of their storages."""
+    """The bytes of data.pkl, and the tensors in the order of their storages."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(state)
@@ -86,18 +89,19 @@ def _pickled(state: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def archive_size(state: Any) -> int:
-    """The most bytes that `write_archive` writes."""
+    """Upper bound of the bytes that `write_archive` writes."""
     text, tensors = _pickled(state)
     return len(text) + sum(x.nbytes for x in tensors) + RECORD_BYTES * (len(tensors) + 3)
 
 
 def write_archive(state: Any, file: Path, pieces_of: Callable[[Tensor], Iterable[Tensor]]) -> None:
-    """Write plain values and tensors; `torch.load(file, weights_only=True)` gives them back.
+    """Write plain values and tensors for `torch.load(file, weights_only=True)`.
 
     Args:
-        state: tensors in any nest of what pickle takes; each gets a storage of its own.
-        pieces_of: gives the values of a tensor on the meta device, in their order, contiguous and
-            in its dtype.
+        state: tensors in nested containers. Each tensor gets a storage of its own.
+        file: file to create.
+        pieces_of: returns the values of a meta tensor as consecutive contiguous pieces, in its
+            dtype.
 
     Source: `torch.save`; APPNOTE.TXT (PKWARE) for the archive.
     """
@@ -113,12 +117,12 @@ def write_archive(state: Any, file: Path, pieces_of: Callable[[Tensor], Iterable
 
 
 def _record(archive: zipfile.ZipFile, name: str, size: int) -> tuple[zipfile.ZipInfo, bool]:
-    """The entry of the next record, padded, and whether its size takes the longer form."""
+    """The next record's zip entry with alignment padding, and whether it needs the zip64 form."""
     assert archive.fp is not None
     record, is_large = zipfile.ZipInfo(name), size > 1 << 30
     record.file_size = size
     head = HEADER_BYTES + len(name) + ZIP64_BYTES * is_large + PADDING.size
     padding = -(archive.fp.tell() + head) % ALIGNMENT
-    # the field that PyTorch pads with
+    # PyTorch pads with the same extra field
     record.extra = PADDING.pack(b"FB", padding) + b"Z" * padding
     return record, is_large

@@ -1,4 +1,7 @@
-"""What growth refuses of an optimizer's state, and why."""
+"""Checks an optimizer's state before it is grown; every error names the parameter.
+
+Values such as NaN are checked where they are read (`optimizer.moments.check_values`).
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,22 @@ from growkern.growth.source.stored import StoredTensor
 from growkern.ops.expand.checks import DTYPES
 
 CHOICES = ("grow", "old_slices", "reset")
-# what else a state may hold: the count of steps, and that of GrowthAdamW since the last growth
+# the other entries of a state: the step count, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
 
 
 def check_moments(moments: str) -> None:
+    """Raise GrowthError unless `moments` is one of `CHOICES`."""
     if moments not in CHOICES:
         raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
 
 
 def check_state_dict(state_dict: Any) -> None:
-    """GrowthError unless it has the form of `optimizer.state_dict()`; entries are not looked at."""
+    """Raise GrowthError unless this has the form of `optimizer.state_dict()`.
+
+    The states of single parameters are checked by `check_entries`.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise GrowthError(
             'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
@@ -55,23 +62,29 @@ def _check_group(what: str, group: Any) -> None:
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
-    """GrowthError unless every state is one of Adam for the source's parameter."""
+    """Raise GrowthError unless every state is one of Adam and fits its parameter.
+
+    Args:
+        state: state of each source parameter, by the parameter's name.
+    """
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
-            raise GrowthError(f"{name}: its optimizer state is a {type(entry).__name__}, no dict")
+            raise GrowthError(
+                f"{name}: its optimizer state is a {type(entry).__name__}, not a dict"
+            )
         _check_entry(name, entry, plan.small.shapes[name])
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     for key, value in entry.items():
         if key in COUNTS:
-            # stored and distributed tensors are checked when they are read
+            # stored and distributed tensors are checked later, when they are read
             if not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)
         elif key not in MOMENTS:
             raise GrowthError(
-                f"{name}: no rule for the optimizer's {key!r}; growkern grows the state of Adam "
-                "and AdamW"
+                f"{name}: no rule for the optimizer's {key!r}; growkern grows only the state of "
+                "Adam and AdamW"
             )
         else:
             _check_moment(name, key, value, shape)
@@ -92,7 +105,7 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
     if tuple(value.shape) != shape:
         raise GrowthError(
             f"{name}: {key} is {list(value.shape)}, the parameter {list(shape)}; is this the "
-            "source's optimizer, and are its groups the Trainer's?"
+            "source's optimizer, with groups as the Trainer makes them?"
         )
     if value.dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
@@ -100,10 +113,14 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
 
 
 def count_of(name: str, value: Any) -> Tensor:
-    """A count of steps as a tensor of one number, 0 or more.
+    """A step count as a tensor of one number.
+
+    Args:
+        name: parameter name, for errors.
+        value: number, or tensor of one number.
 
     Raises:
-        GrowthError: it is something else.
+        GrowthError: `value` is not a single number of 0 or more.
     """
     if not isinstance(value, (Tensor, int, float)):
         raise GrowthError(f"{name}: its step count is a {type(value).__name__}, expected a number")

@@ -1,7 +1,8 @@
-"""Optimizer files of `transformers.Trainer`: read as tensors alone, checked and let go of by parts.
+"""Reads the optimizer files of `transformers.Trainer` without loading them into memory.
 
-Their form is that of `torch.save` since PyTorch 1.6: an archive whose records are not compressed,
-so that tensors can be mapped. Mapping skips the records' checksums.
+`torch.save` has written zip archives with uncompressed records since PyTorch 1.6, so tensors can be
+memory-mapped. Mapping skips the checksums of the records; `check_archive` compares them. Only
+tensors and plain values are unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 
 OPTIMIZER_FILE = "optimizer.pt"
-# what files that are damaged, or something else, make PyTorch and its unpickler raise
+# errors that PyTorch and its unpickler raise for damaged files
 UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(AssertionError, ImportError, OverflowError, MemoryError),
@@ -29,17 +30,17 @@ UNREADABLE = (
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """The state dict in a file of `torch.save`, its tensors mapped from there.
+    """The state dict in a file of `torch.save`, with memory-mapped tensors.
 
     Args:
-        path: the file, or the directory in which it is called optimizer.pt.
+        path: the file, or a directory with an optimizer.pt.
 
     Raises:
-        GrowthError: no file, or one that holds more than tensors and plain values.
+        GrowthError: the file is missing, damaged, or holds more than tensors and plain values.
     """
     file = optimizer_file(path)
     try:
-        # files of before 2020 are not archives, and cannot be mapped
+        # files from before PyTorch 1.6 are not archives and cannot be mapped
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
@@ -47,10 +48,10 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
-        # PyTorch's own advice here is to unpickle it all the same
+        # PyTorch's own message advises to unpickle such a file anyway, which can run any code
         raise GrowthError(
-            f"{file}: not a file of optimizer state: damaged, or more than tensors and plain "
-            "values; nothing else is unpickled"
+            f"{file}: not a file of optimizer state: it is damaged, or holds more than tensors and "
+            "plain values, which is never unpickled"
         ) from error
     except UNREADABLE as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -61,24 +62,25 @@ def read_optimizer(path: Path) -> dict[str, Any]:
 
 
 def optimizer_file(path: Path) -> Path:
-    """The file that is meant: itself, or optimizer.pt in a directory."""
+    """The optimizer file of a path: the path itself, or optimizer.pt in a directory."""
     return path / OPTIMIZER_FILE if path.is_dir() else path
 
 
 def check_archive(file: Path) -> None:
-    """Compare every record with its CRC-32, a megabyte at a time.
+    """Compare every record with its CRC-32. The file is read in small blocks.
 
     Raises:
-        GrowthError: a record that differs, a file that is no archive or of another byte order.
+        GrowthError: a record is damaged, the file is no archive, or it has another byte order.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-            # PyTorch leaves all of them 0 after torch.serialization.set_crc32_options(False)
+            # all checksums are 0 after torch.serialization.set_crc32_options(False)
             damaged = archive.testzip() if any(record.CRC for record in records) else None
     except (OSError, *UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise GrowthError(
-            f"{file}: cannot be streamed: {error}; save it again: torch.save(torch.load(...), ...)"
+            f"{file}: cannot be streamed: {error}; save it again with "
+            "torch.save(torch.load(...), ...)"
         ) from error
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise GrowthError(
@@ -88,15 +90,15 @@ def check_archive(file: Path) -> None:
     if damaged is not None:
         raise GrowthError(f"{file}: damaged: the bytes of {damaged} are not those that were saved")
     orders = [record for record in records if record.filename.endswith("/byteorder")]
-    # "big" or "little"
+    # the record holds "big" or "little", so its length tells which
     if any(record.file_size != len(sys.byteorder) for record in orders):
         raise GrowthError(f"{file}: saved on a machine of another byte order; save it again here")
 
 
-def let_go(mapped: Tensor) -> None:
-    """Give back the memory of a tensor of `read_optimizer`; it is read again where it is used.
+def release_pages(mapped: Tensor) -> None:
+    """Free the memory of a mapped tensor of `read_optimizer`; the next use reads the file again.
 
-    Only for tensors that are mapped from an archive: of others this would be the end.
+    The tensor must be mapped from an archive. Any other tensor would lose its values.
     """
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = mapped.data_ptr() + mapped.nbytes - start

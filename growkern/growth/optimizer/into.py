@@ -1,8 +1,8 @@
-"""Grow the state of Adam into an optimizer that is built: every process its own parts, no others.
+"""`growkern.grow_optimizer_into`: grows Adam's state into an existing, possibly sharded optimizer.
 
-The target's parameters may be DTensors. A part of a moment has the same bits however the moment
-is cut (`optimizer.moments`), so that nothing is whole anywhere and nobody waits, unless the
-source's state itself is spread over the ranks of this job.
+The target's parameters may be DTensors. Each process computes only the parts that it holds, with
+the same bits as in the whole moment (`optimizer.moments`). Processes communicate only if the
+source's state consists of DTensors of this job.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ def grow_optimizer_into(
     plan: GrowthPlan | None = None,
     moments: str = "grow",
 ) -> None:
-    """Give the optimizer of a grown model, sharded or not, the grown state of its source's.
+    """Fill the optimizer of a grown model, sharded or not, with the source's grown state.
 
-    Call it after `growkern.grow_into(model, ...)` and with the optimizer made after that. Each
-    process computes the state of what it holds, bit for bit that part of what
-    `growkern.grow_optimizer` makes. From files nothing is communicated; DTensors of this job are
-    gathered one source tensor at a time, for which all its ranks have to call.
+    Call it after `growkern.grow_into(model, ...)`, with an optimizer that was made after that call.
+    Each process computes the state of its parts of the parameters, bit for bit as in
+    `growkern.grow_optimizer`. If the source's state is in files, processes do not communicate.
+    DTensors of this job are gathered one source tensor at a time, so all ranks must call this.
 
     Args:
         model: the grown model, as in `growkern.grow_into`.
         optimizer: `torch.optim.Adam`, `AdamW` or `growkern.GrowthAdamW` over parameters of the
             model. Its groups and their settings stay, its state is replaced.
-        source: the state dict of the source's optimizer, as in `growkern.grow_optimizer`; or the
-            path of the Trainer's `optimizer.pt` or its directory; or of a checkpoint of
-            `torch.distributed.checkpoint`, saved by any number of ranks, that holds what
-            `get_optimizer_state_dict` gave, alone or beside the model.
-        plan: the growth of the weights; default the model's `growth_plan`.
+        source: one of: the state dict of the source's optimizer, as in `growkern.grow_optimizer`;
+            the path of the Trainer's `optimizer.pt`, or of its directory; the path of a checkpoint
+            of `torch.distributed.checkpoint`, saved by any number of ranks, with the result of
+            `get_optimizer_state_dict`, alone or beside the model.
+        plan: the growth of the weights; default: the model's `growth_plan`.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
 
     Raises:
-        GrowthError: another optimizer, one of another model, a file that cannot be read, NaN, Inf
-            or a negative mean of squares in what this process grows. The file's checksums are not
-            compared, which would take reading all of it.
+        GrowthError: the optimizer is of another kind or of another model, a file cannot be read,
+            or a moment of this process holds NaN, Inf or a negative mean of squares. The file's
+            checksums are not compared, as that would mean reading the whole file.
 
     Source: as `growkern.grow_optimizer`.
     """
@@ -72,7 +72,9 @@ def grow_optimizer_into(
     model = unwrapped(model)
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
-        raise GrowthError("the model has no growth_plan; call growkern.grow_into first, or give it")
+        raise GrowthError(
+            "the model has no growth_plan; call growkern.grow_into first or give plan"
+        )
     targets = list(_targets(plan, model, optimizer))
     state = _open_state(plan, source)
     _check_kind(optimizer, state)
@@ -81,14 +83,14 @@ def grow_optimizer_into(
         entry = _part_of_entry(plan, task, parameter, state, moments)
         if entry:
             grown[number] = entry
-    # PyTorch decides where a step count lives and in which dtype a moment is kept
+    # load_state_dict puts step counts and moments on the device and in the dtype PyTorch wants
     optimizer.load_state_dict({**optimizer.state_dict(), "state": grown})
 
 
 def _part_of_entry(
     plan: GrowthPlan, task: Task, parameter: Tensor, state: State, moments: str
 ) -> dict[str, Tensor]:
-    """State of one target parameter, as far as this process holds the parameter."""
+    """This process's part of the state of one target parameter; empty without a source state."""
     source = source_entry(task, state)
     if not source:
         return {}
@@ -112,25 +114,25 @@ def _part_of_entry(
 def _targets(
     plan: GrowthPlan, model: Any, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Task, Tensor]]:
-    """The optimizer's parameters in its order, each with what it is made of."""
+    """The optimizer's parameters in its order, each with its task."""
     tasks = {task.name: task for task in plan.tasks}
     named = {id(p): name for name, p in named_tensors(model).items() if name in tasks}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in named:
             raise GrowthError(
                 f"the optimizer has a parameter {list(parameter.shape)} that is none of the "
-                "model's; make it after fully_shard and grow_into"
+                "model's; make the optimizer after fully_shard and grow_into"
             )
         task = tasks[named[id(parameter)]]
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
-                f"{task.name} is {list(parameter.shape)}, the plan's is {list(task.shape)}"
+                f"{task.name} is {list(parameter.shape)}, in the plan {list(task.shape)}"
             )
         yield task, parameter
 
 
 def _open_state(plan: GrowthPlan, source: Any) -> State:
-    """The source's state by the names of its parameters."""
+    """The source's optimizer state, by parameter name."""
     if not isinstance(source, (str, Path)):
         return state_by_name(plan, source)[1]
     path = Path(source)
@@ -146,7 +148,9 @@ def _open_state(plan: GrowthPlan, source: Any) -> State:
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise GrowthError(f"the optimizer is a {kind}; growkern grows the state of Adam and AdamW")
+        raise GrowthError(
+            f"the optimizer is a {kind}; growkern grows only the state of Adam and AdamW"
+        )
     largest = list(MOMENTS)[-1]
     has = any(largest in entry for entry in state.values())
     for group in optimizer.param_groups:

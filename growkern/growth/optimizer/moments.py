@@ -1,20 +1,26 @@
-"""What growth does to gradients, and so to what an optimizer remembers of them.
+"""Grows the moments of Adam, and the factors with which AdamW commutes with growth.
 
-With U = E_out W P_in and (1) of `growkern.growth.plan.axes`, entry by entry
+Moments are means of gradients and of their squares, so they grow as gradients do. With
+U = E_out W P_in and (1) of `growkern.growth.plan.axes`, each entry of U and of its gradient is
 
     U = u W[...],   dU = g dW[...]                                                         (2)
 
-u and g are products of one vector per axis: 1/C on read axes and 1 on written ones for u, the
-other way round for g. Moments grow as m_U = g m_W, v_U = g^2 v_W. A norm's gain gets, with p the
-share of its readers, a and kappa of the space it reads (`spaces`, (3)),
+u and g are products of one vector per axis. u is 1/C on read axes and 1 on written axes, C the
+number of copies; g is the reverse. Moments grow as m_U = g m_W and v_U = g^2 v_W.
+
+The weight gamma and bias beta of a norm follow (3). p is the share of the norm's readers, and a and
+kappa belong to the space that the norm reads, see (3) of `growkern.growth.space.spaces`:
 
     d gamma_t = p a / kappa d gamma,   d beta_t = p d beta                                 (3)
 
-AdamW then moves every copy by as much as its source, divided weights C times too far. With
-lr u and eps g per entry, and a decay of lr as before, step and growth commute. Where a model
-multiplies by 1 + w (Gemma), growth scales that: 1 + w_t = s (1 + w). The decay of w to 0 is that
+Plain AdamW moves every copy as far as its source, which is C times too far for divided weights.
+With learning rates lr u and eps eps g per entry, and weight decay still lr times weight_decay, a
+step and growth commute.
 
-    of w_t to s - 1                                                                        (4)
+Some models multiply by 1 + w (Gemma). Growth scales the sum by s: 1 + w_t = s (1 + w). When the
+source's w decays to 0, the target's must decay
+
+    from w_t to s - 1                                                                      (4)
 """
 
 from __future__ import annotations
@@ -34,25 +40,24 @@ from growkern.growth.plan.exactness import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.ops.expand.op import expand
 
-# state of Adam and AdamW -> the power of the gradient it is a mean of
+# moment in the state of Adam and AdamW -> power of the gradient that it averages
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-# a source tensor by name, of which the listed entries of every axis are wanted
+# (name of a source tensor, per axis the entries that are needed) -> the tensor
 ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class EntryFactors:
-    """What a step of AdamW needs to know of the entries of one grown parameter.
+    """Factors for AdamW of every entry of one grown parameter.
 
-    Each is a tuple of one vector per axis, shaped to broadcast: the product over the axes is the
-    factor of every entry.
+    `lr`, `eps` and `old` hold one vector per axis, shaped to broadcast. The product over the axes
+    is the factor of an entry.
 
     Attributes:
         lr: u of (2), float64, positive.
         eps: g of (2), float64, positive.
-        old: bool; an entry was the source's if it is true on all axes.
-        centre: what weight decay pulls towards, for all axes at once, in a tuple of one; () where
-            that is 0. See (4).
+        old: bool; an entry existed in the source if it is true on all axes.
+        centre: one vector that weight decay pulls towards, see (4); () if that is 0.
     """
 
     lr: tuple[Tensor, ...]
@@ -62,15 +67,17 @@ class EntryFactors:
 
 
 def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
-    """Per parameter, the factors of learning rate and eps that make AdamW commute with growth.
+    """The factors of learning rate and eps with which AdamW commutes with growth.
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
-    (see `moment_findings`), and weight decay does as (4) says. Entries that hold nothing of the
-    source's, or a share of negative sign, learn like their neighbours. `growkern.GrowthAdamW`
-    applies the factors.
+    (see `moment_findings`). Entries without a source get the mean factor of the others, and
+    negative shares get their magnitude. `growkern.GrowthAdamW` applies the factors.
 
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.
+
+    Returns:
+        Factors by parameter name.
     """
     return {task.name: _entry_factors(plan, task) for task in plan.tasks}
 
@@ -83,11 +90,11 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
         if plan.layout.family.norm.plus_one and not is_new(plan, task):
-            # where nothing enters, a weight is a neighbour's, as in `growkern.growth.tensors.norms`
+            # lr is 0 where the norm's input is 0; there `tensors.norms` scales by kappa
             centre = (torch.where(lr[0] == 0, entering.kappa, lr[0]) - 1,)
     eps = [m.scale for m in _gradient_maps(plan, task)]
-    keeps = is_first(plan, task) and not is_new(plan, task)
-    old = [old_entries(plan, task, *axis) & keeps for axis in axes]
+    is_old = is_first_copy(plan, task) and not is_new(plan, task)
+    old = [old_entries(plan, task, *axis) & is_old for axis in axes]
     return EntryFactors(
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(lr)),
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
@@ -97,7 +104,7 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
 
 
 def _filled(scale: Tensor) -> Tensor:
-    """Magnitudes, and their mean where there is none: a rate of 0 would never learn."""
+    """Magnitudes, with zeros replaced by the mean of the others: a rate of 0 would not learn."""
     size = scale.abs()
     return torch.where(size == 0, size[size > 0].mean(), size)
 
@@ -109,14 +116,14 @@ def _broadcast(vector: Tensor, dim: int, ndim: int) -> Tensor:
 
 
 def is_new(plan: GrowthPlan, task: Task) -> bool:
-    """True for a tensor in which nothing learned has a place yet: inserted blocks, made tensors."""
+    """True if the tensor holds nothing learned: it is in an inserted block or has no source."""
     if task.is_made or task.identity in ("zero", "unit"):
         return True
     return (task.tensor.stack, task.tensor.layer) in plan.inserted and task.identity != "affine"
 
 
-def is_first(plan: GrowthPlan, task: Task) -> bool:
-    """True for the first of all layers that are made from the same source layer."""
+def is_first_copy(plan: GrowthPlan, task: Task) -> bool:
+    """True if the tensor's layer is the first target layer made from its source layer."""
     layers = plan.layer_maps.get(task.tensor.stack, ())
     layer = task.tensor.layer
     return layer is None or layers.index(layers[layer]) == layer
@@ -126,8 +133,8 @@ def is_first(plan: GrowthPlan, task: Task) -> bool:
 
 
 def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
-    """True for a parameter whose moments and step count are those of step 0."""
-    if moments == "old_slices" and not is_first(plan, task):
+    """True if the parameter's moments and step count start at 0."""
+    if moments == "old_slices" and not is_first_copy(plan, task):
         return True
     return moments == "reset" or is_new(plan, task)
 
@@ -142,19 +149,20 @@ def grow_moment(
     part: tuple[slice, ...] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One moment of a target parameter that does not start at zero, in the moment's own dtype.
+    """Build one moment of a target parameter that does not start at zero.
 
     Args:
-        read: gives the source's moment by the parameter's name; entries of an axis that are not
-            listed may be undefined.
+        read: returns the source's moment by parameter name. Entries that are not in its second
+            argument may be undefined.
         key: which moment, one of `MOMENTS`.
         moments: "grow" or "old_slices", see `growkern.grow_optimizer`.
-        part: one slice per axis; default all of it. A part has the bits of the same place in the
-            whole.
-        out: where to put it, in a dtype of its own.
+        part: one slice per axis; default: all of it. A part has the same bits as that place of the
+            whole moment.
+        out: tensor to fill, of the part's shape and any dtype. Default: a new tensor in the
+            dtype of the source's moment.
 
     Raises:
-        GrowthError: it holds NaN, Inf or a negative mean of squares.
+        GrowthError: the result holds NaN, Inf or a negative mean of squares.
     """
     power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
@@ -170,7 +178,7 @@ def grow_moment(
     rows, cols = (*blocks, {})[:2]
     needed = [m.index[s] % m.source for m, s in zip(axes, part, strict=True)]
     mixes = any(bool((m.index >= m.source).any()) for m in axes)
-    # on every rank, whatever it holds: reading may take all of them
+    # read before the return below: gathering a DTensor needs a call from every rank
     weight = read(task.source, needed)
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
     if out is not None and not out.numel():
@@ -189,12 +197,15 @@ def grow_moment(
 
 
 def check_values(name: str, key: str, values: Tensor) -> None:
-    """GrowthError for what no step of Adam leaves: NaN, Inf, a negative mean of squares.
+    """Refuse values that Adam never writes: NaN, Inf, a negative mean of squares.
 
     Args:
-        name: the source's parameter.
+        name: the source's parameter, for the error.
         key: which moment.
-        values: it, or a part of it, as saved or grown.
+        values: the moment or a part of it, saved or grown.
+
+    Raises:
+        GrowthError: there is such a value.
     """
     if not values.numel():
         return
@@ -206,13 +217,13 @@ def check_values(name: str, key: str, values: Tensor) -> None:
     else:
         return
     raise GrowthError(
-        f"{name}: {key} holds {wrong}; take an optimizer saved before that, or begin anew with "
-        'moments="reset" (--moments reset)'
+        f"{name}: {key} holds {wrong}; use an optimizer state that was saved earlier, or start "
+        'from zero with moments="reset" (--moments reset)'
     )
 
 
 def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
-    """g of (2), axis by axis; (3) for norms."""
+    """The maps of g in (2), one per axis; for norms those of (3)."""
     axes = [
         gradient_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
@@ -228,41 +239,44 @@ def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
 
 
 def moment_findings(plan: GrowthPlan) -> tuple[Finding, ...]:
-    """Which grown moments are those of the grown model's own gradients, which are a good start.
+    """Which grown moments equal the averages of the target's own gradients, and which do not.
 
-    "exact": (2) and (3) hold. "approximate": they are a start value that folds back to the
-    source's gradient. "changed": the target computes another function, or starts at zero.
+    Returns:
+        The first finding is about all moments, further ones about parts of the model. "exact": (2)
+        and (3) hold. "approximate": the moments are start values that fold back to the source's.
+        "changed": the target computes another function, or the moments start at zero.
     """
-    return tuple(finding for part in (_everywhere, _in_places) for finding in part(plan))
+    return tuple(finding for part in (_overall, _exceptions) for finding in part(plan))
 
 
-def _everywhere(plan: GrowthPlan) -> list[Finding]:
+def _overall(plan: GrowthPlan) -> list[Finding]:
     layout, options = plan.layout, plan.options
     if options.is_baseline:
-        return [Finding("changed", "moments", "the weights are not the source's")]
+        return [Finding("changed", "moments", "the weights do not come from the source")]
     reasons = []
     if not all(finding.level == "exact" for finding in plan.findings):
         reasons.append("the target does not compute the source's function exactly")
     if options.symmetry == "noise":
-        reasons.append("symmetry='noise': copies that differ have gradients that differ")
+        reasons.append("symmetry='noise': copies differ, so their gradients differ")
     if options.symmetry == "split":
-        reasons.append("symmetry='split': the readers of a space take different shares")
+        reasons.append("symmetry='split': the readers of a vector take different shares")
     if layout.is_extended:
         reasons.append("uneven LayerNorm width: gradients pass through the extra coordinates")
     if reasons:
         return [Finding("approximate", "moments", "; ".join(reasons))]
-    return [Finding("exact", "moments", "every copy's gradient is a share of its source's")]
+    return [Finding("exact", "moments", "every copy's gradient is a fixed share of its source's")]
 
 
-def _in_places(plan: GrowthPlan) -> list[Finding]:
+def _exceptions(plan: GrowthPlan) -> list[Finding]:
     family, models, found = plan.small.family, (plan.small, plan.large), []
     if "kv_heads" in family.config:
         old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
         if old != new:
-            why = f"{new} query heads share a key head that {old} shared"
+            why = f"{new} query heads share a key head, in the source {old}"
             found.append(Finding("approximate", "keys and values", why))
     if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
-        found.append(Finding("approximate", "keys", "new entries are zero, but meet queries"))
+        why = "the new entries of keys are 0 but get gradients from the queries"
+        found.append(Finding("approximate", "keys", why))
     if any(is_new(plan, task) for task in plan.tasks):
         found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
     return found

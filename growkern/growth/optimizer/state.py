@@ -1,4 +1,8 @@
-"""`grow_optimizer`: the state of Adam or AdamW along with the weights."""
+"""`growkern.grow_optimizer`: grows the optimizer state of Adam or AdamW along with the weights.
+
+The functions on names and entries also serve growth of optimizer files (`optimizer.stream`) and of
+sharded optimizers (`optimizer.into`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
-# (the source's state, target parameter, key, is it zero) -> its value
+# (the source's state, task of the target parameter, moment, does it start at 0) -> the moment
 MakeMoment = Callable[[State, Task, str, bool], Tensor]
 
 
@@ -33,34 +37,38 @@ MakeMoment = Callable[[State, Task, str, bool], Tensor]
 def grow_optimizer(
     state_dict: Mapping[str, Any], plan: GrowthPlan, *, moments: str = "grow"
 ) -> dict[str, Any]:
-    """The optimizer state of the target, from the source's.
+    """The target's optimizer state, grown from the source's.
 
-    State keyed by position needs the parameters' names: `param_names` in the groups, where the
-    optimizer was made from named parameters; else one group is `model.named_parameters()` and two
-    are those of `transformers.Trainer`: weights that decay, then norms and biases. State keyed by
-    names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it, stays
-    keyed by names. Groups keep their settings and a target parameter joins its source's group.
+    Groups keep their settings, and a target parameter joins the group of its source. The state may
+    be keyed by position, as in `optimizer.state_dict()`, or by name, as in
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`; the result has the same
+    kind of keys.
+
+    With positions, growth needs to know the parameters' names. It takes `param_names` of the
+    groups, which PyTorch stores if the optimizer was made from named parameters. Otherwise a single
+    group must be that of `model.parameters()`, and two groups those of `transformers.Trainer`:
+    weights that decay, then norms and biases.
 
     Args:
         state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`. A Trainer's:
             `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`. DTensors are
-            gathered one at a time, so that all ranks have to call; what comes out is whole.
-            `growkern.grow_optimizer_into` gives every rank its part alone.
+            gathered one at a time, so all ranks must call this, and each gets the whole state.
+            `growkern.grow_optimizer_into` gives each rank only its part.
         plan: the growth of the weights, from `growkern.plan` or a grown model's `growth_plan`.
-        moments: "grow" gives every copy its share of its source's moments, (2) and (3) of
-            `optimizer.moments`; `moment_findings(plan)` says where that is exact. Entries
-            without a source are 0, inserted blocks start at step 0.
-            "old_slices" keeps the source's moments where the source's entries are now, as they
-            are, and 0 elsewhere, with the counts of steps: what copies share is forgotten, so they
-            can part. Meant for `GrowthAdamW(rewarm_steps=...)`.
-            "reset" is step 0 with zeros: it differs from a new optimizer in the groups' settings.
+        moments: "grow" gives every copy its share of its source's moments, as in (2) and (3) of
+            `optimizer.moments`; `moment_findings(plan)` says where this is exact. Entries without
+            a source get 0, and inserted blocks start at step 0.
+            "old_slices" keeps moments and step counts only for entries that existed before. All
+            others get 0, so that copies can become different. It is meant for
+            `GrowthAdamW(rewarm_steps=...)`.
+            "reset" discards all moments and starts at step 0. Only the groups' settings stay.
 
     Returns:
         A state dict for an optimizer of the target with the same groups, on the CPU.
 
     Raises:
-        GrowthError: a state of another optimizer or another model, or one that is damaged: NaN or
-            Inf in a moment, a negative mean of squares, a count of steps that is none.
+        GrowthError: the state belongs to another optimizer or model, or is damaged: NaN or Inf in
+            a moment, a negative mean of squares, an invalid step count.
 
     Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
     """
@@ -77,7 +85,7 @@ def grow_optimizer(
 def grown_state(
     plan: GrowthPlan, state_dict: Mapping[str, Any], moments: str, make: MakeMoment
 ) -> dict[str, Any]:
-    """The target's state dict with the moments that `make` gives; see `grow_optimizer`."""
+    """The target's state dict, with moments made by `make`; see `grow_optimizer`."""
     check_moments(moments)
     names, state = state_by_name(plan, state_dict)
     groups = state_dict["param_groups"]
@@ -101,7 +109,7 @@ def grown_state(
 def _grown_entry(
     plan: GrowthPlan, task: Task, state: State, moments: str, make: MakeMoment
 ) -> dict[str, Tensor]:
-    """State of one target parameter; none where the source has not taken a step with it."""
+    """State of one target parameter; empty if the source has none for it."""
     source = source_entry(task, state)
     if not source:
         return {}
@@ -114,26 +122,30 @@ def _grown_entry(
 
 
 def source_entry(task: Task, state: State) -> Mapping[str, Any]:
-    """The state that a target parameter's comes from; empty where no step was taken with it."""
+    """The source's state for a target parameter; empty if the optimizer took no step with it."""
     if task.is_made:
-        # like the others', which exist if a step was taken at all
+        # the source has no such tensor: any other state tells which moments there are
         return next(iter(state.values()), {})
     return state.get(task.source, {})
 
 
 def moments_in(entry: Mapping[str, Any]) -> list[str]:
-    """The moments a state has, in an order that all ranks share."""
+    """The moments in a state, in the same order on all ranks."""
     return [key for key in MOMENTS if key in entry]
 
 
 def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> Tensor:
+    """The step count of a target parameter: its source's, or 0."""
     step = entry["step"]
     step = count_of(task.source, step.read() if isinstance(step, StoredTensor) else step)
     return torch.zeros_like(step) if is_zero else step.clone()
 
 
 def reader_of(state: State, key: str) -> ReadEntries:
-    """Reads one moment: tensors as they are, DTensors whole, stored tensors where wanted."""
+    """A function that reads one moment of a source parameter.
+
+    DTensors are gathered whole. Of stored tensors only the needed entries are read.
+    """
 
     def read(name: str, index: Sequence[Tensor]) -> Tensor:
         value = state[name][key]
@@ -148,7 +160,7 @@ def reader_of(state: State, key: str) -> ReadEntries:
 
 
 def decay_names(model: nn.Module) -> set[str]:
-    """Parameters that `transformers.Trainer` gives its weight decay: no norms, no biases."""
+    """Parameters to which `transformers.Trainer` applies weight decay: no norms, no biases."""
     return set(transformers.Trainer.get_decay_parameter_names(None, model))
 
 
@@ -157,7 +169,7 @@ def _is_named(group: Mapping[str, Any]) -> bool:
 
 
 def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The source's parameter names, group by group, tied ones by the name the plan knows."""
+    """The source's parameter names, group by group; tied ones by the name used in the plan."""
     if any(_is_named(group) for group in groups):
         found = [list(group["params"]) for group in groups]
     elif groups and all("param_names" in group for group in groups):
@@ -168,7 +180,8 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     if counts != expected:
         raise GrowthError(
             f"the optimizer's groups hold {counts} parameters, {plan.small.class_name} has "
-            f"{expected}; make it from named parameters: AdamW(model.named_parameters())"
+            f"{expected}; make the optimizer from named parameters: "
+            "AdamW(model.named_parameters())"
         )
     known = known_names(plan)
     for name in (name for group in found for name in group):
@@ -181,7 +194,7 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
 
 
 def known_names(plan: GrowthPlan) -> dict[str, str]:
-    """Every name of a source parameter -> the one of its task: tied ones have several."""
+    """Every name of a source parameter -> the name used in the plan; tied ones have several."""
     small = plan.small
     return {t.name: small.ties.get(t.name, t.name) for t in small.tensors}
 
@@ -193,16 +206,16 @@ def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
         return [names]
     if groups != 2:
         raise GrowthError(
-            f"the optimizer has {groups} groups without param_names; only the one of "
-            "model.parameters() and the two of transformers.Trainer are known by position; make it "
-            "from named parameters"
+            f"the optimizer has {groups} groups without param_names; growkern knows the order of "
+            "the one group of model.parameters() and of the two groups of transformers.Trainer; "
+            "make the optimizer from named parameters"
         )
     decays = decay_names(model)
     return [[n for n in names if n in decays], [n for n in names if n not in decays]]
 
 
 def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The target's parameters in its own order, each in its source's group."""
+    """The target's parameter names in model order, each in the group of its source."""
     group_of = {name: number for number, names in enumerate(source) for name in names}
     sources = {task.name: task.source for task in plan.tasks}
     by_rank: dict[int, int] = {}
@@ -211,23 +224,27 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
     grown: list[list[str]] = [[] for _ in source]
     for name, parameter in _meta_model(plan.large).named_parameters():
         name = plan.large.ties.get(name, name)
-        made = sources[name] not in plan.small.shapes
-        # a tensor that the source lacks decays like those of its rank
-        found = by_rank.get(parameter.ndim) if made else group_of.get(sources[name])
+        is_made = sources[name] not in plan.small.shapes
+        # a tensor that the source lacks joins the group of tensors with as many axes, so that
+        # matrices decay and vectors do not
+        found = by_rank.get(parameter.ndim) if is_made else group_of.get(sources[name])
         if found is not None:
             grown[found].append(name)
     return grown
 
 
 def _meta_model(spec: ModelSpec) -> Any:
+    """The model on the meta device; its parameters are those that an optimizer sees."""
     with torch.device("meta"):
-        return untrained_model(spec)
+        model = untrained_model(spec)
+    model.tie_weights()
+    return model
 
 
 def state_by_name(
     plan: GrowthPlan, state_dict: Mapping[str, Any]
 ) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
-    """The source's parameter names, group by group, and the state of each that has one."""
+    """The source's parameter names, group by group, and the state of those that have one."""
     check_state_dict(state_dict)
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = _names(plan, groups)
@@ -235,7 +252,7 @@ def state_by_name(
     for group, members in zip(groups, names, strict=True):
         for key, name in zip(group["params"], members, strict=True):
             entry = state.get(key, {})
-            # PyTorch takes an empty one for none
+            # PyTorch treats an empty state as no state
             if not isinstance(entry, Mapping) or entry:
                 by_name[name] = entry
     check_entries(plan, by_name)

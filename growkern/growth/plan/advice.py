@@ -1,6 +1,6 @@
-"""What a growth will cost, and what published evidence says of a growth like it.
+"""Estimates what a growth costs, and warns about choices that are known to work badly.
 
-Every piece of advice names where it comes from. None of it stops a growth.
+A warning that rests on a publication names it. No warning stops a growth.
 """
 
 from __future__ import annotations
@@ -20,33 +20,38 @@ from growkern.growth.plan.pieces import MEMORY_LIMIT, part_bytes, stream_bytes
 from growkern.growth.plan.target import PAD_VOCAB
 from growkern.ops.expand.op import expand
 
-# tokens per parameter a compute-optimal run sees (Hoffmann et al., 2022)
+# tokens per parameter of a compute-optimal training run (Hoffmann et al., 2022)
 CHINCHILLA = 20
-# GEMM tiles are this wide: sizes that are no multiple leave part of one idle
+# width of GEMM tiles: with a size that is no multiple of it, part of a tile does no work
 TILE = 64
-# float32 weights, gradients and two moments, per parameter
+# bytes per parameter in float32: weight, gradient and two moments
 TRAINING_BYTES = 16
-# half of it fits into caches: 0.09 to 1.9 s were estimated for the same growth
+# rows and columns of the probe: at half this size it fits into the CPU's caches, and estimates
+# for one growth ranged from 0.09 to 1.9 s
 PROBE_SIZE = 2048
+# how often the probe runs
 PROBES = 6
 
 
 def estimate(plan: Blueprint, ranks: int = 1) -> dict[str, Any]:
-    """Costs of carrying a plan out and of training its target.
+    """The cost of a growth and of training its target.
+
+    Both peaks come on top of the 300 to 450 MB that Python, PyTorch and transformers need.
 
     Args:
-        ranks: processes the target is sharded over.
+        ranks: number of processes that the target is sharded over.
 
     Returns:
-        "read_bytes", "disk_bytes": of the source's weights and of the grown ones.
-        "stream_peak_bytes": most memory of `grow_checkpoint` at its default limit.
-        "rank_bytes": of one rank's shard of the grown weights. "rank_peak_bytes": most memory of
-        `grow_into` on one rank from files, its shard included. Both peaks are over what Python,
-        PyTorch and transformers take themselves (300 to 450 MB).
-        "training_bytes_per_rank": float32 weights, gradients and AdamW moments, without
-        activations. "flops_per_token": of training.
-        "expand_seconds": of expanding alone on this machine's CPU, from a probe of it. Growth onto
-        disk takes longer: add what reading and writing the bytes above take your disk.
+        read_bytes: size of the source's weights.
+        disk_bytes: size of the grown weights.
+        stream_peak_bytes: peak memory of `grow_checkpoint` at its default limit.
+        rank_bytes: size of one rank's shard of the grown weights.
+        rank_peak_bytes: peak memory of `grow_into` on one rank, from files, with its shard.
+        training_bytes_per_rank: float32 weights, gradients and AdamW moments of one rank, without
+            activations.
+        flops_per_token: training FLOPs per token of the target.
+        expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
+            Growth onto disk takes longer by the time to read and write the bytes above.
     """
     parameters = plan.parameters()
     size = parameters * plan.dtype.itemsize
@@ -64,7 +69,7 @@ def estimate(plan: Blueprint, ranks: int = 1) -> dict[str, Any]:
 
 
 def _bytes_per_second(dtype: torch.dtype) -> float:
-    """Output of `expand` per second here, for the plain map of doubling."""
+    """Bytes of output per second of `expand` on this machine, for doubling both axes."""
     weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype)
     index = torch.arange(2 * PROBE_SIZE) % PROBE_SIZE
     scale = torch.full((2 * PROBE_SIZE,), 0.5)
@@ -74,22 +79,22 @@ def _bytes_per_second(dtype: torch.dtype) -> float:
         start = time.perf_counter()
         expand(weight, rows=index, cols=index, col_scale=scale, out=out)
         times.append(time.perf_counter() - start)
-    # the first one also loads libraries
+    # the first run also loads libraries
     return out.nbytes / statistics.median(times[1:])
 
 
 def advice(plan: Blueprint, tokens: float | None = None) -> tuple[str, ...]:
-    """What to think about before this growth, a sentence each.
+    """Warnings about this growth, one sentence each.
 
     Args:
-        tokens: how many the source was trained on, if known: with it, a deeper target is told
-            which depth method the evidence favours, the one it has or the other.
+        tokens: number of tokens that the source was trained on, if known. For a deeper target, the
+            advice then names the depth method that the evidence favours.
 
     Raises:
-        GrowthError: a number of tokens that is not positive.
+        GrowthError: `tokens` is not positive or not finite.
     """
     if tokens is not None and not 0 < tokens < math.inf:
-        raise GrowthError(f"tokens={tokens:g}: give how many the source was trained on")
+        raise GrowthError(f"tokens={tokens:g}: give the number of tokens the source was trained on")
     parts = (_aki, _width, _depth, _symmetry, _heads, _tiles)
     return tuple(line for part in parts for line in part(plan, tokens))
 
@@ -105,8 +110,9 @@ def _grows(plan: Blueprint, key: str) -> bool:
 def _aki(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
     if plan.options.method == "aki" and _is_decoder(plan) and any(t.upper for t in plan.tasks):
         yield (
-            "aki starts decoders far above their source: 7.81 against 2.97 for 1.3B -> 7B, where "
-            "fpi kept 2.97 (AquilaMoE, 2024); measure with --text before you train"
+            "with aki, decoders start with a far higher loss than their source: 7.81 for a growth "
+            "from 1.3B to 7B, where fpi kept the source's 2.97 (AquilaMoE, 2024); measure it with "
+            "`growkern verify --text` before you train"
         )
 
 
@@ -114,14 +120,14 @@ def _width(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
     old, new = plan.layout.stream_sizes
     if new > 2 * old:
         yield (
-            f"the hidden size grows {new / old:.1f} times; published gains are for up to 2: "
-            "consider two steps"
+            f"the hidden size grows {new / old:.1f} times; published gains are for growth up to 2 "
+            "times: consider growing in two steps"
         )
     if new > old and _is_decoder(plan) and plan.parameters() > 1e9:
         yield (
-            "evidence for width on large decoders is mixed: -0.7 % to -17.9 % speed-up where "
-            "stacking gave 49 % (Du et al., 2024); gains came with a learning rate warmed up anew "
-            "for the new rows and columns"
+            "evidence for width on large decoders is mixed: the speed-up was -0.7 % to -17.9 %, "
+            "where stacking gave 49 % (Du et al., 2024); it helped when the learning rate of the "
+            "new rows and columns was warmed up again"
         )
 
 
@@ -134,8 +140,8 @@ def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
         factor = plan.large.size(key) / plan.small.size(key)
         if plan.options.depth == "stack" and factor > 4:
             yield (
-                f"{family.config_field(key)} grows {factor:.1f} times; stacking was best at 2 to 4 "
-                "(Du et al., 2024)"
+                f"{family.config_field(key)} grows {factor:.1f} times; stacking worked best at 2 "
+                "to 4 times (Du et al., 2024)"
             )
     if tokens is None:
         return
@@ -144,23 +150,26 @@ def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
     side = "past" if tokens > optimum else "below"
     yours = ", as you have it" if plan.options.depth == better else ""
     yield (
-        f"the source's {tokens:.3g} tokens are {side} {CHINCHILLA} per parameter "
-        f"({optimum:.3g}): there depth={better!r} was better than {other!r}{yours}"
+        f"the source saw {tokens:.3g} tokens, {side} {CHINCHILLA} per parameter ({optimum:.3g}); "
+        f"for such sources depth={better!r} was better than {other!r}{yours}"
     )
 
 
 def _symmetry(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
     copied = any(row["most"] > 1 for row in plan.maps().values())
     if plan.options.symmetry == "none" and plan.options.method == "fpi" and copied:
-        yield "symmetry='none': copies get equal gradients for ever; to train, use 'noise'"
+        yield (
+            "symmetry='none': all copies get equal gradients and never become different; use "
+            "symmetry='noise' to train the model"
+        )
 
 
 def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
     pre = [s for s in plan.small.family.spaces.values() if s.part == "before_norm"]
     if pre and plan.small.head_dim() != plan.large.head_dim():
         yield (
-            "new entries of queries and keys are both zero, as the norm over them would see "
-            "anything else: they get no gradient until something else moves them"
+            "the new entries of queries and keys both start at 0, as any other value would change "
+            "the norm over them; while both are 0 they get no gradient"
         )
 
 
@@ -170,11 +179,11 @@ def _tiles(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         old, new = plan.layout.sizes(key)
         if new != old and new >= 16 * TILE and new % TILE:
             field, better = family.config_field(key), -(-new // TILE) * TILE
-            yield f"{field}={new} is no multiple of {TILE}: {better} should run as fast"
+            yield f"{field}={new} is not a multiple of {TILE}: {better} should run as fast"
     vocab = plan.large.size("vocab")
     if vocab % TILE and vocab >= 16 * TILE and not _grows(plan, "vocab"):
         field, better = family.config_field("vocab"), -(-vocab // TILE) * TILE
         yield (
-            f"{field}={vocab} is no multiple of {TILE}: {field}={better} pads it, and so does "
+            f"{field}={vocab} is not a multiple of {TILE}: pad it with {field}={better} or "
             f"{PAD_VOCAB}={TILE}"
         )

@@ -1,11 +1,13 @@
-"""One axis of a target tensor: where each of its entries comes from, and what it is scaled by.
+"""Maps one axis of a target tensor to the source: the index and scale of every entry.
 
-A weight U = E_out W P_in copies what it writes and divides what it reads (`spaces`, (1)). Its
-gradient is the mirror image: while every reader of a space takes the same shares,
+A weight U = E_out W P_in copies along its written axis and divides along its read axis (see (1) of
+`growkern.growth.space.spaces`). Its gradient does the reverse. It divides along the written axis,
+copies along the read axis, and undoes the scale of a row:
 
     dU = P_out^T dW E_in^T                                                                 (1)
 
-so the written axis is divided, the read axis is copied, and a row that was scaled is unscaled.
+(1) holds while all readers of a space take the same shares. Folding (`growth.record.fold`) and
+optimizer moments (`growth.optimizer.moments`) rely on these maps; keep them in step.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from growkern.growth.space.shares import partial_sums
 
 @dataclass(frozen=True)
 class AxisMap:
-    """One axis of a gather over the target: (target,) each.
+    """One axis of the gather that builds a target tensor.
 
     Attributes:
-        index: source entry; beyond `source` the next layer's; in the last `extra` entries, one of
-            the rows made for them.
-        scale, noise: float64.
+        index: source entry of every target entry, (target,) int64. Values from `source` on mean
+            entries of the next layer (AKI). In the last `extra` entries, the index points into rows
+            computed for them (`growth.tensors.extras`).
+        scale: factor of every target entry, (target,) float64.
+        noise: amplitude of the noise on every target entry, (target,) float64.
         source: length of the source's axis.
-        extra: how many target entries at the end are gathered from made rows.
-        sums: where shares sum back bit for bit, what `shares.take_shares` takes; it is then used
-            in the place of `scale`.
+        extra: how many target entries at the end are gathered from computed rows.
+        sums: with `symmetry="split"`, the two vectors of `shares.take_shares`, (target,) float64
+            each. They then replace `scale`. None otherwise.
     """
 
     index: Tensor
@@ -43,7 +47,7 @@ class AxisMap:
     sums: tuple[Tensor, Tensor] | None = None
 
     def block(self, where: range) -> dict[str, Tensor | None]:
-        """Index, scale and noise of some target entries, None where they change nothing."""
+        """Index, scale and noise of some target entries, each None if it changes nothing."""
         at = slice(where.start, where.stop)
         index, scale, noise = self.index[at], self.scale[at], self.noise[at]
         is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
@@ -55,14 +59,18 @@ class AxisMap:
         }
 
     def sums_of(self, where: range) -> tuple[Tensor, Tensor] | None:
-        """`sums` of some target entries, None where every share is all of it."""
+        """`sums` of some target entries; None if every share is 1."""
         if self.sums is None:
             return None
         upto, before = (x[where.start : where.stop] for x in self.sums)
         return (upto, before) if bool((upto - before != 1).any()) else None
 
     def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
-        """The wanted target entries in runs that are copies, then extra ones."""
+        """Split the target entries of a slice into copies and extra entries.
+
+        Yields:
+            A range of target entries, and True if they are extra entries.
+        """
         start, stop, _ = part.indices(len(self.index))
         first_extra = len(self.index) - self.extra
         for a, b, is_extra in (
@@ -74,8 +82,13 @@ class AxisMap:
 
 
 def axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
-    """The map of one axis of a weight."""
-    return plan.kept.get(("map", task.name, axis), lambda: _make_axis_map(plan, task, axis, size))
+    """The map of one axis of a weight.
+
+    Args:
+        axis: as in the family's table: "write:SPACE", "read:SPACE" or the name of a size.
+        size: length of the target's axis.
+    """
+    return plan.cache.get(("map", task.name, axis), lambda: _make_axis_map(plan, task, axis, size))
 
 
 def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
@@ -83,25 +96,26 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
     layout, layer = plan.layout, task.source_layer
     total = plan.small.axis_size(axis)
     if not names:
-        # a larger vocabulary: the new tokens are zero
+        # the axis is no space, such as the vocabulary: rows of new tokens are 0
         is_old = torch.arange(size) < total
         index = torch.arange(size) % max(total, 1)
         return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)
-    pieces, first, extra = [], 0, 0
+    pieces, offset, extra = [], 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
         index = space.write_index if role == "write" else space.read_index
         scale = space.write if role == "write" else space.read
-        fresh = from_next_layer(plan, task, role, name)
+        from_next = from_next_layer(plan, task, role, name)
         noise = None
-        if role == "read" and plan.options.symmetry == "noise" and not bool(fresh.any()):
+        if role == "read" and plan.options.symmetry == "noise" and not bool(from_next.any()):
             noise = space.noise(plan.options.noise)
-        made = index >= space.source
-        extra = int(made.sum())
-        index = torch.where(made, index - space.source, index + first + total * fresh)
-        none = torch.zeros(space.target, dtype=torch.float64)
-        pieces.append((index, scale, none if noise is None else noise, ~space.is_extra))
-        first += space.source
+        is_computed = index >= space.source
+        extra = int(is_computed.sum())
+        copied = index + offset + total * from_next
+        index = torch.where(is_computed, index - space.source, copied)
+        no_noise = torch.zeros(space.target, dtype=torch.float64)
+        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra))
+        offset += space.source
     joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
     if role == "write":
         scales = scales * layout.scale(task.tensor.row)
@@ -111,23 +125,25 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
-    """The map of that axis of the gradient, (1): 0 for entries that copy none of the source's."""
+    """The map of one axis of the gradient, as in (1).
+
+    Entries that copy nothing of the source have a scale of 0. Arguments as in `axis_map`.
+    """
     role, _, names = axis.partition(":")
     layout = plan.layout
     if not names:
         return axis_map(plan, task, axis, size)
     total = plan.small.axis_size(axis)
-    pieces, first = [], 0
+    pieces, offset = [], 0
     for name in names.split("|"):
         space = layout.space(name, task.source_layer)
         index = space.read_index if role == "write" else space.write_index
         scale = space.read if role == "write" else space.write
-        made = space.is_extra | (index >= space.source)
-        index = (
-            torch.where(made, 0, index) + first + total * from_next_layer(plan, task, role, name)
-        )
-        pieces.append((index, torch.where(made, 0.0, scale)))
-        first += space.source
+        has_source = ~space.is_extra & (index < space.source)
+        index = torch.where(has_source, index, 0) + offset
+        index = index + total * from_next_layer(plan, task, role, name)
+        pieces.append((index, torch.where(has_source, scale, 0.0)))
+        offset += space.source
     joined, scales = (torch.cat(x) for x in zip(*pieces, strict=True))
     if role == "write":
         scales = scales / layout.scale(task.tensor.row)
@@ -135,19 +151,19 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 
 
 def noise_seed(plan: Blueprint, task: Task) -> int:
-    """Of the noise on a weight, as `growkern.expand` takes it."""
+    """The seed of a weight's noise, for `growkern.expand`."""
     return maps.generator(plan.options.seed, "noise", task.name).initial_seed()
 
 
 def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
-    """Where an axis of the source stands in the target's, (size,) bool: the first of all copies."""
+    """Which target entries are the first copy of a source entry, (size,) bool."""
     _, _, names = axis.partition(":")
     if not names:
         return torch.arange(size) < plan.small.axis_size(axis)
     pieces = []
     for name in names.split("|"):
         space = plan.layout.space(name, task.source_layer)
-        # a larger head holds copies that nothing reads among the old entries
+        # in larger heads, entries with read == 0 are copies that nothing reads: they are new
         is_read = (space.read != 0) & ~space.is_extra
         old = torch.zeros_like(is_read)
         old[is_read] = maps.rank_in_group(space.read_index[is_read]) == 0
@@ -156,7 +172,15 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
 
 
 def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor:
-    """Target units of this axis that come from the next layer, (target,) int64 of 0 and 1."""
+    """1 for target units of this axis that come from the next source layer (AKI), else 0.
+
+    Args:
+        role: "write" or "read".
+        name: of the axis's space.
+
+    Returns:
+        (target,) int64.
+    """
     space = plan.layout.space(name, task.source_layer)
     none = torch.zeros(space.target, dtype=torch.int64)
     if task.upper is None:
@@ -167,4 +191,4 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
         new = torch.arange(space.target) >= space.source
         return (new & ~space.is_extra).long()
     is_unit = plan.small.family.spaces[name].kind in ("heads", "units")
-    return plan.layout.fresh(name).long() if is_unit else none
+    return plan.layout.next_layer_units(name).long() if is_unit else none

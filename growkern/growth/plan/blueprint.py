@@ -17,7 +17,7 @@ import torch
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.cache import Kept
+from growkern.growth.plan.cache import SharedCache
 from growkern.growth.plan.initialisation import Initial, initial_tensors
 from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
@@ -110,12 +110,12 @@ class Blueprint:
         return initial_tensors(self.large)
 
     @cached_property
-    def kept(self) -> Kept:
+    def cache(self) -> SharedCache:
         """A cache that the pieces of a tensor share while they are built."""
-        return Kept()
+        return SharedCache()
 
     @property
-    def narrowed(self) -> tuple[str, ...]:
+    def narrowed_tensors(self) -> tuple[str, ...]:
         """Source tensors with a dtype whose numbers the target's dtype cannot all represent."""
         dtypes = self.source.dtypes.items()
         return tuple(n for n, d in dtypes if torch.promote_types(d, self.dtype) != self.dtype)

@@ -1,4 +1,4 @@
-"""What several pieces of a tensor need and one of them makes."""
+"""A small thread-safe cache, shared by the pieces of a tensor while they are built."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-# pieces under way belong to few tensors; a map over 30 000 entries takes 0.7 MB
-MOST_KEPT = 32
+# the pieces under way belong to few tensors; a map over 30 000 entries takes 0.7 MB
+MAX_ENTRIES = 32
 
 
-class _Value:
+class _Entry:
     def __init__(self) -> None:
         self.lock, self.is_made, self.value = threading.Lock(), False, None
 
 
-class Kept:
-    """Values by key, for several threads; the ones longest unused are let go.
+class SharedCache:
+    """Values by key, for several threads; the least recently used ones are dropped.
 
-    A copy of it, pickled or deep, keeps nothing: locks cannot be copied, values can be made again.
+    A pickled or deep copy starts empty: locks cannot be copied, and values can be made again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, _Value] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value of this key; whoever comes while it is made waits for it."""
+        """The value of this key, made by `make` on first use; other threads wait for it."""
         with self._lock:
-            entry = self._values.setdefault(key, _Value())
-            self._values.move_to_end(key)
-            if len(self._values) > MOST_KEPT:
-                self._values.popitem(last=False)
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            if len(self._entries) > MAX_ENTRIES:
+                self._entries.popitem(last=False)
         with entry.lock:
             if not entry.is_made:
                 entry.value, entry.is_made = make(), True
             return entry.value
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[SharedCache], tuple[()]]:
+        return SharedCache, ()

@@ -1,4 +1,8 @@
-"""What a growth keeps exactly, what nearly, what not, and why: said before any weight is read."""
+"""Predicts which parts of the source's function a growth keeps exactly, and says why.
+
+It looks at sizes, options and maps only and reads no weights. `growth.record.verify` measures the
+same afterwards. A change to how tensors are built must be reflected here.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from growkern.growth.space.rotary import pair_step
 
 @dataclass(frozen=True)
 class Finding:
-    """One statement on what the growth keeps.
+    """One statement about what a growth keeps.
 
     Attributes:
         level: "exact", "approximate" (the error is bounded and small) or "changed".
-        what: the part of the model it speaks of.
-        why: the reason, with the size of the error where it is known.
+        what: the part of the model, or the dtype, that the statement is about.
+        why: the reason, with the size of the error if it is known.
     """
 
     level: str
@@ -26,14 +30,16 @@ class Finding:
     why: str
 
     def line(self) -> str:
+        """The statement as one line of text."""
         return f"{self.level}: {self.what} ({self.why})"
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
-    """Statements on width, heads, vocabulary, head, depth and rounding, in this order."""
+    """Findings on width, head_dim, vocabulary, AKI, output head, depth and rounding, in order."""
     if plan.options.is_baseline:
-        what = "old block in random weights" if plan.options.method == "direct_copy" else "random"
-        return (Finding("changed", "everything", f"{what}: the source's function is not kept"),)
+        what = "the source's weights lie in a block of random weights"
+        what = what if plan.options.method == "direct_copy" else "all weights are random"
+        return (Finding("changed", "everything", f"{what}, so the source's function is lost"),)
     parts = (_width, _head_dim, _vocabulary, _advanced, _head, _depth, _rounding)
     return tuple(finding for part in parts for finding in part(plan))
 
@@ -47,30 +53,31 @@ def _width(plan: Blueprint) -> list[Finding]:
     if options.scheme == "paper" and old != new:
         count = torch.bincount(layout.space("stream").read_index, minlength=old)
         if count.min() == count.max():
-            return [Finding("exact", what, "every coordinate happens to have the same count")]
+            return [Finding("exact", what, "all coordinates happen to have equally many copies")]
         return [
             Finding(
                 "changed",
                 what,
-                f"random maps repeat coordinates {count.min()} to {count.max()} times, which "
-                f"shifts the statistics of every {norm}",
+                f"random maps copy coordinates {count.min()} to {count.max()} times, which "
+                f"changes the statistics of every {norm}",
             )
         ]
     if layout.is_even:
         why = "unchanged" if old == new else f"every coordinate has {new // old} copies"
         return [Finding("exact", what, why)]
     if norm == "rmsnorm":
-        return [Finding("exact", what, "copies weighted so that the mean square is kept")]
+        return [Finding("exact", what, "copies are scaled so that the mean square stays the same")]
     if placement == "pre" and not layout.family.carries:
-        return [Finding("exact", what, "extra coordinates carry the mean, the scale the variance")]
+        why = "extra coordinates keep the mean, a scale keeps the variance"
+        return [Finding("exact", what, why)]
     if layout.is_carried:
         delta = options.carry
-        order = "O(carry^2)" if new % old > 1 else "O(carry), as there is one extra coordinate"
-        why = f"extra coordinates carry the mean to {order}, carry={delta:g}"
+        order = "O(carry^2)" if new % old > 1 else "O(carry), with a single extra coordinate"
+        why = f"extra coordinates carry the mean with an error of {order}, carry={delta:g}"
         return [Finding("approximate", what, why)]
     why = (
-        f"extra coordinates get the mean of the norms' biases only ({layout.why_no_carry}); "
-        "about 1 % of the hidden state"
+        f"extra coordinates hold only the mean of the norms' biases ({layout.no_carry_reason}); "
+        "the error is about 1 % of the hidden state"
     )
     return [Finding("approximate", what, why)]
 
@@ -84,12 +91,13 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
             continue
         what = f"head_dim {old} -> {new}"
         if family.attention.positions != "rotary":
-            found.append(Finding("exact", what, "new query-key products are zero"))
+            why = "the new entries add 0 to every query-key product"
+            found.append(Finding("exact", what, why))
         elif pair_step(*layout.turning) is not None:
-            why = "every rotary pair becomes the one that turns as fast"
+            why = "every rotary pair moves to the pair with the same frequency"
             found.append(Finding("exact", what, why))
         else:
-            why = "rope_theta changes so that every pair turns as fast, to float32 rounding"
+            why = "rope_theta changes to keep every pair's frequency, up to float32 rounding"
             found.append(Finding("approximate", what, why))
     return found
 
@@ -99,7 +107,7 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     if old == new:
         return []
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
-    why = "logits of the old tokens are kept, those of the new ones start at 0"
+    why = "old tokens keep their logits; new tokens start with a logit of 0"
     return [Finding("approximate", what, why)]
 
 
@@ -107,15 +115,18 @@ def _advanced(plan: Blueprint) -> list[Finding]:
     if plan.options.method != "aki":
         return []
     if not any(task.upper for task in plan.tasks):
-        return [Finding("exact", "aki", "nothing above a single layer to take from: as fpi")]
-    if plan.options.aki == "eq16":
         return [
-            Finding("changed", "aki", "new output rows of every matrix come from the next layer")
+            Finding("exact", "aki", "a single layer has no next layer to take from: same as fpi")
         ]
+    if plan.options.aki == "eq16":
+        why = "the new output rows of every matrix come from the next layer"
+        return [Finding("changed", "aki", why)]
     moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
-    kinds = {s.kind for s in moving if s.size != "stream" and plan.layout.fresh(s.name).any()}
+    kinds = {
+        s.kind for s in moving if s.size != "stream" and plan.layout.next_layer_units(s.name).any()
+    }
     if not kinds:
-        return [Finding("exact", "aki", "no new heads or FFN units: as fpi")]
+        return [Finding("exact", "aki", "no new heads or FFN units: same as fpi")]
     named = {"heads": "heads", "units": "FFN units"}
     what = " and ".join(text for kind, text in named.items() if kind in kinds)
     return [Finding("changed", f"new {what}", "taken from the next layer")]
@@ -132,8 +143,8 @@ def _head(plan: Blueprint) -> list[Finding]:
     if not activated or layout.is_even or plan.options.scheme == "paper":
         return []
     why = (
-        "its activation sits between the dense layer and the norm, so uneven copies shift the "
-        "norm's statistics"
+        "an activation sits between its dense layer and its norm, so uneven numbers of copies "
+        "change the norm's statistics"
     )
     return [Finding("changed", "MLM head", why)]
 
@@ -148,25 +159,28 @@ def _depth(plan: Blueprint) -> list[Finding]:
             continue
         if plan.options.depth != "identity":
             verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
-            why = f"layers are {verb}; each runs on inputs it never saw"
+            why = f"layers are {verb}, so they get inputs that they were not trained on"
             found.append(Finding("changed", what, why))
         elif family.norm.placement != "post":
-            found.append(Finding("exact", what, "inserted blocks add zero"))
+            found.append(Finding("exact", what, "inserted blocks add 0"))
         else:
             eps, square = plan.small.norm_epsilon, plan.options.identity_gain**2
             error = eps * square / (square + eps)
-            why = f"inserted blocks repeat their input up to {error:.2g}, eps={eps:g} of the norms"
+            why = (
+                f"inserted blocks repeat their input with a relative error of {error:.2g}, from "
+                f"the norms' eps={eps:g}"
+            )
             found.append(Finding("exact" if error <= 1e-12 else "approximate", what, why))
     return found
 
 
 def _rounding(plan: Blueprint) -> list[Finding]:
     layout, dtype = plan.layout, str(plan.dtype).removeprefix("torch.")
-    if names := plan.narrowed:
+    if names := plan.narrowed_tensors:
         wide = str(plan.source.dtypes[names[0]]).removeprefix("torch.")
         all_of_it = len(names) == len(plan.source.dtypes)
-        what = "the source" if all_of_it else f"{names[0]} ({len(names)} tensors so)"
-        return [Finding("approximate", dtype, f"{what} is {wide}")]
+        what = "the source" if all_of_it else f"{names[0]} (one of {len(names)} such tensors)"
+        return [Finding("approximate", dtype, f"{what} is {wide} and is rounded to {dtype}")]
     if plan.dtype.itemsize > 2:
         return []
     is_widened = any(
@@ -177,18 +191,23 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
-        why = f"weights are rounded to this dtype after scaling, such as {rounded[0]}"
+        why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}"
         return [Finding("approximate", dtype, why)]
     if is_widened and plan.dtype == torch.float16 and plan.options.symmetry != "split":
         tiny = torch.finfo(torch.float16).tiny
-        why = f"what falls below {tiny:.2g} when it is divided loses digits; 'split' loses none"
+        why = f"divided weights below {tiny:.2g} lose digits; symmetry='split' keeps all of them"
         return [Finding("approximate", dtype, why)]
-    why = "copies sum to the source's weights bit for bit" if is_widened else "weights are copied"
+    why = "copies add up to the source's weights bit for bit"
+    why = why if is_widened else "weights are copied"
     return [Finding("exact", dtype, why)]
 
 
 def _is_rounded(plan: Blueprint, task: Task) -> bool:
-    """True where a tensor's copies do not sum to powers of two of it, or is made of sums."""
+    """True if building this tensor rounds weights.
+
+    That is so if its copies add up to a multiple of the source that is no power of two, or if some
+    of its rows are computed as sums.
+    """
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
         maps = [axis_map(plan, task, axis, size) for axis, size in axes]
@@ -208,13 +227,16 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
 
 
 def _is_any_rounded(index: torch.Tensor, scale: torch.Tensor, is_split: bool) -> bool:
-    """True where weights are scaled by more than powers of two.
+    """True if some weight is scaled by a factor that is no power of two.
 
     Args:
-        is_split: copies are shares that add up bit for bit (`shares.take_shares`).
+        index: source entry of every target entry, int64.
+        scale: factor of every target entry, float64; 0 entries are ignored.
+        is_split: True if copies are shares that add up bit for bit (`shares.take_shares`). Then
+            the sum over the copies counts instead of each factor.
     """
     if is_split:
         scale = torch.zeros(int(index.max()) + 1, dtype=scale.dtype).index_add_(0, index, scale)
     powers = torch.log2(scale[scale != 0].abs())
-    # sums are 1 up to their own rounding, which is far below that of the weights
+    # sums of shares are off by float64 rounding, far below the rounding of the weights
     return bool(((powers - powers.round()).abs() > 1e-12).any())

@@ -1,6 +1,7 @@
-"""The plan of a growth, and everything that can be said about it before any work.
+"""`growkern.plan`: sizes, cost, exactness and advice of a growth, without doing it.
 
-Reads configs and file headers only, no weights.
+Making a plan reads configs and file headers, no weights. The same plan is then carried out by
+`growth.grow` and `growth.sharded.grow_into`.
 """
 
 from __future__ import annotations
@@ -37,24 +38,27 @@ class GrowthPlan(Blueprint):
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What the growth keeps exactly, what nearly, and what it changes."""
+        """Which parts of the source's function stay exact, approximate, or change, and why."""
         return findings(self)
 
     @property
     def exact(self) -> bool:
-        """True when the target computes the source's outputs to rounding."""
+        """True if the target computes the source's outputs up to rounding."""
         return all(finding.level == "exact" for finding in self.findings)
 
     def estimate(self, ranks: int = 1) -> dict[str, Any]:
-        """What carrying it out costs; see `growkern.growth.plan.advice.estimate`."""
+        """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.estimate`."""
         return estimate(self, ranks)
 
     def advice(self, tokens: float | None = None) -> tuple[str, ...]:
-        """What published evidence says of it; see `growkern.growth.plan.advice.advice`."""
+        """Warnings from published evidence; see `growkern.growth.plan.advice.advice`."""
         return advice(self, tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable summary; with the source it is enough to repeat the growth."""
+        """A JSON-serialisable summary. Together with the source it can repeat the growth.
+
+        `lineage.json` and the resume journal store it: changing a key changes those formats.
+        """
         return {
             "growkern": version(),
             "family": self.small.family.model_type,
@@ -78,14 +82,14 @@ class GrowthPlan(Blueprint):
 
 @dataclass(frozen=True)
 class GrowthReport:
-    """What `grow_checkpoint` or `grow_into` did.
+    """Result of `grow_checkpoint`, `replay` or `grow_into`.
 
     Attributes:
-        directory: the new checkpoint; of `grow_into` the source's directory.
+        directory: the new checkpoint; for `grow_into` the source's directory.
         plan: the plan that was carried out.
-        bytes_written: size of the weights, bytes.
+        bytes_written: size of the weights, bytes; for `grow_into` those of this process.
         seconds: wall time of building and writing.
-        bytes_kept: how many of these bytes an interrupted run had written already.
+        bytes_kept: how many of these bytes were reused from an interrupted run.
     """
 
     directory: Path
@@ -103,19 +107,20 @@ def plan(
     allow_nonfinite: bool = False,
     **how: Any,
 ) -> GrowthPlan:
-    """Work out a growth without doing it: sizes, maps, cost, and what stays exact.
+    """Plan a growth without doing it: sizes, maps, cost, and which outputs stay exact.
 
     Args:
         source: a `transformers.PreTrainedModel` or a checkpoint directory (only the config and the
             safetensors headers are read).
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
-        dtype: of the grown weights; default the source's.
-        allow_nonfinite: grow NaN and Inf as they are.
+        dtype: dtype of the grown weights; default the source's.
+        allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
         **how: the fields of `GrowthOptions`, the target sizes, and `pad_vocab_to_multiple_of`.
 
     Raises:
-        GrowthError: an unsupported source, a bad or missing file, sizes that do not fit.
+        GrowthError: the source is not supported, a file is damaged or missing, or sizes do not fit
+            together.
     """
     options, dims = GrowthOptions.split_off(how)
     opened = open_source(source, allow_nonfinite=allow_nonfinite)
@@ -132,7 +137,11 @@ def plan_growth(
     target_config: Any | None = None,
     dtype: torch.dtype | None = None,
 ) -> GrowthPlan:
-    """`plan` for a source that is already open."""
+    """`plan` for a source that is already open.
+
+    Args:
+        dims: target sizes by the config's own names; empty if `target_config` is given.
+    """
     small, family = opened.spec, opened.spec.family
     large = resolve_target(small, dims, target_config)
     pick = maps.stack if options.depth == "stack" else maps.interleave
@@ -150,11 +159,11 @@ def plan_growth(
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
-        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result yourself")
+        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result afterwards")
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)
-    # maps that cannot be built (lost query heads) must fail here, before any work
+    # build the maps now, so that impossible ones (lost query heads) fail before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
     return grown

@@ -1,8 +1,9 @@
-"""How a model class initialises its tensors, asked of the class itself.
+"""Finds out how a model class initialises its tensors, for the baselines with random weights.
 
-Deviations differ from class to class and from layer to layer (GPT-2's output projections, all of
-T5, ModernBERT's cut-off normal). The class tells them: it initialises a model without memory while
-its calls of the initialisation functions are noted down instead of being carried out.
+Standard deviations differ between classes and even between layers (GPT-2's output projections, all
+of T5, the truncated normal of ModernBERT). So the class itself initialises a model on the meta
+device, and this file records its calls of `torch.nn.init` instead of running them. The calls go
+through a table of transformers, `initialization.TORCH_INIT_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.models import persistent_buffers, untrained_model
 
-# the functions are transformers' own table, one for all threads
+# the patched table belongs to transformers and is shared by all threads
 _patching = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Initial:
-    """A tensor before training: `value` everywhere, or normal around it.
+    """How a tensor is initialised: constant, or normal around `value`.
 
     Attributes:
-        deviation: standard deviation of the normal; 0 for a constant.
-        cutoff: what is further away is drawn again, in deviations.
-        zero_rows: rows that are 0 all the same (of padding tokens).
+        value: the constant, or the mean of the normal distribution.
+        deviation: its standard deviation; 0 for a constant.
+        cutoff: distance from the mean, in standard deviations, beyond which numbers are redrawn.
+        zero_rows: rows that are set to 0 afterwards (padding tokens).
     """
 
     value: float
@@ -44,16 +46,16 @@ class Initial:
 
 
 def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
-    """Of every parameter and persistent buffer of this model.
+    """The initialisation of every parameter and persistent buffer of a model, by name.
 
     Raises:
-        GrowthError: the class initialises one of them in no way known here.
+        GrowthError: the class initialises one of them in a way that is not supported here.
     """
     with torch.device("meta"):
         model = untrained_model(spec)
     tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))
     found: dict[int, Initial] = {}
-    with _noted(found, {id(tensor) for tensor in tensors.values()}):
+    with _recorded_calls(found, {id(tensor) for tensor in tensors.values()}):
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
@@ -66,16 +68,21 @@ def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
 
 
 @contextmanager
-def _noted(found: dict[int, Initial], ours: set[int]) -> Iterator[None]:
-    """Calls on our tensors (ids) end up in `found`, all others are carried out."""
+def _recorded_calls(found: dict[int, Initial], ours: set[int]) -> Iterator[None]:
+    """Record initialisation calls on our tensors in `found`; run all others.
 
-    def noting(name: str, carry_out: Callable[..., Tensor]) -> Any:
+    Args:
+        found: the initialisation by `id` of the tensor; is filled.
+        ours: `id` of every tensor whose calls are recorded.
+    """
+
+    def recording(name: str, run: Callable[..., Tensor]) -> Any:
         read = _READERS.get(name)
 
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             base = tensor if tensor._base is None else tensor._base
             if id(base) not in ours:
-                return carry_out(tensor, *args, **kwargs)
+                return run(tensor, *args, **kwargs)
             if read is None:
                 found.pop(id(base), None)
                 return tensor
@@ -90,16 +97,20 @@ def _noted(found: dict[int, Initial], ours: set[int]) -> Iterator[None]:
     table = initialization.TORCH_INIT_FUNCTIONS
     with _patching:
         before = dict(table)
-        table.update({name: noting(name, function) for name, function in before.items()})
+        table.update({name: recording(name, function) for name, function in before.items()})
         try:
             yield
         finally:
             table.update(before)
 
 
-def _with_row(initial: Initial, base: Tensor, row: Tensor, its: Initial) -> Initial:
-    if its != Initial(0.0) or row.shape != base.shape[1:]:
-        raise GrowthError("a class initialises part of a tensor in a way that is not known")
+def _with_row(initial: Initial, base: Tensor, row: Tensor, row_initial: Initial) -> Initial:
+    """`initial` of a tensor, after one of its rows (a view) was set to 0."""
+    if row_initial != Initial(0.0) or row.shape != base.shape[1:]:
+        raise GrowthError(
+            "the model class initialises a part of a tensor to something other than a row of "
+            "zeros, which is not supported; use method='fpi'"
+        )
     index = (row.storage_offset() - base.storage_offset()) // base.stride(0)
     zero_rows = (*initial.zero_rows, index)
     return Initial(initial.value, initial.deviation, initial.cutoff, zero_rows)
@@ -111,7 +122,7 @@ def _truncated(
     return Initial(mean, std, min(mean - a, b - mean) / std)
 
 
-# the arguments are those of torch.nn.init
+# torch.nn.init function -> the same arguments as an `Initial`
 _READERS: dict[str, Callable[..., Initial]] = {
     "normal_": lambda mean=0.0, std=1.0, **_: Initial(mean, std),
     "trunc_normal_": _truncated,

@@ -1,4 +1,8 @@
-"""A growth cut into pieces that are built one at a time, and how much memory one takes."""
+"""Cuts a growth into pieces that fit the memory limit, and estimates the memory of a piece.
+
+The estimates must cover every buffer that `growth.disk.stream` and `growth.tensors` allocate per
+piece. Whoever adds a buffer there adds it here.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +14,37 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.source.files import row_blocks
 
-# more workers than this only wait for the disk; further cores share out the rows of a piece
+# more workers than this only wait for the disk; further cores share the rows of a piece
 MOST_WORKERS = 8
-# what growth onto disk takes where nothing else is said
+# default limit of growth onto disk
 MEMORY_LIMIT = "1GiB"
-# of a source that is summed, at a time; float64 copies of that are made on the way
+# bytes of a source tensor that are summed at a time; each such block also has a float64 copy
 SUMMED_BYTES = 1 << 20
-# index maps, names, sums and the allocator's slack
+# index maps, names, sums and the allocator's overhead
 FIXED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, stop) of a target tensor, which are built at once."""
+    """Rows [start, stop) of a target tensor, built in one step."""
 
     task: Task
     rows: tuple[int, int]
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """What the journal calls it."""
+        """Its key in the resume journal."""
         return self.task.name, *self.rows
 
     @property
     def part(self) -> tuple[slice, ...] | None:
-        """As `build_tensor` takes it; a tensor without axes has no part."""
+        """The `part` argument of `build_tensor`; None for a tensor without axes."""
         sizes = self.task.shape[1:]
         return (slice(*self.rows), *(slice(0, n) for n in sizes)) if self.task.shape else None
 
 
 def pieces_of(plan: Blueprint) -> list[Piece]:
-    """All work there is."""
+    """All pieces of a growth."""
     return [
         Piece(task, rows)
         for task in plan.tasks
@@ -52,30 +56,33 @@ def pieces_of(plan: Blueprint) -> list[Piece]:
 
 
 def workers_within(plan: Blueprint, memory_limit: int) -> int:
-    """How many workers fit into a limit, bytes.
+    """How many workers fit into a memory limit.
+
+    Args:
+        memory_limit: bytes.
 
     Raises:
-        GrowthError: not even one does.
+        GrowthError: the limit is too small for a single worker.
     """
     each = _most_in_work(plan)
     least = FIXED_BYTES + each
     if memory_limit < least:
         raise GrowthError(
-            f"memory_limit={memory_limit / 1e6:g}MB: growing this model takes at least "
-            f"{math.ceil(least / 1e6)}MB"
+            f"memory_limit={memory_limit / 1e6:g}MB is too small: growing this model needs at "
+            f"least {math.ceil(least / 1e6)}MB"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cores or 1, MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
 
 
 def stream_bytes(plan: Blueprint, memory_limit: int) -> int:
-    """What streaming takes of a limit, at most; more than the limit where one piece is more."""
+    """Peak memory of growth onto disk, bytes; above the limit if one piece needs more."""
     each = _most_in_work(plan)
     return FIXED_BYTES + each * workers_within(plan, max(memory_limit, FIXED_BYTES + each))
 
 
 def part_bytes(plan: Blueprint, ranks: int) -> int:
-    """What one of several ranks takes beside its parts: what it maps of the source at a time."""
+    """Memory that one rank needs for source data, besides its shard of the target, bytes."""
     return FIXED_BYTES + max(
         (
             _mapped_bytes(plan, task, -(-math.prod(task.shape) // ranks)) + _summed_bytes(plan)
@@ -90,21 +97,21 @@ def _most_in_work(plan: Blueprint) -> int:
 
 
 def _bytes_in_work(plan: Blueprint, piece: Piece) -> int:
-    """A piece's buffer and what is made on the way, and the source rows that are mapped for it."""
+    """Bytes of a piece: its buffer, its temporaries and the source rows mapped for it."""
     start, stop = piece.rows
     numbers = (stop - start) * math.prod(piece.task.shape[1:])
-    made = numbers * plan.dtype.itemsize
-    return made + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan)
+    buffer = numbers * plan.dtype.itemsize
+    return buffer + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan)
 
 
 def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:
-    """What is mapped of files for so many numbers of a tensor."""
+    """Bytes of source files mapped while this many elements of a target tensor are built."""
     names = [n for n in (task.source, task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
-    # a row is copied from a row
+    # every target row is gathered from one source row, so no more is mapped than is built
     return sum(min(header.nbytes, numbers * header.dtype.itemsize) for header in headers)
 
 
 def _summed_bytes(plan: Blueprint) -> int:
-    """Of bfloat16, with a copy in float64."""
+    """Bytes of a summed block: bfloat16 and its float64 copy, which is 4 times as large."""
     return 5 * SUMMED_BYTES if plan.layout.is_extended else 0

@@ -1,4 +1,4 @@
-"""Plans and reports as rich tables."""
+"""Renders a plan as rich tables, for `growkern plan` and `print(plan.table())`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
 
 
 def human(number: float) -> str:
-    """1234567 as 1.23 M."""
+    """A number with an SI prefix: 1234567 becomes "1.23 M"."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(number) < 1000:
             return f"{number:.3g} {unit}".strip()
@@ -34,7 +34,10 @@ def plan_table(
     """Sizes, cost, findings and advice of a plan.
 
     Args:
+        findings: of `growkern.growth.plan.exactness.findings`.
         numbers: of `growkern.growth.plan.advice.estimate`, for `ranks` processes.
+        advice: sentences of `growkern.growth.plan.advice.advice`.
+        ranks: number of processes that the target is sharded over.
     """
     sizes = Table(title=f"{plan.small.class_name}: {plan.options.method}", title_justify="left")
     for column in ("", "source", "target"):

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.space.rotary import pair_step, rotary_entries
+
+if TYPE_CHECKING:
+    # `growkern --help` lists the growable sizes without loading torch
+    import torch
 
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")

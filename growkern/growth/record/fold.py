@@ -1,18 +1,23 @@
-"""A grown model read back into the source's shapes: W = P_out U E_in.
+"""Folds grown tensors back into the source's shapes: W = P_out U E_in.
 
-    written axis    copies are averaged with the shares that their readers take             (1)
-    read axis       copies are summed, times what their writers put there
-    norm            gamma = sum_i c_i gamma_t[i], c_i = read_i write_i / kappa over the copies i
-                    (read of the space it leads to, write of the one it comes from); these undo
-                    (3) of `growkern.growth.space.spaces`
-    no copy         a leading block (vocabulary, DirectCopy)
+This is the inverse of growth for a model that was not trained since, and an average over the copies
+after training. It works from `lineage.json` alone and must follow every change in how
+`growth.tensors` builds tensors.
 
-Shares sum to 1, so a model that was not trained since gives the source's numbers: float64 sums are
-rounded once, and noise and shares cancel in them. Extra coordinates hold nothing of their own.
-Entries that AKI took from the next layer are left out of all sums; what is left is weighted so that
-an entry's own copies give it back:
+    written axis    copies are averaged, weighted with the shares of their readers          (1)
+    read axis       copies are summed, weighted with the coefficients of their writers
+    norm            gamma = sum_i c_i gamma_t[i], c_i = read_i write_i / kappa over the copies i,
+                    with read of the space that the norm writes and write of the space that it
+                    reads; this undoes (3) of `growkern.growth.space.spaces`
+    no copies       the leading block is taken (vocabulary, DirectCopy)
 
-    c_i = s_i / sum s_j^2, s the factor each copy was written with                          (2)
+Shares sum to 1, and noise cancels in the sums. Sums are float64 and rounded once at the end. Extra
+coordinates are left out, as they hold nothing of their own.
+
+Entries that AKI took from the next layer are left out too. The remaining copies get weights that
+still add up to the source's entry, where s is the factor with which a copy was written:
+
+    c_i = s_i / sum s_j^2                                                                   (2)
 """
 
 from __future__ import annotations
@@ -30,17 +35,20 @@ from growkern.growth.space.spaces import Space
 from growkern.ops.expand.op import folded
 
 SpaceOf = Callable[[str], Space]
-# an entry whose own copies are smaller than this part of it comes back as rounding
+# a copy with a smaller share than this is lost in rounding, so its entry cannot be folded back
 LEAST_SHARE = 2.0**-10
 
 
 @dataclass(frozen=True)
 class AxisFold:
-    """One axis: source entry `index[k]` takes `coefficient[k]` times target entry `keep[k]`.
+    """One axis of a fold, a weighted sum over k kept target entries.
+
+    Source entry `index[i]` gets `coefficient[i]` times target entry `keep[i]`.
 
     Attributes:
-        keep, index: (k,) int64.
-        coefficient: (k,) float64.
+        keep: target entries, (k,) int64.
+        index: their source entries, (k,) int64.
+        coefficient: their weights, (k,) float64.
         size: length of the source's axis.
     """
 
@@ -51,10 +59,15 @@ class AxisFold:
 
 
 def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
-    """A whole tensor of the target in the source's shape, float64.
+    """A whole target tensor folded into the source's shape, float64.
+
+    Args:
+        origin: of the tensor, from the lineage.
+        space_of: returns the space of a name, for the tensor's layer.
+        grown: the target tensor.
 
     Raises:
-        GrowthError: some entry of the source has no copy of its own there.
+        GrowthError: some source entry has no copy in the target (AKI).
     """
     return fold_rows(origin, axis_folds(origin, space_of), grown, 0, origin.source_shape[0])
 
@@ -62,11 +75,11 @@ def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
 def fold_rows(
     origin: Origin, folds: Sequence[AxisFold], grown: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Rows [start, stop) of the source's tensor, float64; of `grown` their copies alone are read.
+    """Rows [start, stop) of the folded tensor, float64. Only their copies in `grown` are read.
 
     Args:
         folds: of `axis_folds`.
-        grown: the target's tensor, of the origin's shape, memory-mapped or not.
+        grown: the target tensor, of the origin's shape; may be memory-mapped.
     """
     rows, *cols = folds
     wanted = (rows.index >= start) & (rows.index < stop)
@@ -82,7 +95,7 @@ def fold_rows(
 
 
 def axis_folds(origin: Origin, space_of: SpaceOf) -> list[AxisFold]:
-    """How to fold each axis of a tensor that holds the source's numbers."""
+    """How to fold each axis of a target tensor; args as in `fold_tensor`."""
     nothing = ("",) * len(origin.axes)
     axes = zip(origin.axes, origin.source_shape, origin.next_layer or nothing, strict=True)
     return [_axis_fold(origin, space_of, *axis) for axis in axes]
@@ -90,7 +103,14 @@ def axis_folds(origin: Origin, space_of: SpaceOf) -> list[AxisFold]:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Target entries of an axis, (target,) each: source entry, factor (s), weight (c), a copy?"""
+    """The target entries of an axis.
+
+    Attributes:
+        index: source entry, (target,) int64.
+        factor: s of (2), (target,) float64.
+        weight: c before it is normalised, (target,) float64.
+        is_copy: False for entries to leave out, (target,) bool.
+    """
 
     index: Tensor
     factor: Tensor
@@ -104,17 +124,18 @@ def _axis_fold(
     role, _, names = axis.partition(":")
     if not names:
         return _joined(origin, [_leading(size, size)], size, next_layer)
-    pieces, first = [], 0
+    pieces, offset = [], 0
     for name in names.split("|"):
         space = space_of(name)
         piece = _copies_of(origin, space_of, space, role)
-        index = torch.where(piece.is_copy, piece.index + first, 0)
+        index = torch.where(piece.is_copy, piece.index + offset, 0)
         pieces.append(_Copies(index, piece.factor, piece.weight, piece.is_copy))
-        first += space.source
+        offset += space.source
     return _joined(origin, pieces, size, next_layer)
 
 
 def _leading(size: int, target: int) -> _Copies:
+    """The first `size` target entries, as their own source entries."""
     ones = torch.ones(target, dtype=torch.float64)
     return _Copies(torch.arange(target), ones, ones, torch.arange(target) < size)
 
@@ -128,14 +149,15 @@ def _copies_of(origin: Origin, space_of: SpaceOf, space: Space, role: str) -> _C
     entering, leaving = map(space_of, origin.norm)
     factor, weight = leaving.write, leaving.read
     if origin.is_gain:
-        # nothing enters where it is 0, and any number may stand there
+        # where write is 0 the norm's input is 0 and its weight is free: avoid dividing by 0
         factor = entering.kappa * factor / torch.where(entering.write == 0, 1.0, entering.write)
-        # up to kappa: weights are made to give 1 below
+        # kappa is left out here, as `_joined` normalises the weights
         weight = weight * entering.write
     return _Copies(entering.read_index, factor, weight, ~entering.is_extra & (weight != 0))
 
 
 def _joined(origin: Origin, pieces: list[_Copies], size: int, next_layer: str) -> AxisFold:
+    """The fold of an axis, with weights normalised so that copies give back their entry."""
     index = torch.cat([piece.index for piece in pieces])
     factor = torch.cat([piece.factor for piece in pieces])
     weight = torch.cat([piece.weight for piece in pieces])
@@ -147,15 +169,15 @@ def _joined(origin: Origin, pieces: list[_Copies], size: int, next_layer: str) -
     index, factor, weight = index[keep], factor[keep], weight[keep]
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, index, factor * weight)
     if next_layer:
-        _check_own(origin, total)
+        _check_no_entry_lost(origin, total)
     return AxisFold(keep, index, weight / total[index], size)
 
 
-def _check_own(origin: Origin, total: Tensor) -> None:
+def _check_no_entry_lost(origin: Origin, total: Tensor) -> None:
     lost = (total < LEAST_SHARE**2).nonzero().flatten().tolist()
     if lost:
         raise GrowthError(
             f"{origin.source}: {len(lost)} of {len(total)} entries, the first {lost[0]}, have no "
-            "copy of their own, or next to nothing of one: AKI gave their places to the next "
-            "layer; this growth cannot be folded"
+            "copy in the grown model, or one too small to recover: AKI replaced them by entries "
+            "of the next layer, so this growth cannot be folded"
         )

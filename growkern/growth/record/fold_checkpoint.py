@@ -1,4 +1,4 @@
-"""`fold`: a grown checkpoint back in the source's shapes, from its files and its lineage alone."""
+"""`growkern.fold`: shrinks a grown checkpoint back to the source's sizes, without the source."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from growkern.growth.source.source import Source, open_source
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What `growkern.fold` did.
+    """Result of `growkern.fold`.
 
     Attributes:
         directory: the new checkpoint.
-        tensors: of every tensor there, the grown model's that it was folded from.
+        tensors: name of every tensor in it -> name of the grown tensor that it was folded from.
         bytes_written: size of the weights, bytes.
         seconds: wall time.
     """
@@ -52,29 +52,30 @@ def fold(
     max_shard_size: int | str = "5GB",
     progress: bool = True,
 ) -> FoldReport:
-    """Fold a grown checkpoint, trained since or not, back into a model of the source's sizes.
+    """Shrink a grown checkpoint back to the source's sizes, even after further training.
 
-    Every tensor is read back through its copies (`record.fold`); the source is not needed.
-    Straight after an exact growth with fpi the result is the source: bit for bit where the grown
-    weights sum to the source's (`symmetry="split"`; noise or equal shares where they are powers of
-    two), else within rounding. After training it is the model that the copies make on average.
+    Every tensor is computed from its copies (`record.fold`); the source is not needed. Straight
+    after an exact growth with fpi the result is the source up to rounding. It is the source bit for
+    bit if the copies add up exactly: with `symmetry="split"`, or if their numbers are powers of
+    two. After training the result is the average over the copies.
 
-    Of a layer that the target has several times the first one counts; identity blocks are dropped,
-    and what training put into them. New tokens, what a larger head added, and units that AKI took
-    from the next layer are left out: an entry comes from its own copies or not at all.
+    Some of the target is dropped: all but the first copy of a layer, identity blocks with their
+    training, new tokens, new entries of larger heads, and units that AKI took from the next layer.
 
     Args:
         target: directory of the grown checkpoint, or of one trained from it.
-        directory: where to; must not exist unless `overwrite`.
-        lineage: the lineage file, or the directory it lies in; default the target's own. Trainers
-            do not copy it.
-        dtype: of the result; default the source's.
+        directory: directory to create; must not exist unless `overwrite`.
+        lineage: the lineage file, or its directory; default: that of `target`. Give it after
+            training, as trainers do not copy it.
+        overwrite: replace an existing directory.
+        dtype: dtype of the result; default the source's.
         max_shard_size: as in `save_pretrained`.
+        progress: show a progress bar.
 
     Raises:
-        GrowthError: before anything is written: no lineage, or that of another model; random
-            weights (`method="random"`); a source tensor, or some of its entries, that has no copy
-            of its own in the target.
+        GrowthError: the lineage is missing or belongs to another model, the model was grown with
+            `method="random"`, or some source entries have no copy in the target. Nothing is
+            written then.
     """
     start, target, out = time.perf_counter(), Path(target), Path(directory).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
@@ -99,13 +100,17 @@ def fold(
 
 
 def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
-    """For every source tensor the first target tensor that holds it.
+    """Choose the target tensor that each source tensor is folded from: the first that holds it.
 
     Args:
-        small: the source, by the config in the lineage.
+        grown: the grown checkpoint.
+        small: the source, described by the config in the lineage.
+
+    Returns:
+        Source tensor name -> target tensor name.
 
     Raises:
-        GrowthError: a model the lineage does not speak of; a source tensor that nothing holds.
+        GrowthError: the lineage is of another model, or no target tensor holds a source tensor.
     """
     file = lineage.file
     if lineage.data.get("model_class") != grown.class_name:
@@ -147,7 +152,7 @@ def _write(
                     origin, tensor = lineage.origins[chosen[name]], grown.read(chosen[name])
                     folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
                     at = header.start
-                    # sums are float64
+                    # 8 bytes per element, as sums are float64
                     for rows in row_blocks(header.shape, 8):
                         data = fold_rows(origin, folds, tensor, *rows).to(header.dtype).contiguous()
                         file.write(data.view(-1).view(torch.uint8), at)

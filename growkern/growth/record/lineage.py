@@ -1,8 +1,9 @@
-"""How a grown checkpoint was made: written beside it, read to check, to repeat or to undo it.
+"""Writes and reads `lineage.json`, the record of how a grown checkpoint was made.
 
-`lineage.json` holds both configs, the options and seeds, every map and share (`maps`), and where
-each tensor comes from (`tensors`): `growkern.fold` and `growkern.replay` need nothing else of what
-the growth knew. Vectors are texts (`growkern.growth.record.map_text`).
+`growkern.verify`, `growkern.replay` and `growkern.fold` work from this file. It holds both configs,
+the options and seeds, all maps and shares (key `maps`), and the origin of each tensor (key
+`tensors`). Long vectors are stored as text (`growkern.growth.record.map_text`). The keys are a file
+format: keep old files readable.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ from growkern.growth.space.spaces import Space
 from growkern.package import version
 
 DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
-# a config says by what it was saved, and as what it was loaded; that makes no other model
+# config fields that tell how a model was saved or loaded, and do not change the model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
-# the plan's opinions, which a later version may word differently
-OPINIONS = ("exact", "findings")
+# fields that another version of growkern may judge or word differently
+VERSION_DEPENDENT = ("exact", "findings")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes of a grown checkpoint besides its plan."""
+    """Settings besides the plan that decide the bytes of a grown checkpoint.
+
+    Attributes:
+        backend: backend of the expansion kernel; None: chosen automatically.
+        max_shard_size: bytes.
+        allow_nonfinite: NaN and Inf in the source are grown, not refused.
+    """
 
     backend: str | None = None
     max_shard_size: int = 5 * 10**9
@@ -48,13 +55,16 @@ class Settings:
 
 
 def versions() -> dict[str, str]:
-    """Of what makes the bytes."""
+    """Versions of the packages that a growth's bytes depend on."""
     modules = (torch, transformers, safetensors)
     return {"growkern": version(), **{m.__name__: m.__version__ for m in modules}}
 
 
 def source_files(source: Source) -> dict[str, dict[str, Any]]:
-    """What tells apart two states of a source's files without reading their weights."""
+    """Size, time and header checksum of the source's files, to notice changes.
+
+    Weights are not read.
+    """
     found = {}
     for name in sorted({header.file for header in source.headers.values()}):
         file = Path(name)
@@ -80,7 +90,10 @@ def file_stamps(source: Source) -> dict[str, tuple[int, ...]]:
 
 
 def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
-    """All that decides a growth's bytes: two runs that agree in it make the same files."""
+    """Everything that decides a growth's bytes. Runs with equal identities write equal files.
+
+    The resume journal stores it, so that only the same growth resumes.
+    """
     heads = {name: hashlib.sha256(head).hexdigest() for name, head in layout.heads.items()}
     return {
         **plan.to_dict(),
@@ -93,7 +106,7 @@ def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """A whole config as JSON has it, but for the place it was read from."""
+    """A whole config as JSON data, without the path that it was read from."""
     found = json.loads(config.to_json_string(use_diff=False))
     found.pop("_name_or_path", None)
     return dict(found)
@@ -103,7 +116,7 @@ def config_dict(config: Any) -> dict[str, Any]:
 
 
 def record_of(plan: GrowthPlan) -> dict[str, Any]:
-    """What the lineage of a growth says of its plan, as JSON has it."""
+    """The part of `lineage.json` that follows from the plan, as JSON data."""
     record = {
         **plan.to_dict(),
         "source_config": config_dict(plan.small.config),
@@ -118,7 +131,14 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
 def write_lineage(
     plan: GrowthPlan, settings: Settings, files: Mapping[str, Any], directory: Path
 ) -> None:
-    """Record how `directory` was made out of these source files; the same wherever both lie."""
+    """Write `lineage.json` into `directory`. Its bytes do not depend on where directories are.
+
+    Args:
+        plan: the plan that was carried out.
+        settings: further settings of the growth.
+        files: of `source_files`, before the growth.
+        directory: the grown checkpoint.
+    """
     source = plan.source.directory
     lineage = {
         **record_of(plan),
@@ -144,12 +164,12 @@ class Lineage:
     """A lineage file.
 
     Attributes:
-        file: where it was read from.
-        data: all of it.
-        origins: per target tensor.
+        file: path of the file.
+        data: its whole content.
+        origins: where each target tensor comes from, by name.
         options, settings: of the growth.
-        dtype, source_dtype: of the target's and of the source's weights.
-        source_config, target_config: configs of transformers.
+        dtype, source_dtype: dtype of the target's weights and of the source's.
+        source_config, target_config: Hugging Face configs.
     """
 
     file: Path
@@ -167,7 +187,7 @@ class Lineage:
         return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
 
     def space(self, name: str, layer: Layer) -> Space:
-        """A space as it was for the tensors of this source layer."""
+        """The space that was used for tensors of this source layer."""
         own = space_key(name, layer)
         try:
             return self._spaces(own if own in self.data["maps"] else name)
@@ -179,10 +199,13 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recurs
 
 
 def read_lineage(path: Path) -> Lineage:
-    """Read a lineage file, or that of a grown checkpoint's directory.
+    """Read a lineage file.
+
+    Args:
+        path: the file, or the directory of a grown checkpoint.
 
     Raises:
-        GrowthError: there is none, or one that is damaged.
+        GrowthError: the file is missing or damaged.
     """
     file = path / LINEAGE_FILE if path.is_dir() else path
     if not file.is_file():
@@ -210,13 +233,13 @@ def _read_config(data: Mapping[str, Any]) -> Any:
     try:
         return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
     except Exception as error:
-        # the library raises several kinds of error for a bad value
+        # transformers raises several types of errors for bad values
         why = str(error).strip().splitlines()[-1].strip()
         raise GrowthError(f"not a growth record: {why}") from error
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
-    """The plan that a lineage speaks of, made anew for this source.
+    """Make the plan of a lineage again, for this source.
 
     Raises:
         GrowthError: the lineage does not fit the source.
@@ -241,26 +264,30 @@ def _sizes(lineage: Lineage) -> dict[str, tuple[int, int]]:
 
 
 def version_notes(lineage: Lineage) -> list[str]:
-    """One line per package that was another version when the checkpoint was grown."""
+    """One line per package that had another version when the checkpoint was grown."""
     then = lineage.data.get("versions", {})
     return [
-        f"{lineage.file}: grown with {name} {then.get(name, '(not said)')}, this is {version}"
+        f"{lineage.file}: grown with {name} {then.get(name, '(not recorded)')}, this is {version}"
         for name, version in versions().items()
         if then.get(name) != version
     ]
 
 
 def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
-    """What the lineage says otherwise than the plan made anew and the source's files; no values."""
+    """Places where a lineage disagrees with a new plan or with the source's files.
+
+    Returns:
+        One line per top-level key, with the path of its first difference.
+    """
     data, now = lineage.data, record_of(plan)
     if plan.source.directory is not None:
         now["source_files"] = _without_times(source_files(plan.source))
     else:
-        # a model in memory may have been loaded in another dtype
+        # a model in memory may have been loaded with another dtype than its file's
         del now["source_dtype"]
     left_out = {"growkern"}
     if data.get("versions", {}).get("growkern") != version():
-        left_out.update(OPINIONS)
+        left_out.update(VERSION_DEPENDENT)
     found = []
     for key in now.keys() - left_out:
         is_config = key.endswith("_config")
@@ -271,7 +298,11 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
 
 
 def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:
-    """Where two JSON values differ, as `.name.name`."""
+    """Paths, as `.name.name`, at which two JSON values differ.
+
+    Args:
+        is_config: skip config fields that do not change the model or exist on one side only.
+    """
     if not isinstance(then, dict) or not isinstance(now, dict):
         if then != now:
             yield ""

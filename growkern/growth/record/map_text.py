@@ -1,9 +1,11 @@
-"""Maps as one line of text each, run by run: an index map of a large model takes few letters.
+"""Encodes long vectors as short text for `lineage.json`.
+
+Maps consist of few runs, so run lengths keep the file small:
 
     index    "0-11 0-5"        0, 1, ... 11, 0, 1, ... 5
-    values   "1.0x12 0.5x6"    twelve times 1, six times 0.5; a lone "0.25" stands once
+    values   "1.0x12 0.5x6"    1 twelve times, 0.5 six times; a value without a count stands once
 
-A value is written so that it reads back to the bit.
+Values read back bit for bit. This is a file format: keep old texts readable.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# more units than any space of any model has: a longer vector is damage
+# more units than any space of any model has: a longer vector means a damaged file
 LONGEST = 1 << 26
 
 
 def index_text(index: Tensor) -> str:
-    """Of whole numbers >= 0, (n,)."""
-    # n - position is constant within a run
+    """The text of an index vector, (n,) int64, with values >= 0."""
+    # value - position is constant within a run
     starts, counts = _runs(index - torch.arange(len(index)))
     firsts = index[starts].tolist()
     runs = zip(firsts, counts, strict=True)
@@ -25,7 +27,11 @@ def index_text(index: Tensor) -> str:
 
 
 def read_index(text: str) -> Tensor:
-    """(n,) int64. ValueError where the text is none."""
+    """The index vector of a text, (n,) int64.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     ends = [run.partition("-") for run in text.split()]
     runs = [(int(first), int(last or first) + 1) for first, _, last in ends]
     _check_lengths([stop - start for start, stop in runs])
@@ -33,14 +39,18 @@ def read_index(text: str) -> Tensor:
 
 
 def value_text(values: Tensor) -> str:
-    """Of float64 numbers, (n,)."""
+    """The text of a vector, (n,) float64."""
     starts, counts = _runs(values)
     runs = zip(values[starts].tolist(), counts, strict=True)
     return " ".join(f"{x!r}x{n}" if n > 1 else repr(x) for x, n in runs)
 
 
 def read_values(text: str) -> Tensor:
-    """(n,) float64. ValueError where the text is none."""
+    """The vector of a text, (n,) float64.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     runs = [run.partition("x") for run in text.split()]
     counts = [int(n or 1) for _, _, n in runs]
     _check_lengths(counts)
@@ -54,6 +64,6 @@ def _check_lengths(lengths: list[int]) -> None:
 
 
 def _runs(values: Tensor) -> tuple[Tensor, list[int]]:
-    """Where runs of one value start, and how long they are."""
+    """Start and length of every run of equal values."""
     counts = torch.unique_consecutive(values, return_counts=True)[1]
     return counts.cumsum(0) - counts, counts.tolist()

@@ -1,4 +1,7 @@
-"""Where every tensor of a grown model comes from, in the words of `lineage.json`."""
+"""The origin of every grown tensor and the maps between them, as stored in `lineage.json`.
+
+Field names here are keys of that file. `record.fold` reads them to undo a growth.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,23 @@ from growkern.growth.tensors import norms
 
 @dataclass(frozen=True)
 class Origin:
-    """One target tensor; with the maps of its axes' spaces all that folding it back takes.
+    """Where one target tensor comes from. With the maps of its axes, it can be folded back.
 
     Attributes:
-        source: the source tensor it comes from; "identity" or "zero" where there is none.
-        source_shape, shape: of both.
-        axes: per axis "write:SPACE", "read:SPACE" or a size (`growkern.families.spec`).
-        holds: what of the source: "copies"; "block", its numbers in the leading entries of every
-            space; or "" (random, 0, or a norm that only normalises).
-        layer: the source's, of the maps too.
-        upper: the same tensor of the next source layer, where it is mixed in.
-        next_layer: per axis, the target entries that come from there.
-        norm: the spaces a norm leads from and to.
-        factor: what values were multiplied by besides the maps.
-        offset: what the model adds to the stored value; added before all products.
-        is_gain: the weight of a norm, not its bias.
-        noise_seed: of `growkern.expand`, where weights have noise.
+        source: the source tensor; "identity" or "zero" if the source has no such tensor.
+        source_shape, shape: shape of the source tensor and of the target tensor.
+        axes: per axis "write:SPACE", "read:SPACE" or the name of a size
+            (`growkern.families.spec`).
+        holds: how the target holds the source: "copies"; "block", in the leading entries of every
+            space; or "" if it does not (random, 0, or a norm that only normalises).
+        layer: the source layer, also that of the maps.
+        upper: the same tensor of the next source layer, if AKI mixes it in.
+        next_layer: per axis, the target entries that come from there, as `map_text.index_text`.
+        norm: the spaces that a norm reads and writes.
+        factor: a factor of all values besides the maps.
+        offset: number that the model adds to the stored value. Growth scales the sum.
+        is_gain: True for the weight of a norm, False for its bias.
+        noise_seed: seed for `growkern.expand`, if weights have noise.
     """
 
     source: str
@@ -52,14 +56,18 @@ class Origin:
     noise_seed: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         own = asdict(self)
         return {k: v for k, v in own.items() if k not in defaults or v != defaults[k]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """ValueError or TypeError where the data is no such thing."""
+        """The origin in a lineage file.
+
+        Raises:
+            ValueError, TypeError: the data is damaged.
+        """
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
         }
@@ -72,7 +80,7 @@ class Origin:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{found.source} has axes {found.axes}")
         if found.norm is not None and len(found.norm) != 2:
-            raise ValueError(f"{found.source} leads between {found.norm}")
+            raise ValueError(f"{found.source} has norm spaces {found.norm}, expected two")
         return found
 
 
@@ -102,6 +110,7 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
 
 
 def _holds(plan: GrowthPlan, task: Task) -> str:
+    """`Origin.holds` of a target tensor."""
     is_norm, method = task.tensor.norm is not None, plan.options.method
     if task.is_made or method == "random":
         return ""
@@ -111,6 +120,7 @@ def _holds(plan: GrowthPlan, task: Task) -> str:
 
 
 def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
+    """`Origin.next_layer` of a target tensor."""
     if task.upper is None:
         return ()
     if task.tensor.norm is not None:
@@ -119,8 +129,8 @@ def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
     for axis in task.tensor.axes:
         role, _, names = axis.partition(":")
         pieces = [from_next_layer(plan, task, role, n) for n in names.split("|") if n]
-        fresh = torch.cat(pieces) if pieces else torch.zeros(0)
-        found.append(index_text(fresh.nonzero().flatten()))
+        from_next = torch.cat(pieces) if pieces else torch.zeros(0)
+        found.append(index_text(from_next.nonzero().flatten()))
     return tuple(found)
 
 
@@ -128,7 +138,7 @@ def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
-    """Every space in use, by `space_key`."""
+    """All spaces that the growth uses, by `space_key`, as JSON data."""
     found = {}
     for task in plan.tasks:
         axes = {name for axis in task.tensor.axes for name in axis.partition(":")[2].split("|")}
@@ -140,11 +150,12 @@ def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
 
 
 def space_key(name: str, layer: Layer) -> str:
-    """What the lineage calls a space; the layer counts only where every layer has its own."""
+    """The name of a space in the lineage; `layer` is None if all layers share the space."""
     return name if layer is None else f"{name}@{layer}"
 
 
 def space_to_dict(space: Space) -> dict[str, Any]:
+    """A space as JSON data, for the lineage."""
     return {
         "source": space.source,
         "write_index": index_text(space.write_index),
@@ -156,7 +167,11 @@ def space_to_dict(space: Space) -> dict[str, Any]:
 
 
 def space_from_dict(data: Mapping[str, Any]) -> Space:
-    """ValueError, KeyError, TypeError or AttributeError where the data is no such thing."""
+    """The space in a lineage file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the data is damaged.
+    """
     indices = (read_index(data[name]) for name in ("write_index", "read_index"))
     values = (read_values(data[name]) for name in ("write", "read"))
     write_index, index = indices
@@ -164,7 +179,7 @@ def space_from_dict(data: Mapping[str, Any]) -> Space:
     if not len(write_index) == len(index) == len(write) == len(read):
         raise ValueError("maps of unequal length")
     source, signs = int(data["source"]), tuple(data["signs"])
-    # beyond the source: one place per sign, or the two that carry units pass through
+    # indices from `source` on: one per sign, or the two rows that carry units pass through
     places = source + max(len(signs), 2)
     if len(write) and max(int(write_index.max()), int(index.max())) >= places:
         raise ValueError(f"an index beyond {places}")

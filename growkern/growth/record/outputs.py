@@ -1,4 +1,4 @@
-"""Source and grown model on the same tokens: what a user would see of a growth."""
+"""Compares the outputs of a source and its grown model on the same tokens."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from growkern.growth.source.source import Source
 
 
 def random_tokens(source: Source) -> Tensor:
+    """Random ids that the source accepts, (4, at most 32) int64; the same on every call."""
     rng = torch.Generator().manual_seed(0)
     vocabulary = source.spec.size("vocab")
     tokens = torch.randint(vocabulary, (4, min(32, longest(source))), generator=rng)
     end = source.config.eos_token_id
     if source.config.is_encoder_decoder and isinstance(end, int):
-        # heads that classify look for the one end of the text
+        # classification heads need exactly one end token per row
         tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
         tokens[:, -1] = end
     return tokens
 
 
 def longest(source: Source) -> int:
-    """Most positions the source takes; 2^30 where there is no limit."""
+    """The longest input of the source, in tokens; 2^30 if there is no limit."""
     known = source.spec.family.config
     if "positions" in known:
         return source.spec.size("positions") - known["positions"].reserved
-    # relative positions know no end
+    # models with relative positions may have no limit
     return int(getattr(source.config, "max_position_embeddings", 1 << 30))
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
+    """Raise GrowthError unless the tokens are (batch, length) ids that the source accepts."""
     vocabulary = source.spec.size("vocab")
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
         raise GrowthError(
@@ -51,7 +53,7 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
 
 
 def load_model(model: Any, **how: Any) -> Any:
-    """A checkpoint directory as the class it names, float32, for evaluation; models as they are."""
+    """A checkpoint directory as a float32 model in evaluation mode; a model is returned as is."""
     if isinstance(model, (str, Path)):
         config = transformers.AutoConfig.from_pretrained(model)
         model_class = getattr(transformers, config.architectures[0])
@@ -60,10 +62,16 @@ def load_model(model: Any, **how: Any) -> Any:
 
 
 def load_source(source: Source, given: Any) -> Any:
-    """The model that `source` was opened from: `given`, a model or a directory of either kind."""
+    """The source as a model.
+
+    Args:
+        source: the opened source.
+        given: what it was opened from: a model, a checkpoint directory, or a directory of
+            `torch.distributed.checkpoint`.
+    """
     if source.directory is None or not (source.directory / METADATA_FILE).is_file():
         return load_model(given)
-    # transformers reads no distributed checkpoint
+    # transformers cannot read distributed checkpoints
     model = untrained_model(source.spec, torch.float32)
     state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
@@ -75,12 +83,16 @@ def load_source(source: Source, given: Any) -> Any:
 def compare_outputs(
     plan: Blueprint, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
 ) -> dict[str, float]:
-    """Outputs of both models on (batch, length) ids, in evaluation mode.
+    """Compare the outputs of both models in evaluation mode.
+
+    Args:
+        tokens: ids, (batch, length) int64.
+        labels: target of every token, (batch, length) int64, -100 to ignore one.
 
     Returns:
-        "relative error": largest absolute difference over the largest absolute output; for models
-        with a vocabulary head also "KL (nats)", "top-1 agreement" and, given labels, "source loss"
-        and "grown loss".
+        "relative error": largest absolute difference over the largest absolute output. Models with
+        a vocabulary head also have "KL (nats)" and "top-1 agreement", and with labels "source
+        loss" and "grown loss".
     """
     old, new = _outputs(source, tokens), _outputs(grown, tokens)
     if old.shape != new.shape:
@@ -97,7 +109,7 @@ def compare_outputs(
 
 
 def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
-    """The first `size` entries of a grown output, as the source would give them."""
+    """The entries of a grown output that the source has too, scaled as in the source."""
     name = plan.small.output_space
     if grown.shape[-1] != plan.layout.space(name).target:
         # logits of a larger vocabulary
@@ -106,12 +118,13 @@ def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
+    """Logits, or hidden states of models without a head, float64 on the CPU."""
     was_training = model.training
     inputs = {"input_ids": tokens.to(model.device)}
     if type(model).__name__ in MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
-        # the rows are the choices of one question
+        # multiple choice needs an axis of questions: take all rows as choices of one
         inputs = {"input_ids": inputs["input_ids"][None]}
-    # an encoder alone has the config of both
+    # a lone encoder also has is_encoder_decoder in its config, but no decoder
     if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = inputs["input_ids"]
     output = model.eval()(**inputs)

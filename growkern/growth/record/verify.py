@@ -1,13 +1,12 @@
-"""Is the grown model what the plan says, and does it compute what the source computes?
+"""`growkern.verify`: checks a grown model against its plan and its source.
 
-Independent answers, from cheap to dear:
+There are four independent checks, from cheap to expensive:
 
-    lineage  what a directory's lineage file says is what the plan gives, of these source files
-    replay   every tensor equals the plan carried out again by the plain PyTorch backend
-    fold     P_out U E_in = W (`record.fold`): read back through the copies, every weight
-             is the source's; this is function preservation tensor by tensor, without a forward pass
-             or the growth code
-    outputs  source and grown model on the same tokens: logits, KL, top-1
+    lineage  the lineage file of a directory agrees with a new plan and with the source's files
+    replay   every tensor equals the one that the plain PyTorch backend builds from the plan
+    fold     every weight folds back to the source's, P_out U E_in = W (`record.fold`). This shows
+             that the function is kept, without a forward pass and without the code of growth
+    outputs  source and grown model are compared on the same tokens: logits, KL, top-1
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from growkern.growth.record.outputs import (
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
 
-# relative logit error in float32 that rounding explains; a wrong tensor shows as 1e-3 and more
+# largest relative logit error that float32 rounding explains; a wrong tensor gives 1e-3 or more
 OUTPUT_TOLERANCE = 1e-4
 
 
@@ -53,10 +52,13 @@ class TensorGroup:
     """All tensors of one kind (the same row of the family table).
 
     Attributes:
-        replay_error: largest relative difference to the plan carried out again.
-        fold_error: largest relative (Frobenius) difference of the folded weight to the source's,
-            None where folding does not apply (norms, AKI, random weights).
+        kind: the row, a name with the layer left open.
+        count: number of tensors.
+        replay_error: largest difference to the rebuilt tensors, relative to their largest element.
+        fold_error: largest relative difference (Frobenius norm) of a folded weight to the source's;
+            None if folding does not apply (norms, AKI, random weights).
         worst: the tensor with the largest error.
+        ok: True if rounding explains all errors.
     """
 
     kind: str
@@ -72,11 +74,14 @@ class VerifyReport:
     """Result of `growkern.verify`; print `report.table()`.
 
     Attributes:
-        ok: every tensor passed and, where the plan is exact, so did the outputs.
+        ok: True if all checks passed. Outputs are checked only if the plan is exact.
+        plan: the plan that the model was compared with.
+        groups: errors per kind of tensor.
         outputs: relative logit error, KL in nats per token, top-1 agreement.
-        failure: one line on what failed, "" otherwise.
-        contradictions: what the lineage file says otherwise than the plan and the source's files.
-        notes: one line per package that was another version when the model was grown.
+        tokens: number of tokens that outputs were compared on.
+        failure: the first failure in one line, "" if there is none.
+        contradictions: places where the lineage file disagrees with the plan or the source's files.
+        notes: one line per package that had another version when the model was grown.
     """
 
     ok: bool
@@ -101,12 +106,12 @@ def verify(
     """Check a grown model against its source.
 
     Args:
-        source: the model or checkpoint directory that was grown, also one of
+        source: the model or checkpoint directory that was grown, also a directory of
             `torch.distributed.checkpoint`.
-        grown: what `grow` returned, or a directory made by `grow_checkpoint`.
-        tokens: (batch, length) int64 ids to compare outputs on; default 4 x 32 random ones.
-        labels: (batch, length) int64 targets of the tokens' rows, -100 where there is none; gives
-            both models' loss. A causal model's are shifted by the caller.
+        grown: the model that `grow` returned, or a directory made by `grow_checkpoint`.
+        tokens: ids to compare outputs on, (batch, length) int64; default: 4 x 32 random ones.
+        labels: target of every token, (batch, length) int64, -100 to ignore one. With labels the
+            loss of both models is reported. For a causal model the caller must shift them.
 
     Raises:
         GrowthError: `grown` has no growth record, or does not belong to `source`.
@@ -132,7 +137,7 @@ def verify(
     elif plan.exact and not outputs["relative error"] <= OUTPUT_TOLERANCE:
         failure = f"planned exact, but outputs differ by {outputs['relative error']:.1e}"
     elif wrong:
-        failure = f"the lineage says otherwise in {len(wrong)} places, first {wrong[0]}"
+        failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
     count = tokens.numel()
     return VerifyReport(
         not failure, plan, groups, outputs, count, failure, tuple(wrong), tuple(notes)
@@ -143,8 +148,8 @@ def _own_plan(grown: Any) -> GrowthPlan:
     plan = getattr(grown, "growth_plan", None)
     if plan is None:
         raise GrowthError(
-            "the grown model has no growth_plan; pass what grow() returned or a directory made by "
-            "grow_checkpoint()"
+            "the grown model has no growth_plan; pass the model that grow() returned or a "
+            "directory made by grow_checkpoint()"
         )
     return plan
 
@@ -186,28 +191,29 @@ def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) 
             within &= fold_error <= _fold_tolerance(actual.dtype)
             error = max(error, fold_error)
         ok &= within
-        # a failure outranks any larger error that rounding explains
+        # rank tensors that fail above those with larger errors that rounding explains
         worst = max(worst, (error + (0 if within else 1e9), task.name))
     return TensorGroup(kind, len(tasks), replay, fold, worst[1], ok)
 
 
 def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
-    """Largest relative difference, and whether one rounding of the storage explains it all."""
+    """The largest difference, relative to the largest element, and whether rounding explains it."""
     eps = torch.finfo(actual.dtype).eps
     actual64, expected64 = actual.double(), expected.double()
     difference = (actual64 - expected64).abs()
-    # 4 steps where products round twice, 1 for 16-bit types; 1 % of 1.0 is just 1 step of bf16,
-    # but rounding moves few elements, never all of them
+    # allow 4 units in the last place, as products round twice, but only 1 for 16-bit types. In
+    # bfloat16 that is up to 1 %, so the mean error is limited too: rounding moves few elements
     is_narrow = actual.dtype.itemsize == 2
     allowed = (1 if is_narrow else 4) * eps * expected64.abs()
-    moved = is_narrow and _relative(actual64, expected64) > eps / 4
+    is_shifted = is_narrow and _relative(actual64, expected64) > eps / 4
     scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
     wrong = (~(difference <= allowed) & ~both_nonfinite).any()
-    return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or moved)
+    return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or is_shifted)
 
 
 def _relative(actual: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference, relative to that of `truth`."""
     norm = truth.norm()
     return ((actual - truth).norm() / norm).item() if norm > 0 else actual.norm().item()
 
@@ -217,7 +223,7 @@ def _fold_tolerance(dtype: torch.dtype) -> float:
 
 
 def _folded(plan: GrowthPlan, task: Task, grown: Tensor) -> Tensor | None:
-    """A weight read back, where all of it is the source tensor's."""
+    """A grown weight folded back; None if not all of it comes from one source tensor."""
     origin = origin_of(plan, task)
     if origin.holds != "copies" or task.upper is not None or task.tensor.norm:
         return None
@@ -225,7 +231,7 @@ def _folded(plan: GrowthPlan, task: Task, grown: Tensor) -> Tensor | None:
 
 
 def verify_table(report: VerifyReport) -> Group:
-    """Per kind of tensor: replayed and folded errors; then the outputs."""
+    """A report as a rich renderable: errors per kind of tensor, then outputs and notes."""
     table = Table(title="tensors", title_justify="left")
     for column in ("kind", "tensors", "replay error", "fold error", ""):
         is_text = column in ("kind", "")
@@ -233,7 +239,7 @@ def verify_table(report: VerifyReport) -> Group:
     for group in report.groups:
         verdict = Text("ok", "green") if group.ok else Text(f"FAIL: {group.worst}", "red")
         fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
-        # layers are told from the rest by their number
+        # the name up to the layer's number is the same for all kinds: leave it out
         kind = group.kind.rpartition("{l}.")[2]
         table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
     outputs = Table(title=f"outputs on {report.tokens} tokens", title_justify="left")

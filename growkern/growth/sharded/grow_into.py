@@ -1,8 +1,9 @@
-"""Grow into a model that is already built: every process computes what it holds, and only that.
+"""`growkern.grow_into`: grows into a model that is already built and perhaps sharded.
 
-The target may be on the meta device, and its parameters may be DTensors: sharded, replicated or
-tensor-parallel. No parameter exists whole anywhere and no process waits for another: a part of a
-tensor has the same bits however the tensor is cut (`growkern.growth.tensors.tensor`).
+Each process computes only the parts of parameters that it holds, so no parameter exists whole and
+no process waits for another. A part has the same bits as in the whole tensor
+(`growkern.growth.tensors.tensor`). The target may be on the meta device. Its parameters may be
+DTensors: sharded, replicated or tensor-parallel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
 
-# what wrappers add to the names of parameters
+# parts that torch.compile and activation checkpointing add to parameter names
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -47,13 +48,13 @@ def grow_into(
     progress: bool = False,
     **how: Any,
 ) -> GrowthReport:
-    """Fill a larger model, built and perhaps sharded, with the growth of a trained one.
+    """Fill a larger model, which is built and perhaps sharded, with the grown weights of a source.
 
     Build the target from `growkern.plan(source, ...).target_config`, on the meta device if it is
-    large, and shard it with `parallelize_module` and `fully_shard` as for training. Then every
-    process calls this. Meta parameters and non-persistent buffers become real ones, tied weights
-    stay tied. Nothing is communicated: each process maps the source files and computes the part of
-    every parameter that it holds, bit for bit the same as that part of `growkern.grow`'s.
+    large. Shard it with `parallelize_module` and `fully_shard` as for training. Then call this in
+    every process. Meta parameters and non-persistent buffers get real memory, and tied weights
+    stay tied. Processes do not communicate. Each maps the source files and computes its parts of
+    the parameters, with the same bits as `growkern.grow`.
 
     Args:
         model: a `transformers.PreTrainedModel` of the source's class, or one inside
@@ -61,19 +62,20 @@ def grow_into(
         source: a checkpoint directory that every process can read, or a model in memory. The
             directory may be one of `torch.distributed.checkpoint`, saved by any number of ranks,
             with the model's config.json in it or above it.
-        device: where meta parameters go; default the device of their mesh, else the CPU.
-        allow_nonfinite: grow NaN and Inf as they are.
-        backend: of the expansion kernel, see `growkern.expand`.
+        device: device for meta parameters; default: that of their mesh, else the CPU.
+        allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
-        **how: the fields of `growkern.growth.options.GrowthOptions`. Sizes are the model's own.
+        **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
+            `model`.
 
     Returns:
-        The plan, and the bytes that this process computed; `directory` is the source's. The plan
-        is `model.growth_plan` too.
+        The report, with the bytes that this process computed. The plan is also stored as
+        `model.growth_plan`.
 
     Raises:
-        GrowthError: a source or a model that cannot be used, before any work; NaN or Inf in the
-            source, by then some tensors are filled.
+        GrowthError: the source or the model cannot be used; nothing has been changed then. Or the
+            source holds NaN or Inf; some tensors are filled by then.
     """
     start = time.perf_counter()
     model = unwrapped(model)
@@ -109,7 +111,7 @@ def grow_into(
 
 
 def _device_of_work(local: Tensor) -> torch.device:
-    """Where a part is computed: in its place on a CPU or a GPU, else on the CPU."""
+    """The device that computes a part: its own if that is a CPU or a CUDA GPU, else the CPU."""
     return local.device if local.device.type == "cuda" else torch.device("cpu")
 
 
@@ -121,20 +123,21 @@ def _fill(
     backend: str | None,
     work: Work,
 ) -> None:
+    """Build this process's part of a tensor; `local` is filled after `work.run()`."""
     if not local.numel():
         return
     read = _part_reader(grown, task, part)
-    here = local.device.type in ("cpu", "cuda")
-    out = local if here else torch.empty_like(local, device="cpu")
+    in_place = local.device.type in ("cpu", "cuda")
+    out = local if in_place else torch.empty_like(local, device="cpu")
     build_tensor(grown, task, read=read, part=part, out=out, backend=backend, work=work)
-    if not here:
+    if not in_place:
         work.then(partial(local.copy_, out))
 
 
 def _part_reader(
     grown: GrowthPlan, task: Task, part: tuple[slice, ...]
 ) -> Callable[[str], Tensor] | None:
-    """Reads from files only the entries that a part needs; None: as the source reads."""
+    """A function that reads only the entries that a part needs; None: read whole tensors."""
     headers, index = grown.source.headers, source_index(grown, task, part)
     if index is None or task.source not in headers:
         return None
@@ -151,7 +154,7 @@ def _part_reader(
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside `torch.compile` and DistributedDataParallel."""
+    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel."""
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -166,10 +169,13 @@ def unwrapped(model: Any) -> Any:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint would hold, by names without wrappers; a shared tensor by all of its."""
+    """Parameters and persistent buffers by name, without the names of wrappers.
+
+    A tied tensor appears under each of its names.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # a root that has run holds gathered parameters
+            # after a forward pass, the root module keeps its parameters gathered
             module.reshard()
     named = {}
     tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
@@ -188,20 +194,20 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _plan_for(
     model: Any, opened: Source, options: GrowthOptions, parameters: Mapping[str, Tensor]
 ) -> GrowthPlan:
-    # fully_shard gives a model a class of its own, below the one it had
+    # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
         raise GrowthError(
-            f"the model is a {type(model).__name__}, the source a {opened.class_name}; build "
+            f"the model is a {type(model).__name__}, the source a {opened.class_name}; build a "
             f"transformers.{opened.class_name}(config)"
         )
     if getattr(model.config, "quantization_config", None) is not None:
-        raise GrowthError("the model is quantised; grow into full precision and quantise that")
+        raise GrowthError("the model is quantised; grow a full-precision model and quantise that")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
-        raise GrowthError(f"the model's parameters have several dtypes: {named}; use one")
+        raise GrowthError(f"the model's parameters have several dtypes: {named}; build it in one")
     (dtype,) = dtypes
     grown = plan_growth(opened, options, {}, model.config, dtype)
     for field in followed_fields(grown.small.family):
@@ -215,12 +221,12 @@ def _plan_for(
 
 
 def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameter of every task; those that have none must share one's memory."""
+    """The model's tensor for every task. All other tensors must be tied to one of these."""
     targets = {}
     for task in grown.tasks:
         parameter = parameters.get(task.name)
         if parameter is None:
-            raise GrowthError(f"the model has no parameter {task.name}; is part of it left out?")
+            raise GrowthError(f"the model has no parameter {task.name}; pass the whole model")
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
                 f"{task.name} is {list(parameter.shape)} in the model, its config says "
@@ -236,6 +242,6 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
         if parameter is not targets[owner]:
             raise GrowthError(
                 f"{name} and {owner} are one tensor in the source and two in the model; tie them "
-                "(model.tie_weights(), or set the one to the other) before fully_shard"
+                "(model.tie_weights(), or assign one to the other) before fully_shard"
             )
     return targets

@@ -1,4 +1,4 @@
-"""Which part of a parameter this process holds, from its DTensor placements alone."""
+"""Finds the part of a parameter that this process holds, from its DTensor placements."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from growkern.errors import GrowthError
 
 
 def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
-    """One slice per axis of the whole tensor: what `local_tensor(parameter)` holds of it.
+    """The place of `local_tensor(parameter)` in the whole tensor, one slice per axis.
 
-    Mesh dimensions divide an axis as `torch.chunk` does. Those that FSDP2 puts over a tensor-
-    parallel axis divide what tensor parallelism left (`_StridedShard`), so they come last, and
-    every part is one run of rows whether or not sizes divide evenly.
+    Every mesh dimension that shards an axis divides it as `torch.chunk` does. If FSDP2 shards an
+    axis that is tensor-parallel already, it divides the tensor-parallel part (`_StridedShard`), so
+    such placements are applied last. Every part is then a contiguous range, also if sizes do not
+    divide evenly.
 
     Raises:
-        GrowthError: a placement that holds no part of the tensor (a partial sum).
+        GrowthError: the placement is a partial sum, or is not known.
     """
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, n) for n in parameter.shape)
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     bounds = [(0, n) for n in parameter.shape]
     if coordinate is None:
-        # a rank outside the mesh
+        # this rank is outside the mesh and holds nothing
         return tuple(slice(0, 0) for _ in bounds)
     shards = []
     for mesh_dim, placement in enumerate(parameter.placements):
@@ -48,13 +49,13 @@ def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter, sharing its memory and outside autograd."""
+    """This process's part of a parameter: it shares memory and is detached from autograd."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
 def device_of(parameters: dict[str, Tensor]) -> torch.device:
-    """Where meta parameters belong: the device of the mesh they are placed on, or the CPU."""
+    """The device for meta parameters: that of their mesh, or the CPU."""
     for parameter in parameters.values():
         kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else "cpu"
         if kind != "cpu":

@@ -1,4 +1,9 @@
-"""The spaces of one growth: every space name of a family, embedded for source and target."""
+"""Builds the activation spaces of one growth, by name and layer.
+
+A family's table names the spaces (`growkern.families.spec.SpaceSpec`). This file decides how each
+of them is embedded for the given source, target and options. The kinds of embeddings themselves
+are in `growkern.growth.space.spaces`. A new kind needs an entry in `Layout._build`.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +30,15 @@ from growkern.growth.space.spaces import (
     within_head,
 )
 
-# a layer of the source: its number, with the stack's name where there are several
+# a layer of the source: its number, or "stack.number" in models with several stacks
 Layer = int | str | None
 
 
 class Layout:
-    """Spaces by name and layer, built when first asked for.
+    """The spaces of one growth, each built on first use.
 
-    Only the paper's scheme draws its head and FFN maps anew in every layer; elsewhere the layer
-    makes no difference and all layers share one space.
+    With `scheme="paper"` every layer draws its own head and FFN maps. Otherwise all layers share
+    one space per name.
     """
 
     def __init__(
@@ -46,66 +51,72 @@ class Layout:
         """
         Args:
             small, large: source and target.
-            dtypes: of the source's weights and of the target's.
+            options: of the growth.
+            dtypes: dtype of the source's weights and of the target's weights.
         """
         self.small, self.large, self.family = small, large, small.family
         self.options, self.dtypes = options, dtypes
         self._spaces: dict[tuple[str, Layer], Space] = {}
 
     def space(self, name: str, layer: Layer = None) -> Space:
+        """The space of this name in a source layer."""
         key = self.key(name, layer)
         if key not in self._spaces:
             self._spaces[key] = self._build(self.family.spaces[name], key[1])
         return self._spaces[key]
 
     def key(self, name: str, layer: Layer) -> tuple[str, Layer]:
-        """What tells this space from the others."""
+        """Name and layer that identify a space; the layer is None if all layers share it."""
         return name, layer if self.options.scheme == "paper" else None
 
     @property
     def turning(self) -> tuple[int, int]:
-        """R of `growkern.families.spec.Attention`, of source and target."""
+        """R, the number of entries per head that rotary positions rotate, of source and target.
+
+        See `growkern.families.spec.Attention`.
+        """
         return self.small.turning, self.large.turning
 
     # ---- what kind of stream
 
     def sizes(self, key: str) -> tuple[int, int]:
-        """A size of [config], of source and target."""
+        """One size of the family table's [config], of source and target."""
         return self.small.size(key), self.large.size(key)
 
     @property
     def stream_sizes(self) -> tuple[int, int]:
+        """Hidden size of source and target."""
         return self.sizes("stream")
 
     @property
     def is_even(self) -> bool:
-        """The target's hidden size is a multiple of the source's: all counts are equal."""
+        """True if the target's hidden size is a multiple of the source's."""
         source, target = self.stream_sizes
         return target % source == 0
 
     @property
     def is_extended(self) -> bool:
-        """The stream has extra coordinates that carry the mean."""
+        """True if the stream gets extra coordinates: LayerNorm at an uneven width."""
         layernorm = self.family.norm.kind == "layernorm"
         return layernorm and not self.is_even and self.options.scheme == "exact"
 
     @property
     def is_carried(self) -> bool:
-        """The extra coordinates carry the mean through norms whose output is the stream."""
-        return self.is_extended and self.family.carries and not self.why_no_carry
+        """True if extra coordinates carry the mean through norms that output the stream."""
+        return self.is_extended and self.family.carries and not self.no_carry_reason
 
     @property
     def has_carry_units(self) -> bool:
-        """Four FFN units carry the mean past the FFN, up to the post-norm behind it."""
+        """True if four FFN units carry the mean through the FFN, to the post-norm behind it."""
         return self.is_carried and self.family.norm.placement == "post"
 
     @property
-    def why_no_carry(self) -> str | None:
-        """Why the mean cannot be carried, or None."""
+    def no_carry_reason(self) -> str | None:
+        """Why the mean cannot be carried through norms, for the findings; None if it can."""
         if self.options.carry == 0:
             return "carry=0"
         if not self.family.carries:
-            return f"no norm of {self.family.model_type} has room to carry it"
+            return f"no norm of {self.family.model_type} can carry the mean"
         if self.family.norm.placement != "post":
             return None
         activation = getattr(self.small.config, str(self.family.activation), None)
@@ -115,7 +126,7 @@ class Layout:
             field = self.family.config_field("ffn")
             return f"{field} must grow by at least {CARRY_UNITS} (it grows by {spare})"
         if activation not in LINEAR_PAIR_ACTIVATIONS:
-            return f"the activation {activation!r} passes nothing through linearly"
+            return f"two units with the activation {activation!r} cannot pass a number through"
         return None
 
     # ---- building
@@ -133,6 +144,7 @@ class Layout:
         return build(spec, layer)
 
     def _index(self, spec: SpaceSpec, layer: Layer, source: int, target: int) -> Tensor:
+        """The index map that the options ask for, (target,) int64."""
         if self.options.scheme == "paper":
             rng = maps.generator(
                 self.options.seed, "map", spec.kind, spec.heads or spec.size, layer
@@ -146,6 +158,7 @@ class Layout:
     def _split(
         self, name: str, layer: Layer, index: Tensor, where: Tensor | None = None
     ) -> Tensor | None:
+        """Deviations of the copies' shares, as `signed_split` makes them; None without "split"."""
         if self.options.symmetry != "split":
             return None
         return signed_split(index, maps.generator(self.options.seed, "split", name, layer), where)
@@ -154,7 +167,7 @@ class Layout:
         source, target = self.stream_sizes
         if self.is_extended:
             return extended(source, target)
-        # one residual map for the whole model: every layer adds to the same stream
+        # one map for the whole model, as every layer adds to the same residual stream
         index = self._index(spec, None, source, target)
         split = self._split(spec.name, None, index)
         rms = self.family.norm.kind == "rmsnorm" and self.options.scheme == "exact"
@@ -166,7 +179,7 @@ class Layout:
         return normed(stream, split)
 
     def is_dual(self, name: str) -> bool:
-        """A tied head reads from this space: what is written there are shares."""
+        """True if a tied head reads this space, so that shares are written there, not copies."""
         spec = self.family.spaces[name]
         return spec.kind == "tied_output" and (self.small.has_tied_head or spec.untied is None)
 
@@ -176,9 +189,10 @@ class Layout:
         return self.space(str(spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
-        """What makes up for a factor of the model that changes with the stream's size.
+        """The factor that cancels a model's own factor sqrt(hidden size), which grows.
 
-        The model multiplies by the root of its size, in some rounded to the weights' dtype.
+        Some models round that root to the dtype of their weights, so this rounds it too. The
+        result is 1 if the table's row names no such factor.
         """
         if row.scale is None or not holds(row.scale_when, self.small.config):
             return 1.0
@@ -190,13 +204,17 @@ class Layout:
         return 1 / ratio if inverse else ratio
 
     def head_map(self, heads: str, layer: Layer) -> Tensor:
-        """Source head of every target head."""
+        """Source head of every target head, (target heads,) int64.
+
+        Args:
+            heads: "q_heads", "kv_heads" or another size of the family's table that counts heads.
+        """
         if heads in ("q_heads", "kv_heads") and "kv_heads" in self.family.config:
             q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes("kv_heads")
             if kv_sizes != q_sizes:
                 q_map, kv_map = maps.grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
                 return q_map if heads == "q_heads" else kv_map
-            # every head has its own key: one map for both
+            # every query head has its own key head, so both follow one map
             heads = "q_heads"
         spec = SpaceSpec("heads", "heads", heads=heads)
         return self._index(spec, layer, *self.sizes(heads))
@@ -206,7 +224,7 @@ class Layout:
         head_map = self.head_map(heads, layer)
         build = weighted if spec.weighted and self.options.scheme == "exact" else copies
         split = self._split(spec.name, layer, head_map)
-        # one share per head: the entries of a head belong together
+        # one share per head, as a head works as a whole
         whole = build(head_map, self.small.size(heads), split)
         return outer_product(whole, self._head(spec, layer))
 
@@ -229,7 +247,7 @@ class Layout:
         source = self.small.space_size(spec.name)
         target = self.large.space_size(spec.name)
         if spec.size == "stream":
-            # a norm may lead from here into the dual of the stream: same copies, same order
+            # a norm may connect this space to a tied head's input: same copies in the same order
             index = self.space("stream").read_index
         else:
             index = self._index(spec, layer, source, target)
@@ -238,13 +256,15 @@ class Layout:
             return with_carry_units(index, source, split)
         return copies(index, source, self._split(spec.name, layer, index))
 
-    # ---- advanced knowledge
+    # ---- advanced knowledge initialisation (AKI)
 
-    def fresh(self, name: str) -> Tensor:
-        """Target units that AKI takes from the next layer, (target,) bool (Figure 14).
+    def next_layer_units(self, name: str) -> Tensor:
+        """Target units that AKI takes from the next source layer, (target,) bool.
 
-        Whole heads and FFN units beyond the source's. With grouped queries a group moves as one:
-        a new query head under an old key head would attend with the wrong layer's keys.
+        These are the whole heads and FFN units that the source did not have. With grouped queries
+        a group moves as a whole, else a query head would attend to another layer's keys.
+
+        Source: bert2BERT, Figure 14.
         """
         space, spec = self.space(name), self.family.spaces[name]
         if spec.kind != "heads":

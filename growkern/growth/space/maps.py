@@ -1,7 +1,8 @@
-"""Index maps: which source unit every target unit is a copy of.
+"""Index maps: the source unit that each target unit is a copy of.
 
-All maps keep the first `source` units in place, so the old model is the top-left block of the new
-one. Shapes: a map is (target,) int64 with values in [0, source).
+A map over units is (target,) int64 with values in [0, source). Its first `source` entries are the
+identity, so the old model is the leading block of the new one. The head maps of grouped queries
+are the exception: they follow their key heads. Maps over layers are lists of source layers.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from growkern.errors import GrowthError
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
-    """A random generator that depends on the seed and on what is drawn, not on the order."""
+    """A random generator of its own for each purpose; the order of calls does not matter.
+
+    Args:
+        seed: the growth's seed.
+        key: names what is drawn, such as ("noise", tensor name). A changed key changes the grown
+            weights, so replaying an older lineage would give other bytes.
+    """
     digest = hashlib.sha256(repr((seed, *key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def cyclic(source: int, target: int) -> Tensor:
-    """0 .. source-1 over and over: counts differ by at most one and copies are contiguous runs."""
+    """0 .. source-1 repeated. Numbers of copies differ by one at most."""
     return torch.arange(target) % source
 
 
 def balanced(source: int, target: int, rng: torch.Generator) -> Tensor:
-    """Whole permutations after the identity: counts differ by at most one."""
+    """The identity, then random permutations. Numbers of copies differ by one at most."""
     rounds = [torch.arange(source)]
     while sum(map(len, rounds)) < target:
         rounds.append(torch.randperm(source, generator=rng))
@@ -34,7 +41,7 @@ def balanced(source: int, target: int, rng: torch.Generator) -> Tensor:
 
 
 def uniform(source: int, target: int, rng: torch.Generator) -> Tensor:
-    """Sampling with replacement beyond the source (bert2BERT, Eq. 5)."""
+    """The identity, then random units with replacement (bert2BERT, Eq. 5)."""
     drawn = torch.randint(source, (target - source,), generator=rng)
     return torch.cat([torch.arange(source), drawn])
 
@@ -42,16 +49,21 @@ def uniform(source: int, target: int, rng: torch.Generator) -> Tensor:
 def grouped_heads(
     q_source: int, kv_source: int, q_target: int, kv_target: int
 ) -> tuple[Tensor, Tensor]:
-    """Head maps for grouped-query attention that keep every query head with its key head.
+    """Head maps for grouped-query attention: every query head stays with its key head.
 
-    A query head h reads key head h // group, so the maps must agree:
-    q_map[h] // group_source == kv_map[h // group_target]. Key heads repeat cyclically; the query
-    heads of each target group walk through the source group of its key head.
+    Query head h reads key head h // group, so the maps must agree:
+    q_map[h] // group_source == kv_map[h // group_target]. Key heads repeat cyclically. The query
+    heads of a target group cycle through the source group of its key head.
+
+    Args:
+        q_source, q_target: number of query heads.
+        kv_source, kv_target: number of key-value heads.
 
     Returns:
-        (q_map, kv_map), (q_target,) and (kv_target,).
+        q_map (q_target,) and kv_map (kv_target,), int64.
+
     Raises:
-        GrowthError: some source query head would have no copy, which loses what it computes.
+        GrowthError: some source query head would have no copy; its output would be lost.
     """
     group_source, group_target = q_source // kv_source, q_target // kv_target
     kv_map = cyclic(kv_source, kv_target)
@@ -72,12 +84,19 @@ def grouped_heads(
 
 
 def counts(index: Tensor, source: int) -> Tensor:
-    """How many target units copy the same source unit, per target unit, (target,) float64."""
+    """Per target unit, how many target units copy its source unit, (target,) float64."""
     return torch.bincount(index, minlength=source).double()[index]
 
 
 def rank_in_group(index: Tensor) -> Tensor:
-    """0 for the first copy of a source unit, 1 for the second, ..., (target,) int64."""
+    """Per target unit, 0 if it is the first copy of its source unit, 1 if the second, and so on.
+
+    Args:
+        index: (target,) int64.
+
+    Returns:
+        (target,) int64.
+    """
     order = torch.argsort(index, stable=True)
     grouped = index[order]
     starts = torch.cat([torch.ones(1, dtype=torch.bool), grouped[1:] != grouped[:-1]])
@@ -87,7 +106,7 @@ def rank_in_group(index: Tensor) -> Tensor:
 
 
 def heads_to_units(head_map: Tensor, head_dim: int) -> Tensor:
-    """A map over heads as a map over heads x head_dim units."""
+    """A map over heads as a map over heads x head_dim units, (target heads x head_dim,) int64."""
     return (head_map[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
 
 
@@ -95,11 +114,14 @@ def heads_to_units(head_map: Tensor, head_dim: int) -> Tensor:
 
 
 def stack(source: int, target: int) -> list[int]:
-    """Whole copies, then the top layers (bert2BERT, Algorithm 1)."""
+    """Source layer of every target layer: whole copies, then the top layers again.
+
+    Source: bert2BERT, Algorithm 1.
+    """
     whole, rest = divmod(target, source)
     return list(range(source)) * whole + list(range(source - rest, source))
 
 
 def interleave(source: int, target: int) -> list[int]:
-    """Copies of a layer next to it: layer i comes from floor(i source / target)."""
+    """Source layer of every target layer, copies side by side: floor(i source / target)."""
     return [layer * source // target for layer in range(target)]

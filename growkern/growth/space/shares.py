@@ -1,16 +1,18 @@
-"""Unequal shares of a weight that sum back to it bit for bit, in any dtype.
+"""Splits a weight into unequal shares that add up to it bit for bit (`symmetry="split"`).
 
-With a_1 >= a_2 >= ... >= a_C the shares of one source unit's copies, largest first, and rn the
-rounding to the target's dtype,
+Rounding each share by itself would leave a sum that is slightly off. Let a_1 >= a_2 >= ... >= a_C
+be the shares of one source unit's copies, and let rn round to the target's dtype. Copy k gets
 
     u_k = rn(A_k w) - rn(A_(k-1) w),   A_k = a_1 + ... + a_k                               (1)
 
-The sum over the copies telescopes to rn(A_C w), which is w where shares sum to 1 and w is a number
-of the target's dtype. Every difference is exact by Sterbenz's lemma (y/2 <= x <= 2y), because
-neighbours among the A_k are within a factor of 2: on the way up a share is at most the mean of the
-larger ones before it, so A_k <= 2 A_(k-1); on the way down A_k >= 1, and no share of
-`growkern.growth.space.spaces.signed_split` is below -1/C. Weighted copies (`space.spaces`)
-have shares that sum to 1/a: theirs add up to rn(w / a).
+The sum over the copies telescopes to rn(A_C w). It is w if the shares sum to 1 and the target's
+dtype can represent w. The shares of weighted copies (`space.spaces`) sum to 1/a, so their weights
+add up to rn(w / a).
+
+Each difference in (1) is exact by Sterbenz's lemma (y/2 <= x <= 2y). Consecutive A_k are within a
+factor of 2. While they rise, a share is at most the mean of the larger shares before it, so
+A_k <= 2 A_(k-1). While they fall, A_k >= 1, and no share is below -1/C. That bound comes from
+`growkern.growth.space.spaces.signed_split` and must hold there.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ from torch import Tensor
 
 from growkern.growth.space import maps
 
-# numbers that are split at a time: their float32 products stay in the cache
+# elements that are split at a time: their float32 products then stay in the CPU's cache
 NUMBERS_AT_ONCE = 1 << 18
 
 
 def partial_sums(index: Tensor, share: Tensor, is_copy: Tensor) -> tuple[Tensor, Tensor]:
-    """A_k and A_(k-1) of (1) for every target unit, (target,) float64 each.
+    """A_k and A_(k-1) of (1) for every target unit.
 
     Args:
         index: source unit of each target unit, (target,) int64.
-        share: of each, (target,) float64.
-        is_copy: (target,) bool; the others are scaled by their share alone.
+        share: share of each target unit, (target,) float64.
+        is_copy: which target units are copies, (target,) bool. The others keep their share: their
+            A_k is the share and their A_(k-1) is 0.
+
+    Returns:
+        Two vectors, (target,) float64 each.
     """
     upto, before = share.clone(), torch.zeros_like(share)
     order = torch.argsort(share, descending=True, stable=True)
@@ -42,7 +48,7 @@ def partial_sums(index: Tensor, share: Tensor, is_copy: Tensor) -> tuple[Tensor,
     table = torch.zeros(int(group.max()) + 1, int(rank.max()) + 1, dtype=torch.float64)
     table[group, rank] = share[order]
     sums = table.cumsum(1)
-    # shares of 1/3 sum to 1 up to rounding
+    # shares such as 1/3 sum to 1 only up to rounding
     sums = torch.where((sums - 1).abs() < 1e-12, 1.0, sums)
     upto[order] = sums[group, rank]
     before[order] = torch.where(rank > 0, sums[group, (rank - 1).clamp(min=0)], 0.0)
@@ -50,10 +56,14 @@ def partial_sums(index: Tensor, share: Tensor, is_copy: Tensor) -> tuple[Tensor,
 
 
 def take_shares(weights: Tensor, dim: int, upto: Tensor, before: Tensor) -> None:
-    """(1) in place: along `dim`, copies of the source's weights become their shares.
+    """Apply (1) in place: along `dim`, turn copies of the source's weights into their shares.
 
-    Elementwise, so a part of a tensor gets the bits of the same place in the whole. Weights above
-    2/3 of the dtype's largest number may overflow.
+    The operation is elementwise, so a part of a tensor gets the same bits as in the whole tensor.
+    Weights above 2/3 of the dtype's largest number may overflow.
+
+    Args:
+        weights: copies of the source's weights, any shape and floating-point dtype.
+        upto, before: A_k and A_(k-1) from `partial_sums`, one per entry along `dim`.
     """
     wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
     shape = [1] * weights.ndim

@@ -1,12 +1,15 @@
-"""Activation spaces: how a source vector sits inside a wider target vector.
+"""How each activation vector of the source is placed inside a wider vector of the target.
 
-A space of size n_s is embedded in n_t as x_t = E x_s and read back by P with P E = I; then
+Every weight is grown from the spaces of the two vectors that it connects. The spaces here are
+chosen so that the target computes the source's function.
+
+A source vector x_s with n_s entries becomes x_t = E x_s with n_t entries. P reads it back, so
+P E = I. The weight U and the bias b_t then compute E_out (W x_s + b_s) from E_in x_s exactly:
 
     U = E_out W P_in,    b_t = E_out b_s                                                   (1)
 
-computes E_out (W x_s + b_s) from E_in x_s exactly. Row i of E and column i of P have one entry
-each here, so a space is four vectors over the target coordinates and (1) is one gather with two
-scales (`growkern.ops.expand.op`):
+Row i of E and column i of P have one nonzero entry at most. A space is therefore four vectors over
+the target coordinates, and (1) is one gather with two scales (`growkern.ops.expand.op`):
 
     W_t[i, j] = write_i read_j W[write_index_i, read_index_j]                               (2)
 
@@ -14,13 +17,15 @@ A norm from space A (coefficients a) to space B (coefficients c) becomes
 
     gamma_t = kappa c / a gamma,  beta_t = c beta,  kappa = sqrt(sum a^2 / n_t)             (3)
 
-and is exact without touching eps when kappa = 1, which every space below arranges.
+The norm adds eps to the variance. Only with kappa = 1 is (3) exact for the same eps. The streams:
 
-    copies    a = 1, read 1/C: the paper's function-preserving expansion; exact under a norm when
-              every coordinate has the same number of copies C (under RMSNorm: see weighted)
-    weighted  a = sqrt(n_t / (n_s C)): keeps the mean square whatever the counts, for RMSNorm
-    extended  whole copies, then extra coordinates that carry the mean: for LayerNorm, which must
-              see the same mean and, through the scale s = sqrt(n_t / (C n_s)), the same variance
+    copies    a = 1, read 1/C, C the number of copies. This is the paper's function-preserving
+              expansion. It is exact under a norm if every coordinate has the same C.
+    weighted  a = sqrt(n_t / (n_s C)). The mean square stays the same for any C, as RMSNorm needs.
+    extended  whole copies, then extra coordinates that carry the mean. LayerNorm must see the same
+              mean, and through a = sqrt(n_t / (C n_s)) it sees the same variance.
+
+`lineage.json` stores these vectors and `growth.record.fold` inverts them: keep both in step.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from torch import Tensor
 from growkern.growth.space import maps
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
-# x F(x) with F(x) + F(-x) = 1: for these act(u) - act(-u) = u, so two units pass u through
+# act(x) = x F(x) with F(x) + F(-x) = 1. Hence act(u) - act(-u) = u: two units pass u through
 LINEAR_PAIR_ACTIVATIONS = frozenset(
     [
         *("relu", "silu", "swish", "quick_gelu"),
@@ -48,10 +53,20 @@ CARRY_UNITS = 4
 
 @dataclass(frozen=True)
 class Space:
-    """One embedded activation space; vectors are (target,), indices int64, values float64.
+    """One activation space of the source, embedded in the target.
 
-    An index >= `source` points past the tensor: at the functionals appended to a written axis
-    (see `growth.tensors.extras`), one per entry of `signs`, or at the units that carry them.
+    An index >= `source` points past the source tensor, at a row that growth computes
+    (`growth.tensors.extras`): one row per entry of `signs`, or one per pair of carry units.
+
+    Attributes:
+        source: size of the source's space.
+        write_index: source entry of every target entry where the space is written, (target,) int64.
+        write: its coefficient, the nonzero entry of that row of E, (target,) float64.
+        read_index: source entry of every target entry where the space is read, (target,) int64.
+        read: its share, the nonzero entry of that column of P, (target,) float64.
+        signs: the distinct e of the extra coordinates, see (1) of `growth.tensors.extras`.
+        carry_units: True if the last entries are the FFN units that carry the mean.
+        free_extra: True if extra coordinates hold 0, so that any weight may read them.
     """
 
     source: int
@@ -80,16 +95,22 @@ class Space:
 
     @property
     def kappa(self) -> float:
-        """Root mean square of the target per that of the source under a norm, (3)."""
+        """kappa of (3): root mean square of the target over that of the source."""
         rows = torch.where(self.is_extra, 0.0, self.write)
         return math.sqrt(rows.square().sum().item() / self.target)
 
     def noise(self, amount: float) -> Tensor | None:
-        """Relative noise per read coordinate that cancels over the copies, or None.
+        """Noise amplitude per read coordinate, relative to each weight. It cancels over copies.
 
-        Copies r = 0 .. C-1 of one coordinate share a random number xi (see `expand`); with
-        weights n_r that are distinct and each other's opposites, sum_r (1/C) (1 + n_r xi) = 1
-        stays exact, to the last bit where 2/C of a weight is a number of the target's dtype.
+        Copies r = 0 .. C-1 of one coordinate share a random number xi (see `expand`). Their
+        amplitudes n_r are distinct and come in pairs n, -n, so sum_r (1/C) (1 + n_r xi) = 1. The
+        copies add up bit for bit if the target's dtype can represent 2/C times the weight.
+
+        Args:
+            amount: largest amplitude.
+
+        Returns:
+            (target,) float64, or None if every amplitude is 0.
         """
         copy = self.read_index < self.source
         copy &= ~self.is_extra
@@ -98,18 +119,24 @@ class Space:
             return None
         count = maps.counts(index, self.source)
         rank = maps.rank_in_group(index).double()
-        # count - 1 - 2 rank is whole: r and C-1-r are opposites in every dtype
+        # count - 1 - 2 rank is an integer, so copies r and C-1-r are opposite in every dtype
         weight = (count - 1 - 2 * rank) / (count - 1).clamp(min=1)
         result = torch.zeros(self.target, dtype=torch.float64)
         result[copy] = amount * weight
         if self.free_extra:
-            # nothing is read there: any value is exact
+            # extra coordinates hold 0 here, so noise on their readers changes no output
             result[self.is_extra] = amount
         return result if bool(result.any()) else None
 
 
 def copies(index: Tensor, source: int, split: Tensor | None = None) -> Space:
-    """Plain duplication. `split`: relative deviation of every copy's share, 0 on average."""
+    """Plain duplication: coefficient 1, shares that sum to 1.
+
+    Args:
+        index: source entry of every target entry, (target,) int64.
+        source: size of the source's space.
+        split: relative deviation of every copy's share, from `signed_split`; None: equal shares.
+    """
     share = 1 / maps.counts(index, source)
     if split is not None:
         share = share * (1 + split)
@@ -117,16 +144,17 @@ def copies(index: Tensor, source: int, split: Tensor | None = None) -> Space:
 
 
 def weighted(index: Tensor, source: int, split: Tensor | None = None) -> Space:
-    """Duplication with a = sqrt(n_t / (n_s C)): the mean square is kept for any counts."""
+    """Duplication with a = sqrt(n_t / (n_s C)), which keeps the mean square; see `copies`."""
     plain = copies(index, source, split)
     a = (len(index) / (source * maps.counts(index, source))).sqrt()
     return replace(plain, write=a, read=plain.read / a)
 
 
 def carry_signs(extra: int) -> list[float]:
-    """+1/4, -1/4, ... with sum 0 (an odd number ends -1/2, 1/4, 1/4); one alone cannot.
+    """Coefficients +1/4, -1/4, ... of the extra coordinates; they sum to 0.
 
-    A quarter, not one: the error grows with the square, and float32 still resolves it.
+    An odd number of them ends in -1/2, 1/4, 1/4. A single one cannot sum to 0. The amplitude is 1/4
+    rather than 1 because the error grows with its square, and float32 still resolves it.
     """
     signs = [0.25 if k % 2 == 0 else -0.25 for k in range(extra)]
     if extra % 2 and extra > 1:
@@ -135,7 +163,7 @@ def carry_signs(extra: int) -> list[float]:
 
 
 def extended(source: int, target: int) -> Space:
-    """floor(n_t / n_s) copies and extra coordinates, scaled so that the variance is kept."""
+    """floor(n_t / n_s) whole copies, then extra coordinates, scaled to keep the variance."""
     count, extra = divmod(target, source)
     scale = math.sqrt(target / (count * source))
     index = maps.cyclic(source, target)
@@ -151,10 +179,15 @@ def extended(source: int, target: int) -> Space:
 
 
 def normed(stream: Space, split: Tensor | None = None) -> Space:
-    """What a pre-norm puts out: copies with coefficient 1, zeros at extra coordinates."""
+    """The output of a pre-norm: copies with coefficient 1, and 0 at extra coordinates.
+
+    Args:
+        stream: the space that the norm reads.
+        split: as in `copies`, over all of the stream's coordinates, (target,) float64.
+    """
     copy = ~stream.is_extra
     plain = copies(stream.read_index[copy], stream.source, None if split is None else split[copy])
-    # readers' weights at the zeros are free: give them the size of their neighbours
+    # extra coordinates hold 0, so their readers' weights are free: choose their neighbours' size
     share = torch.full((stream.target,), plain.read.mean().item(), dtype=torch.float64)
     share[copy] = plain.read
     ones = torch.ones(stream.target, dtype=torch.float64)
@@ -162,7 +195,14 @@ def normed(stream: Space, split: Tensor | None = None) -> Space:
 
 
 def tied_output(stream: Space, scale: float = 1.0) -> Space:
-    """k P^T: with logits = W E^T h / k, the norm under the head must put out k P^T h."""
+    """The space k P^T, for the input of a head that is tied to the embedding.
+
+    The tied head computes logits = W E^T h / k, so the norm below it must output k P^T h.
+
+    Args:
+        stream: the space that the embedding writes, with E and P.
+        scale: k.
+    """
     return replace(
         stream,
         write=torch.where(stream.is_extra, 0.0, scale * stream.read),
@@ -172,7 +212,12 @@ def tied_output(stream: Space, scale: float = 1.0) -> Space:
 
 
 def outer_product(heads: Space, entries: Space) -> Space:
-    """Whole heads, each embedded entry by entry in a larger head."""
+    """All entries of all heads.
+
+    Args:
+        heads: which source head every target head copies.
+        entries: how the entries of one head lie in a larger head.
+    """
     width = entries.source
 
     def joined(a: Tensor, b: Tensor) -> Tensor:
@@ -188,14 +233,14 @@ def outer_product(heads: Space, entries: Space) -> Space:
 
 
 def direct_sum(pieces: Sequence[Space]) -> Space:
-    """The entries of several spaces, one space after another."""
-    first = [0, *accumulate(piece.source for piece in pieces)]
-    moved = list(zip(pieces, first, strict=False))
+    """Several spaces joined into one, one after another."""
+    offsets = [0, *accumulate(piece.source for piece in pieces)]
+    placed = list(zip(pieces, offsets, strict=False))
     return Space(
-        source=first[-1],
-        write_index=torch.cat([piece.write_index + start for piece, start in moved]),
+        source=offsets[-1],
+        write_index=torch.cat([piece.write_index + offset for piece, offset in placed]),
         write=torch.cat([piece.write for piece in pieces]),
-        read_index=torch.cat([piece.read_index + start for piece, start in moved]),
+        read_index=torch.cat([piece.read_index + offset for piece, offset in placed]),
         read=torch.cat([piece.read for piece in pieces]),
     )
 
@@ -208,18 +253,20 @@ def within_head(
     rotary: tuple[int, int] = (0, 0),
     divided: bool = True,
 ) -> Space:
-    """The entries of one head in a larger head: scores and values stay what they were.
+    """The entries of one head inside a larger head; attention scores and values stay the same.
 
-    Queries and keys keep their products if only one of them is zero at the new entries: keys are,
-    queries hold copies there, so that both learn. In front of a norm both are zero. Scores are
-    divided by the root of head_dim, which the queries make up for.
+    Query-key products stay the same if queries or keys are 0 at the new entries. Keys are 0 there
+    and queries hold copies, so that both get gradients. Below a query or key norm both are 0, as
+    the norm would see anything else. Larger heads divide scores by a larger sqrt(head_dim); the
+    queries are scaled up to compensate.
 
     Args:
-        part: "value" (copies), "query", "key", or "before_norm" for both of them.
-        rotary: R of source and target. The first R entries turn, i and i + R / 2 by
-            theta ** (-2 i / R); pairs go where the target's turn alike (`pair_step`), the other
-            entries after the target's pairs.
-        divided: scores are divided by the root of head_dim.
+        source, target: head_dim of source and target.
+        part: "value" (copies), "query", "key", or "before_norm" (queries and keys below a norm).
+        rotary: R of source and target, the number of entries that rotary positions rotate. Entries
+            i and i + R / 2 rotate by theta ** (-2 i / R). Each pair is placed where the target
+            rotates at the same speed (`pair_step`), the other entries after the target's pairs.
+        divided: True if the model divides scores by sqrt(head_dim).
     """
     index = maps.cyclic(source, target)
     if part == "value" or source == target:
@@ -237,7 +284,13 @@ def within_head(
 
 
 def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) -> Space:
-    """Copies, but the last four units are two +- pairs that pass two functionals through."""
+    """FFN units: copies, then four units in two +- pairs that pass two numbers through the FFN.
+
+    Args:
+        index: source unit of every target unit, (target,) int64; the last four are ignored.
+        source: number of source units.
+        split: as in `copies`, over the units before the last four.
+    """
     index = index[:-CARRY_UNITS]
     body = copies(index, source, split)
     carry = torch.tensor([source, source, source + 1, source + 1])
@@ -253,12 +306,18 @@ def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) ->
 
 
 def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = None) -> Tensor:
-    """Random relative deviations, zero-sum over the copies of a coordinate, (target,) float64.
+    """Random relative deviations of the shares; they sum to 0 over the copies of a coordinate.
 
-    Signed on purpose: AdamW's first step looks at signs only, so shares that are all positive
-    move the copies alike. Bounded by 2, so that no share exceeds 3/C.
+    Some shares become negative on purpose. AdamW's first step depends on gradient signs alone, so
+    copies with positive shares would all move alike. Deviations are at most 2 in magnitude, so no
+    share exceeds 3/C and none is below -1/C (`growth.space.shares` relies on it).
 
-    `where`: the coordinates that are copies, (target,) bool; the others get 0.
+    Args:
+        index: source entry of every target entry, (target,) int64.
+        where: which coordinates are copies, (target,) bool; the others get 0. None: all.
+
+    Returns:
+        (target,) float64.
     """
     if where is not None:
         result = torch.zeros(len(index), dtype=torch.float64)

@@ -1,8 +1,11 @@
-"""The baselines of bert2BERT, Table 1: random weights, and DirectCopy into their leading block.
+"""Builds the tensors of the baselines in bert2BERT, Table 1: random weights, and DirectCopy.
 
-Random numbers come in tiles. The seed and the tensor's name are the key of a Philox generator, the
-tile's place is in the upper words of its counter; so any block of a tensor costs the tiles it
-touches, and has the bits of the whole.
+DirectCopy puts the source into the leading block of a random tensor.
+
+Random numbers are drawn in tiles, so that a part of a tensor has the same bits as the whole and
+costs only the tiles that it touches. The seed and the tensor's name form the key of a Philox
+generator; the tile's position sets the upper words of its counter. Changing `TILE` or the key
+changes every random model.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.initialisation import Initial
 
-# 0.3 ms of random numbers; making their generator takes 0.02 ms. Eight ranks that divide 4096
-# columns draw no column twice
+# a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
+# get one tile's width each, so that no number is drawn twice
 TILE = (64, 512)
 
 
@@ -30,11 +33,15 @@ def build_baseline(
     part: Sequence[slice],
     out: Tensor,
 ) -> Tensor:
-    """Random as the class starts it; DirectCopy keeps the source in the leading block.
+    """Build a part of a target tensor: random as its class initialises it, or DirectCopy.
 
     Args:
-        part: which block of the target tensor, a slice per axis.
-        out: where to put it.
+        read: returns a source tensor by name, on the CPU.
+        part: one slice per axis of the target tensor.
+        out: tensor to fill, of the part's shape.
+
+    Returns:
+        `out`.
     """
     ranges = _ranges(task, part)
     initial = plan.initial_tensors[task.name]
@@ -65,7 +72,13 @@ def _key(seed: int, name: str) -> int:
 
 
 def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
-    """The tiles of one axis that a range of it touches: their numbers and what they cover."""
+    """The tiles of one axis that a range touches: number of the tile, and the range it covers.
+
+    Args:
+        where: range of the axis.
+        size: length of the axis.
+        length: length of a tile along it.
+    """
     numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
     return [(n, range(n * length, min((n + 1) * length, size))) for n in numbers]
 
@@ -78,7 +91,7 @@ def _fill_from_tile(
     out: Tensor,
 ) -> None:
     place = [number for number, _ in tile]
-    # the lowest of the counter's four words counts within the tile
+    # the lowest of the counter's four words counts up inside the tile, so it starts at 0
     counter = [0, *place, *[0] * (3 - len(place))]
     rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
     drawn = rng.standard_normal([len(covered) for _, covered in tile], dtype=np.float32)
@@ -97,7 +110,7 @@ def _fill_from_tile(
 
 
 def old_entries_within(plan: Blueprint, task: Task, part: Sequence[slice]) -> list[Tensor]:
-    """Per axis, the source entries that DirectCopy puts into a part of the target."""
+    """Per axis, the source entries that DirectCopy puts into a part of the target, int64."""
     ranges = _ranges(task, part)
     runs = [_old_runs(plan, *axis) for axis in zip(task.tensor.axes, ranges, strict=True)]
     return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
@@ -113,7 +126,13 @@ def _copy_old(
 
 
 def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, slice]]:
-    """Runs of the source's entries within a range of the target's axis, and their places in it."""
+    """The source entries that lie in a range of the target's axis, as runs.
+
+    An axis of several spaces has one leading block per space, hence several runs.
+
+    Returns:
+        Per run, a slice of the source's axis and the slice of `where` that it fills.
+    """
     _, _, names = axis.partition(":")
     models = (plan.small, plan.large)
     if names:
@@ -127,5 +146,5 @@ def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, sli
         place = new - where.start
         runs.append((slice(old + start, old + stop), slice(place + start, place + stop)))
         old, new = old + kept, new + grown
-    # an empty run has no place: it would stand outside
+    # drop empty runs: their slices may lie outside the range
     return [run for run in runs if run[0].start < run[0].stop] or [(slice(0, 0), slice(0, 0))]

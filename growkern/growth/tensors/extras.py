@@ -1,12 +1,17 @@
-"""What extra coordinates copy: rows made from the source where a LayerNorm's width is uneven.
+"""Computes the rows of a weight that belong to extra coordinates (LayerNorm at uneven widths).
 
-    written axis     the functional f_t = (1/n) 1 + delta e_t w of its rows, one per sign e_t, where
-                     w = (gamma - mean(gamma)) / n belongs to the norm the vector enters  (1)
-    first FFN matrix the rows 1/n and w, read by the carry units                          (2)
-    second FFN matrix the columns that add them to the extra coordinates                  (3)
+LayerNorm subtracts the mean. Extra coordinates of the stream carry the mean of the source's vector,
+so that the target's norm computes what the source's did. The weights that write these coordinates
+have no counterpart in the source. They are computed from its rows:
 
-A carrying norm then multiplies extra coordinate k by 1 / (delta e_k): it leaves as the mean of the
-norm's output.
+    written axis       one sum f_t over the rows per sign e_t:
+                       f_t = (1/n) 1 + delta e_t w,   w = (gamma - mean(gamma)) / n        (1)
+    first FFN matrix   the rows 1/n and w, one for each pair of carry units                (2)
+    second FFN matrix  the columns that add both to the extra coordinates                  (3)
+
+gamma belongs to the norm that the vector enters, n is the source's hidden size, and delta is the
+option `carry`. A norm that carries the mean multiplies extra coordinate k by 1 / (delta e_k)
+(`growth.tensors.norms`). The coordinate then leaves as the mean of the norm's output.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from growkern.growth.plan.pieces import SUMMED_BYTES
 from growkern.growth.source.files import row_blocks
 
 
-def made_rows(
+def gathered_rows(
     plan: Blueprint,
     task: Task,
     name: str,
@@ -29,13 +34,16 @@ def made_rows(
     extra: Sequence[bool],
     rows: Tensor,
 ) -> Tensor:
-    """What a block is gathered from: the source tensor `name`, or what is made from it.
+    """The tensor that a block of the target is gathered from.
+
+    This is the source tensor `name` itself, or the rows computed for extra coordinates.
 
     Args:
-        extra: per axis, whether the block's target entries are extra ones.
-        rows: entries of the first axis that the block gathers; others may be undefined.
+        extra: per axis, True if the block's target entries are extra ones.
+        rows: source entries of the first axis that the block gathers, int64. Other rows of the
+            result may be undefined.
     """
-    weight = read_or_make(plan, task, name, read)
+    weight = _read_or_identity(plan, task, name, read)
     if not any(extra):
         return weight
     kinds = []
@@ -54,12 +62,12 @@ def made_rows(
         if not extra[dim]:
             continue
         if role == "read":
-            # (3), for the copies and for the extra rows
-            copied = extra == (False, True)
+            # (3): the carry units reach only extra coordinates, so the copies' columns are 0
+            is_copied = extra == (False, True)
             ones, carried = torch.ones(len(signs), dtype=torch.float64), delta * signs
             columns = torch.stack([ones, carried], 1)
-            made = torch.zeros(weight.shape[0], 2, dtype=torch.float64) if copied else columns
-            return made.to(weight.dtype)
+            zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
+            return (zeros if is_copied else columns).to(weight.dtype)
         if layout.family.spaces[space].kind == "stream":
             result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
         elif weight.ndim == 1:
@@ -69,8 +77,10 @@ def made_rows(
     return result
 
 
-def read_or_make(plan: Blueprint, task: Task, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """A source tensor, or the identity it stands for where the source has none."""
+def _read_or_identity(
+    plan: Blueprint, task: Task, name: str, read: Callable[[str], Tensor]
+) -> Tensor:
+    """A source tensor, or an identity matrix if the source has no such tensor."""
     if name != "identity":
         return read(name)
     sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
@@ -89,19 +99,22 @@ def _weighted_sums(
     functionals: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Tensor:
-    """(1): weighted sums over axis `dim` of a tensor, one per functional, in its dtype.
+    """(1): weighted sums over axis `dim` of a tensor, in its dtype.
 
-    Every row of the tensor is read once, whatever the number of pieces. Sums over columns are
-    undefined outside the `wanted` rows.
+    Every row of the tensor is read only once, even if the target tensor is built in many pieces.
+
+    Args:
+        functionals: returns the weights of the sums, (signs, n) float64.
+        wanted: rows that are needed if `dim` is 1. Other rows of the result are undefined.
     """
     stored = plan.source.headers.get(name)
-    # a mapped tensor is mapped anew for every block, so that summed rows need not stay in memory
+    # a mapped file is mapped again for every block, so that summed rows can leave memory
     rows_of = stored.rows if stored is not None and stored.is_mapped else lambda a, b: weight[a:b]
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
     key = ("sums", task.name, name)
     if dim == 0:
-        return plan.kept.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
-    sums = plan.kept.get(key, lambda: _ColumnSums(functionals(), weight))
+        return plan.cache.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
+    sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), weight))
     sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
     return sums.result
 
@@ -119,7 +132,7 @@ def _sum_rows(
 
 
 class _ColumnSums:
-    """Sums over the columns, for the rows that somebody asked for; threads may share it."""
+    """Sums over the columns, computed row block by row block on demand; threads may share it."""
 
     def __init__(self, functionals: Tensor, like: Tensor) -> None:
         self.result = torch.empty(len(like), len(functionals), dtype=like.dtype)
@@ -127,7 +140,7 @@ class _ColumnSums:
 
     def add(self, rows_of: RowsOf, blocks: Sequence[tuple[int, int]]) -> None:
         for block in blocks:
-            # two threads may sum the same block: they write the same
+            # no lock: two threads that sum the same block write the same values
             if block not in self._done:
                 self.result[slice(*block)] = (_wide(rows_of(*block)) @ self._columns).to(
                     self.result.dtype
@@ -136,12 +149,15 @@ class _ColumnSums:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    # a copy of float64 too: the order of a sum hangs on the alignment of its summands
+    # copy float64 too: summation order depends on the memory alignment of the input
     return rows.to(torch.float64, copy=True)
 
 
 def _carried_weight(plan: Blueprint, task: Task, read: Callable[[str], Tensor]) -> Tensor:
-    """w of (1) for the norm this tensor's vector enters, (n,) float64; 0 where none carries."""
+    """w of (1) for the norm that this tensor's output enters, (n,) float64.
+
+    It is 0 if no norm carries the mean.
+    """
     size = plan.layout.stream_sizes[0]
     if task.into is None or not plan.layout.is_carried:
         return torch.zeros(size, dtype=torch.float64)

@@ -1,4 +1,9 @@
-"""Norms of the target: gamma_t = kappa c / a gamma, beta_t = c beta, and what extra ones leave."""
+"""Builds the weights and biases of the target's norms.
+
+They follow (3) of `growkern.growth.space.spaces`: gamma_t = kappa c / a gamma, beta_t = c beta.
+Extra coordinates and the norms around inserted blocks have rules of their own. `growth.record.fold`
+undoes all of these and `growth.optimizer.moments` mirrors them; keep the three in step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +22,22 @@ from growkern.ops.expand.op import expand
 def build_norm(
     plan: Blueprint, task: Task, read: Callable[[str], Tensor], backend: str | None
 ) -> Tensor:
-    """Weight or bias of one norm of the target, (n,), in the plan's dtype."""
+    """Weight or bias of one norm of the target.
+
+    Args:
+        read: returns a source tensor by name, on the CPU.
+        backend: backend of `growkern.expand`.
+
+    Returns:
+        (n,) in the plan's dtype, n the target's size.
+    """
     offset = stored_offset(plan, task)
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
     if task.identity == "unit":
         return _unit_norm(plan, task)
     value = read(task.source)
-    # 1 + weight is what is scaled; it must not be rounded before the 1 is gone again
+    # some models multiply by 1 + weight: scale the sum in float64, as rounding it loses digits
     value = value + offset if offset == 0 else value.double() + offset
     gain = affine_gain(plan, task)
     index, scale, value = _gather(plan, task, value, read)
@@ -48,7 +61,7 @@ def build_norm(
 def _sums(
     plan: Blueprint, task: Task, index: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """What `take_shares` takes, where a tied head reads what the norm puts out."""
+    """The two vectors of `take_shares` if the norm's output enters a tied head, else None."""
     assert task.tensor.norm is not None
     entering, leaving = task.tensor.norm
     if plan.options.symmetry != "split" or not plan.layout.is_dual(leaving):
@@ -57,20 +70,20 @@ def _sums(
 
 
 def stored_offset(plan: Blueprint, task: Task) -> float:
-    """What the model adds to the stored weight before it multiplies."""
+    """The number that the model adds to a stored weight before it multiplies: 1.0 or 0.0."""
     return 1.0 if plan.layout.family.norm.plus_one and not task.tensor.is_bias else 0.0
 
 
 def _gather(
     plan: Blueprint, task: Task, value: Tensor, read: Callable[[str], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Index and scale over the target, (n,), and what they gather from."""
+    """Index and scale over the target, (n,) each, and the vector that they gather from."""
     layout = plan.layout
     assert task.tensor.norm is not None
     entering, leaving = (layout.space(name, task.source_layer) for name in task.tensor.norm)
     index, scale = entering.read_index, leaving.write
     if not task.tensor.is_bias:
-        # where nothing enters, any weight is exact: that of a neighbour learns like it
+        # a coordinate that is always 0 may have any weight: a copy's weight trains like a copy
         inverse = torch.where(entering.write == 0, 1.0, 1 / entering.write)
         scale = entering.kappa * torch.where(entering.write == 0, 1.0, leaving.write) * inverse
     extra = entering.is_extra
@@ -85,18 +98,20 @@ def _gather(
 def _extra(
     plan: Blueprint, task: Task, value: Tensor, entering: Space, leaving: Space
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What extra coordinates leave a norm as.
+    """Weight or bias of a norm at the extra coordinates.
 
     Returns:
-        An element to append to the source, (1,); per target coordinate its scale, (n,), and
-        whether it is that element rather than its own source, (n,) bool.
+        An element to append to the source vector, (1,).
+        The scale of every target coordinate, (n,) float64; only extra ones are set.
+        Which target coordinates gather the appended element, (n,) bool.
     """
     layout, is_bias, extra = plan.layout, task.tensor.is_bias, entering.is_extra
     scale = torch.zeros(entering.target, dtype=torch.float64)
     is_appended = torch.zeros(entering.target, dtype=torch.bool)
     appended = torch.ones(1, dtype=torch.float64)
     if task.tensor.row.extra == "free":
-        # the centred input is 0 there, so the weight is free; a zero would never learn
+        # the centred input is 0 here, so any weight is exact; take the copies' mean, since a
+        # weight of 0 would block the gradient
         copies = (entering.kappa * leaving.write / entering.write)[~extra]
         scale[extra] = 0.0 if is_bias else copies.mean()
         return appended, scale, is_appended
@@ -106,7 +121,7 @@ def _extra(
         scale[extra], is_appended[extra] = leaving.write[extra], True
     elif carries:
         signs = entering.extra_signs
-        # a single extra coordinate shifts the mean it is measured from
+        # the signs of a single extra coordinate do not sum to 0, which shifts the mean
         centred = signs - signs.sum() / entering.target
         scale[extra] = entering.kappa / (plan.options.carry * centred)
         is_appended[extra] = True
@@ -116,38 +131,41 @@ def _extra(
 def _upper(
     plan: Blueprint, task: Task, value: Tensor, read: Callable[[str], Tensor], index: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """The next layer's norm, where whole heads of it move with AKI, and the index that says so."""
-    fresh = from_next_layer(plan, task)
-    if task.upper is None or not bool(fresh.any()):
+    """The next layer's norm, if AKI takes whole heads from it, and the index for both norms."""
+    from_next = from_next_layer(plan, task)
+    if task.upper is None or not bool(from_next.any()):
         return None, index
     upper = read(task.upper).to(value.dtype) + stored_offset(plan, task)
-    return upper, index + len(value) * fresh
+    return upper, index + len(value) * from_next
 
 
 def from_next_layer(plan: Blueprint, task: Task) -> Tensor:
-    """Target entries of a norm that AKI takes from the next layer's, (n,) bool."""
+    """Which target entries of a norm AKI takes from the next layer, (n,) bool."""
     assert task.tensor.norm is not None
     if task.upper is None or plan.options.aki != "unit":
         return torch.zeros(task.shape, dtype=torch.bool)
-    return plan.layout.fresh(task.tensor.norm[1])
+    return plan.layout.next_layer_units(task.tensor.norm[1])
 
 
 def affine_gain(plan: Blueprint, task: Task) -> float:
-    """What makes up, in the last norm of inserted blocks, for the size at which they run."""
+    """The factor in the last norm of inserted blocks that restores their input's size.
+
+    Inserted blocks run at the size `identity_gain`.
+    """
     if task.identity != "affine" or task.tensor.is_bias:
         return 1.0
     return _unit_gain(plan) / plan.options.identity_gain
 
 
 def _unit_gain(plan: Blueprint) -> float:
-    """sqrt(K^2 + eps): gives an input of size K back as it was, but for eps."""
+    """sqrt(K^2 + eps), the gain with which a norm returns an input of size K, up to eps."""
     return math.sqrt(plan.options.identity_gain**2 + plan.small.norm_epsilon)
 
 
 def _unit_norm(plan: Blueprint, task: Task) -> Tensor:
     if task.tensor.is_bias:
         return torch.zeros(task.shape, dtype=plan.dtype)
-    # the first of a chain normalises, the ones after it must repeat their input
+    # the first norm of a chain normalises; the norms of inserted blocks must repeat their input
     is_first = (task.tensor.stack, task.tensor.layer) not in plan.inserted
     gain = plan.options.identity_gain if is_first else _unit_gain(plan)
     return torch.full(task.shape, gain, dtype=plan.dtype)

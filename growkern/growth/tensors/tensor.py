@@ -1,8 +1,10 @@
-"""Carries a plan out, tensor by tensor: one gather with two scales each.
+"""Builds the target's tensors from the source's: one gather with two scales per tensor.
 
-Where the target has extra coordinates (uneven LayerNorm widths) they form a block of their own at
-the end of an axis, gathered from a few rows made from the source (`growth.tensors.extras`).
-Every tensor can be built whole or block by block, with the same result to the bit.
+A tensor can be built whole or in parts, with the same bits. Growth onto disk and into sharded
+models depend on that.
+
+At uneven LayerNorm widths the target has extra coordinates at the end of an axis. They are gathered
+in a separate call, from a few rows that `growth.tensors.extras` computes from the source.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from growkern.growth.plan.axes import AxisMap, axis_map, noise_seed
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.space.shares import take_shares
 from growkern.growth.tensors.baselines import build_baseline, old_entries_within
-from growkern.growth.tensors.extras import made_rows
+from growkern.growth.tensors.extras import gathered_rows
 from growkern.growth.tensors.norms import build_norm
 from growkern.ops.expand.work import OneByOne, Work
 
@@ -36,17 +38,20 @@ def build_tensor(
     out: Tensor | None = None,
     work: Work | None = None,
 ) -> Tensor:
-    """The value of one target tensor, or of a block of it, in the plan's dtype.
+    """Build one target tensor or a part of it, in the plan's dtype.
 
     Args:
-        read: gives a source tensor by name; default the plan's source. A memory-mapped tensor is
-            read only where the block needs it.
-        backend: of `growkern.expand`.
-        part: one slice per axis of the target tensor; default the whole of it. A block has the
-            bits of the same place in the whole.
-        out: where to put it; its shape and the plan's dtype, on any device. Default: new memory
-            on the CPU.
-        work: of `work_on`, does it with others; the value is there after `work.run()`.
+        read: returns a source tensor by name; default: from the plan's source. Of a memory-mapped
+            tensor, only the rows that the part needs are read.
+        backend: backend of `growkern.expand`.
+        part: one slice per axis of the target tensor; default: all of it. A part has the same bits
+            as that place of the whole tensor.
+        out: tensor to fill, of the part's shape and the plan's dtype, on any device. Default: a
+            new tensor on the CPU.
+        work: batch of `work_on` to join. The result is then valid only after `work.run()`.
+
+    Returns:
+        `out`, or the new tensor.
     """
     read = read or plan.source.read
     part = tuple(part or (slice(None),) * len(task.shape))
@@ -59,7 +64,7 @@ def build_tensor(
     if plan.options.is_baseline:
         return build_baseline(plan, task, _on_cpu(read), part, out)
     if is_norm:
-        # a vector of a few thousand numbers: made on the CPU, wherever it goes
+        # norms are short vectors, so they are computed on the CPU for any device
         whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)
         return out.copy_(whole[part])
     return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
@@ -70,7 +75,14 @@ def _on_cpu(read: Read) -> Read:
 
 
 def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None:
-    """Per axis, the entries of `task.source` and `task.upper` that a block needs; None: all."""
+    """The entries of `task.source` and `task.upper` that a part needs.
+
+    Args:
+        part: one slice per axis of the target tensor.
+
+    Returns:
+        Per axis, indices into the source's axis, int64. None if the part may need all entries.
+    """
     if task.tensor.norm or task.identity == "zero" or task.is_made:
         return None
     if plan.options.is_baseline:
@@ -104,16 +116,16 @@ def _build_weight(
         extra = tuple(is_extra for _, is_extra in block)
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
         rows, cols = (*maps_of_block, {})[:2]
-        # the noise of a line hangs on its place in the whole tensor
+        # noise depends on the position in the whole tensor, so that parts have the same bits
         offsets = [where.start for where, _ in block] + [0]
         gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
-        # made rows are sums, in float64 and on the CPU
+        # extra rows are float64 sums; they are computed on the CPU
         readers = _on_cpu(read) if any(extra) else read
         upper, place = None, out[_within(part, block)]
         if task.upper is not None and _mixes(axes, block):
-            upper = made_rows(plan, task, task.upper, readers, extra, gathered).to(out.device)
+            upper = gathered_rows(plan, task, task.upper, readers, extra, gathered).to(out.device)
         work.expand(
-            made_rows(plan, task, task.source, readers, extra, gathered).to(out.device),
+            gathered_rows(plan, task, task.source, readers, extra, gathered).to(out.device),
             rows=rows["index"],
             cols=cols.get("index"),
             row_scale=rows["scale"],
@@ -134,7 +146,7 @@ def _build_weight(
 
 
 def _within(part: Part, block: Sequence[tuple[range, bool]]) -> tuple[slice, ...]:
-    """Where a block of the target stands in the part of it that is built."""
+    """The place of a block of the target inside the part that is built, one slice per axis."""
     starts = [s.start or 0 for s in part]
     return tuple(
         slice(where.start - first, where.stop - first)
@@ -143,7 +155,7 @@ def _within(part: Part, block: Sequence[tuple[range, bool]]) -> tuple[slice, ...
 
 
 def _mixes(axes: Sequence[AxisMap], block: Sequence[tuple[range, bool]]) -> bool:
-    """True when some entry comes from the next layer."""
+    """True if some entry of the block comes from the next layer (AKI)."""
     return any(
         not is_extra and bool((m.index[where.start : where.stop] >= m.source).any())
         for m, (where, is_extra) in zip(axes, block, strict=True)
