@@ -1,1 +1,1 @@
-"""Model knowledge as data: one TOML table per family, read and checked by `spec`."""
+"""Model knowledge as data: one TOML table per family, and the code that reads it."""

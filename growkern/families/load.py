@@ -1,6 +1,7 @@
-"""Reads and checks family tables; `growkern.families.spec` says what they mean.
+"""Reads the family tables (one TOML file each) and checks every key and name in them.
 
-An unknown key or name anywhere is an error: a table is never half understood.
+`growkern.families.spec` explains the sections of a table. An unknown key, value or name is an
+error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _VALUES = {
 
 
 def _check(kind: str, where: str, table: Mapping[str, Any]) -> None:
-    """Refuse unknown keys, and values outside the list where there is one."""
+    """Refuse unknown keys, and unknown values of keys that have a list of allowed values."""
     allowed = _KEYS[kind].split()
     for key, value in table.items():
         if key not in allowed:
@@ -63,7 +64,7 @@ def _check(kind: str, where: str, table: Mapping[str, Any]) -> None:
 
 
 def _checked(kind: str, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry as keyword arguments: lists become tuples."""
+    """The checked entry as keyword arguments, with tuples for lists."""
     _check(kind, where, table)
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
@@ -84,7 +85,7 @@ def _size(where: str, entry: Any) -> Size:
 
 
 def _rows(where: str, table: Mapping[str, Any], placement: str) -> Iterator[Row]:
-    # under a pre-norm the centred extra coordinates are 0, so the norm's weight there is free
+    # in front of a pre-norm the centred extra coordinates are 0: any weight is exact there
     extra = "free" if placement == "pre" else "zero"
     for name, entry in table.items():
         for values in entry if isinstance(entry, list) else [entry]:
@@ -93,10 +94,14 @@ def _rows(where: str, table: Mapping[str, Any], placement: str) -> Iterator[Row]
 
 
 def parse_family(where: str, table: Mapping[str, Any]) -> Family:
-    """A `Family` from a parsed TOML table.
+    """Make a `Family` from a parsed TOML table.
+
+    Args:
+        where: name of the table, for error messages.
 
     Raises:
-        GrowthError: an unknown key, or a space, size or part that is used but not defined.
+        GrowthError: an unknown key or value, or a stack, space, size or part that is used but not
+            defined.
     """
     _check("table", where, table)
     norm = Norm(**_checked("norm", f"{where}.norm", table["norm"]))
@@ -133,6 +138,8 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
 
 
 def _check_references(where: str, family: Family) -> None:
+    """Refuse stacks, spaces, sizes and parts that are used but not defined."""
+
     def known(user: str, name: str, names: Mapping[str, Any]) -> None:
         if name not in names:
             raise GrowthError(f"{where}: {user} uses {name!r}{nearest(name, names)}")
@@ -156,7 +163,11 @@ def _check_references(where: str, family: Family) -> None:
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` over `base`: parts and their entries one by one, classes as a whole."""
+    """`table` laid over the table that it extends.
+
+    Entries of [config], [spaces], [depth] and of each [tensors.*] are replaced one by one, all
+    other sections as a whole.
+    """
     result = dict(base)
     for key, value in table.items():
         deep = key in base and key in ("config", "spaces", "tensors", "depth")
@@ -176,10 +187,10 @@ def _table(model_type: str) -> dict[str, Any]:
 
 @cache
 def load_family(model_type: str) -> Family:
-    """The table of one family, by its Hugging Face `model_type`.
+    """The family of a Hugging Face `model_type`.
 
     Raises:
-        GrowthError: no table for this model type; the message lists the supported ones.
+        GrowthError: there is no table for this model type; the message lists those that exist.
     """
     known = supported_families()
     if model_type not in known:
@@ -191,6 +202,6 @@ def load_family(model_type: str) -> Family:
 
 @cache
 def supported_families() -> tuple[str, ...]:
-    """Model types that have a table."""
+    """The model types that have a table, sorted."""
     files = resources.files("growkern.families").iterdir()
     return tuple(sorted(f.name[: -len(".toml")] for f in files if f.name.endswith(".toml")))

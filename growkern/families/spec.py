@@ -1,48 +1,48 @@
-"""A family table: which activation space every axis of every tensor belongs to.
+"""The parts of a family table: for every axis of every tensor, the activation space it belongs to.
 
-A table holds no code. Its parts:
+A table is data without code. `growkern.families.load` reads it and checks every key and name.
+Its sections:
 
-    extends     another family's table; this one adds to it and replaces what it names again
-    [config]    what the sizes of the family are called in its Hugging Face config; a number is
-                itself. `{ field, default, plus, reserved }`: `default` when the field is null,
-                `plus` rows more than the field says, `reserved` of them for no position
-    [stacks]    stack of layers -> the size that counts them; one stack of `layers` when left out.
-                `{s}` in a row stands for every stack in turn, `stack` names a single one
-    [norm]      kind, placement (pre, post, sandwich: on both sides, output: of the block), the
-                config field of eps or eps itself, `plus_one` where the norm multiplies by
-                1 + weight, `bias` the config flag of its bias
+    extends     name of another family's table. This table adds to it and overrides its entries
+    [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
+                `{ field, default, plus, reserved }`: `default` is a formula for a field that is
+                null, `plus` is added to the field, `reserved` counts rows that are no position
+    [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
+                `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
+    [norm]      kind, placement (pre, post, sandwich: before and after a block, output: after a
+                block), the config field of eps or eps itself, `plus_one` if the norm multiplies
+                by 1 + weight, `bias`: the config flag that gives it a bias
     [attention] how scores and positions depend on head_dim
     [spaces]    the activation spaces. kind = stream   the residual stream
                                               normed   output of a norm that reads `of`
-                                              heads    `heads` x head_dim (or x `width`), or
-                                                       that for each `part` of "a|b|c"
+                                              heads    `heads` x head_dim (or x `width`), once
+                                                       for each `part` of "a|b|c"
                                               head     one head, where all heads share a norm
-                                              units    `size` independent units; `activated` when
-                                                       an activation sits before the next norm
+                                              units    `size` independent units; `activated` if
+                                                       an activation comes before the next norm
                                               fixed    `size` entries that never grow
-                                              tied_output  what the norm under a tied LM head must
-                                                       output; `untied` names the space otherwise
-                `part`: the part of attention the entries of a head play. `weighted`: heads that
-                enter one norm together. `scale`: see tensors
-    [classes]   model class -> prefix of the body's names, table parts of the body and the heads,
-                the space its hidden states are `output` in, the `stacks` that `{s}` stands for
-                where these are not all, config fields that have to repeat a size
+                                              tied_output  output of the norm under a tied LM
+                                                       head; if it is not tied, the space `untied`
+                `part`: the role of a head's entries in attention. `weighted`: all heads enter one
+                norm together. `scale`: see [tensors.*]
+    [classes]   model class -> prefix of the body's names, parts of the table for body and heads,
+                `output`: the space of its hidden states, `stacks`: the stacks that `{s}` stands
+                for if not all, `repeats`: config fields that must equal a size
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block
-    [tensors.*] name -> axes in the tensor's own layout: "write:S" is an output axis of space S,
-                "read:S" an input axis, "write:q|k|v" blocks one after another, anything else a
-                size of [config]. `norm = "A>B"` stands for the weight (and bias) of a norm from
-                space A to space B. `into`: the norm that a written vector enters. `extra`: what
-                coordinates beyond whole copies leave that norm as. `tied`: same storage as that
-                tensor while tie_word_embeddings. `when`: exists only under that condition
-                ("flag", "!flag", "field != field"). `only`: in these layers. `scale`: what the
-                model multiplies by, to be undone (`scale_when`: under that flag). `fallback`:
-                what to grow where the source has none. `stored`: its whole name in files, where
-                transformers renames it. A list: the first row that holds
-    [refuse]    config fields whose value makes the table wrong, and why
+    [tensors.*] name -> the tensor's axes, in order. "write:S" is an output axis of space S,
+                "read:S" an input axis, "write:q|k|v" several spaces one after another, anything
+                else a size of [config]. `norm = "A>B"`: the weight (and bias) of a norm from
+                space A to space B. `into`: the norm that a written vector enters. `extra`: the
+                output of that norm at coordinates beyond whole copies. `tied`: the tensor whose
+                storage this one shares under tie_word_embeddings. `when`: the condition under
+                which it exists ("flag", "!flag", "field != field"). `only`: the layers that have
+                it. `scale`: a factor of the model that growth must undo (`scale_when`: under
+                this flag). `fallback`: the tensor to grow if the source has no such tensor.
+                `stored`: its full name in files if transformers renames it. Several rows under
+                one name: the first whose condition holds
+    [refuse]    config fields with a value that the table does not cover, and why
     per_layer   config lists with one entry per layer
-    ignored     tensors of older files that models no longer read
-
-`growkern.families.load` reads the tables and checks every key and name in them.
+    ignored     tensors in older files that models no longer read
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from growkern.errors import GrowthError
+
 
 @dataclass(frozen=True)
 class Size:
-    """One entry of [config]."""
+    """One entry of [config]: where a config holds one size."""
 
     field: str | None = None
     number: int = 0
@@ -63,6 +65,7 @@ class Size:
     reserved: int = 0
 
     def of(self, config: Any) -> int:
+        """The size, read from a Hugging Face config."""
         if self.field is None:
             return self.number
         value = getattr(config, self.field, None)
@@ -92,22 +95,27 @@ class SpaceSpec:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of attention whose entries follow one another in every head."""
+        """The roles of the entries of one head, in the order in which they lie there."""
         return tuple(self.part.split("|"))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A config value the table does not cover."""
+    """A config value that the table does not cover."""
 
     field: str
     value: Any
     why: str
 
+    def check(self, config: Any) -> None:
+        """GrowthError if the config has this value."""
+        if getattr(config, self.field, None) == self.value:
+            raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
+
 
 @dataclass(frozen=True)
 class Norm:
-    """[norm]: what the norms of a family compute."""
+    """[norm]: the function that a family's norms compute."""
 
     kind: str
     placement: str
@@ -116,24 +124,26 @@ class Norm:
     bias: str | None = None
 
     def epsilon(self, config: Any) -> float:
+        """The number that is added to the variance."""
         return self.eps if isinstance(self.eps, float) else float(getattr(config, self.eps))
 
     def tensors(self, config: Any) -> tuple[str, ...]:
-        """Names of a norm's own tensors."""
+        """Last part of the names of a norm's tensors: "weight", and "bias" if it has one."""
         has_bias = self.kind == "layernorm" and holds(self.bias, config)
         return ("weight", "bias") if has_bias else ("weight",)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """[attention]: what a larger head_dim changes.
+    """[attention]: how scores and positions depend on head_dim.
 
     Attributes:
-        positions: `rotary` (of R entries, pair i, i + R / 2 turns by theta ** (-2 i / R)),
-            `learned` or `relative`.
+        positions: `rotary`, `learned` or `relative`. Rotary positions turn R entries of a head:
+            the pair i, i + R / 2 turns by theta ** (-2 i / R).
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
-        when: config flag without which they are not divided.
-        partial: R is the `partial_rotary_factor` of head_dim; elsewhere R is head_dim.
+        when: config flag; without it scores are not divided.
+        partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
+            head_dim.
     """
 
     positions: str
@@ -161,7 +171,7 @@ class Row:
     stored: str | None = None
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
-        """The spaces and the sizes of [config] that its axes and its norm name."""
+        """The spaces, and the sizes of [config], that its axes and its norm refer to."""
         spaces, sizes = set(self.norm.split(">") if self.norm else ()), set()
         for axis in self.axes:
             _, colon, names = axis.partition(":")
@@ -172,7 +182,7 @@ class Row:
         return {name.replace("{s}", stack) for name in spaces}, sizes
 
     def is_in(self, layer: int, layers: int) -> bool:
-        """True where `only` admits this layer."""
+        """True if `only` allows this layer, one of `layers`."""
         at = {"first": layer == 0, "last": layer == layers - 1}
         negated, name = (self.only or "").startswith("not_"), (self.only or "").removeprefix("not_")
         return self.only is None or at[name] != negated
@@ -180,12 +190,17 @@ class Row:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A row bound to one tensor of one model.
+    """One tensor of one model, and the row of the table that describes it.
 
     Attributes:
         name: in the state dict.
-        template: the same without the class's prefix and with `{l}` for the layer: what this
-            tensor has in common with that of other layers.
+        template: the name without the class's prefix and with `{l}` for the layer. The same
+            tensor of all layers has the same template.
+        layer: number of its layer within `stack`; None outside the layers.
+        axes: one entry per axis, as in the row, with stack and layer filled in.
+        norm: the spaces that a norm reads and writes; None for other tensors.
+        into, tied, fallback: as in the row, but full names of tensors.
+        in_body: True if it belongs to the body of the model, False if to a head.
     """
 
     name: str
@@ -205,14 +220,14 @@ class TensorSpec:
         return self.name.endswith(".bias")
 
     def is_one_of(self, rows: tuple[str, ...]) -> bool:
-        """True when one of these names of rows, of a norm without its weight and bias, is this."""
+        """True if one of these rows describes this tensor; a norm's row covers weight and bias."""
         own = (self.template, self.template.rpartition(".")[0] if self.norm else "")
         return any(row.replace("{s}", self.stack) in own for row in rows)
 
 
 @dataclass(frozen=True)
 class ModelClass:
-    """How one model class names and combines the parts of the table."""
+    """[classes]: which parts of the table a model class consists of, and how it names them."""
 
     prefix: str = ""
     body: tuple[str, ...] = ()
@@ -223,7 +238,7 @@ class ModelClass:
 
 
 def holds(condition: str | None, config: Any) -> bool:
-    """A condition of a table on a config: "flag", "!flag" or "field != field"."""
+    """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
     if condition is None:
         return True
     left, unequal, right = condition.partition(" != ")

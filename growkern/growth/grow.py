@@ -92,7 +92,7 @@ def _device(grown: GrowthPlan) -> torch.device:
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
-    model = untrained_model(grown.source.class_name, grown.target_config, grown.dtype)
+    model = untrained_model(grown.large, grown.dtype)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
@@ -103,7 +103,7 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
     """Of every target tensor, in the order in which the model itself lists them."""
     shapes = {task.name: task.shape for task in grown.tasks}
-    return in_model_order(shapes, grown.source.class_name, grown.target_config, grown.dtype)
+    return in_model_order(shapes, grown.large, grown.dtype)
 
 
 def grow_checkpoint(
@@ -194,7 +194,7 @@ def carry_out(
     grown = make_plan()
     workers = workers_within(grown, limit)
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
-    stored = grown.source.family.stored_names(grown.target_config, grown.source.class_name)
+    stored = grown.large.stored_names
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
@@ -217,8 +217,7 @@ def carry_out(
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
         # nothing but what this growth wrote is published
         staging.clear_but(layout.sizes)
-        config, class_name = grown.target_config, grown.source.class_name
-        complete(staging.checkpoint, config, class_name, grown.dtype, layout, source_dir)
+        complete(staging.checkpoint, grown.large, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, staging.checkpoint)
         write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
         if state is not None:

@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
+from growkern.families.model import ModelSpec
 
-def untrained_model(class_name: str, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """A model of this class with memory, or on the meta device, whose numbers are not set."""
+
+def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
+    """A new model with memory, or on the meta device, whose numbers are not set.
+
+    Weights that the model ties are still tensors of their own: call its `tie_weights` if needed.
+    """
     # some classes write into their config: BART's for questions sets num_labels
-    config, how = copy.deepcopy(config), {} if dtype is None else {"dtype": dtype}
+    config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
     with no_init_weights():
-        return getattr(transformers, class_name)._from_config(config, **how)
+        return getattr(transformers, spec.class_name)._from_config(config, **how)
 
 
 def materialise(model: Any, device: torch.device | str) -> None:
@@ -89,9 +94,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def in_model_order(
-    shapes: dict[str, tuple[int, ...]], class_name: str, config: Any, dtype: torch.dtype
+    shapes: dict[str, tuple[int, ...]], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, tuple[int, ...]]:
     """Shapes by name, in the order in which the model itself lists its tensors."""
     with torch.device("meta"):
-        names = list(untrained_model(class_name, config, dtype).state_dict())
+        names = list(untrained_model(spec, dtype).state_dict())
     return {name: shapes[name] for name in names if name in shapes} | shapes

@@ -9,6 +9,7 @@ import transformers
 
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, parse_family, supported_families, tomllib
+from growkern.families.model import ModelSpec
 
 # every size differs, so that two axes cannot be confused
 BERT = {
@@ -102,7 +103,7 @@ def test_table_predicts_every_tensor_and_shape(model_type, sizes, options):
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
         actual = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        assert family.shapes(config, class_name) == actual, class_name
+        assert ModelSpec(family, config, class_name).shapes == actual, class_name
 
 
 @pytest.mark.parametrize("model_type, sizes, options", CASES)
@@ -112,12 +113,8 @@ def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
     for class_name in family.classes:
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
-        tied = {
-            t.name: t.tied
-            for t in family.tensors(config, class_name)
-            if t.tied and family.shares(config)
-        }
-        assert tied == dict(model.all_tied_weights_keys), class_name
+        ties = ModelSpec(family, config, class_name).ties
+        assert ties == dict(model.all_tied_weights_keys), class_name
 
 
 def test_every_table_is_covered():
@@ -151,15 +148,16 @@ def test_a_class_knows_the_sizes_its_tensors_have(model_type):
     _, sizes, options = next(case for case in CASES if case[0] == model_type)
     config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
     for class_name in family.classes:
-        own, before = family.of_class(class_name), family.shapes(config, class_name)
-        assert own.shapes(config, class_name) == before
+        whole, own = ModelSpec(family, config, class_name), ModelSpec.of(config, class_name)
+        assert own.shapes == whole.shapes
         for key in (key for key, size in family.config.items() if size.field):
             other = transformers.AutoConfig.for_model(model_type, **sizes, **options)
-            setattr(other, family.config_field(key), 3 + family.size(config, key))
-            moves = family.shapes(other, class_name) != before
+            setattr(other, family.config_field(key), 3 + whole.size(key))
+            moves = whole.with_config(other).shapes != whole.shapes
             # a head count that divides the stream changes no shape
-            assert moves <= (key in own.config), (class_name, key)
-            assert moves or key in own.query_heads or key not in own.growable, (class_name, key)
+            used = own.family
+            assert moves <= (key in used.config), (class_name, key)
+            assert moves or key in used.query_heads or key not in used.growable, (class_name, key)
 
 
 def bert_table():
@@ -216,7 +214,8 @@ def test_a_head_has_parts_one_after_another():
         parse_family("bert.toml", table)
     table["spaces"]["q"]["part"] = "query|key"
     family = parse_family("bert.toml", table)
-    assert family.space_size(transformers.BertConfig(**BERT), "q") == 24
+    model = ModelSpec(family, transformers.BertConfig(**BERT), "BertModel")
+    assert model.space_size("q") == 24
 
 
 def test_undefined_stack_is_refused():
@@ -244,7 +243,7 @@ def test_unknown_family_lists_the_supported_ones():
 def test_unknown_class_and_refused_config():
     config = transformers.BertConfig(**BERT)
     with pytest.raises(GrowthError, match="BertForMaskedLM"):
-        load_family("bert").check_config(config, "BertForSpeech")
+        ModelSpec.of(config, "BertForSpeech")
     config.add_cross_attention = True
     with pytest.raises(GrowthError, match="cross-attention"):
-        load_family("bert").check_config(config, "BertForMaskedLM")
+        ModelSpec.of(config, "BertForMaskedLM")

@@ -104,7 +104,7 @@ def relative_error(source, grown):
         y = new[name]
         if name == "last_hidden_state":
             plan = grown.growth_plan
-            name = plan.layout.family.output_space(plan.source.class_name)
+            name = plan.small.output_space
             space = plan.layout.space(name)
             copy = ~space.is_extra
             y, x = y[..., copy] / space.write[copy], x[..., space.read_index[copy]]

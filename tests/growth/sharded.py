@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import growkern
-from growkern.growth.source.distributed import StoredTensor
+from growkern.growth.source.distributed import DistributedTensor
 from growkern.growth.tensors import baselines
 from tests.growth import sharded_optimizer
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
@@ -224,17 +224,17 @@ def run_checkpoint(kind, mesh, directory):
     with torch.device("meta"):
         model = shard(type(source)(whole.config), kind, mesh[kind])
     read = {}
-    read_runs = StoredTensor.read_runs
+    read_runs = DistributedTensor.read_runs
 
     def spy(self, runs):
         area = math.prod(sum(b - a for a, b in axis) for axis in runs)
         read[self.raw_name] = area / math.prod(self.shape)
         return read_runs(self, runs)
 
-    StoredTensor.read_runs = spy
+    DistributedTensor.read_runs = spy
     with CommDebugMode() as comm:
         growkern.grow_into(model, directory / "weights", method="aki")
-    StoredTensor.read_runs = read_runs
+    DistributedTensor.read_runs = read_runs
     expected = shard(copy.deepcopy(whole), kind, mesh[kind])
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
     return {

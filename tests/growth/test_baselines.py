@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import growkern
+from growkern.families.model import ModelSpec
 from growkern.growth.plan.initialisation import initial_tensors
 from growkern.growth.tensors import baselines
 from growkern.growth.tensors.tensor import build_tensor, source_index
@@ -129,7 +130,7 @@ def test_a_part_draws_only_its_own(monkeypatch):
 
 def test_the_class_is_asked_and_left_as_it_was():
     config = transformers.GPT2Config(**GPT2, initializer_range=0.5)
-    initial = initial_tensors("GPT2LMHeadModel", config)
+    initial = initial_tensors(ModelSpec.of(config, "GPT2LMHeadModel"))
     assert initial["transformer.wte.weight"].deviation == 0.5
     # 2 layers, two projections each
     assert initial["transformer.h.1.mlp.c_proj.weight"].deviation == 0.25

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.families.load import load_family
+from growkern.families.model import ModelSpec
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_matrix import FAMILIES, WIDTHS, deeper, width
 
@@ -76,8 +77,8 @@ def test_every_family_within_rounding(tmp_path, model_type, kind):
     family, how = load_family(model_type), {**width(model_type, kind), **deeper(model_type)}
     if not family.forces_head_dim:
         # heads that grow themselves: rotary pairs move, queries hold copies and keys zeros
-        head_dim = family.head_dim(random_model(class_name, sizes).config)
-        how |= {family.config_field("head_dim"): 2 * head_dim}
+        small = ModelSpec(family, random_model(class_name, sizes).config, class_name)
+        how |= {family.config_field("head_dim"): 2 * small.head_dim()}
     source = grown(tmp_path, class_name, sizes, how, torch.float64)
     fold(tmp_path)
     back = load(source, tmp_path / "back").state_dict()

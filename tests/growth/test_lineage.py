@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.families.load import load_family
+from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.record.lineage import config_dict, read_lineage, record_of
 from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
@@ -94,7 +94,7 @@ def test_of_a_large_model_it_is_small(tmp_path):
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256}
     config = transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
-    shapes = load_family("llama").shapes(config, "LlamaForCausalLM")
+    shapes = ModelSpec.of(config, "LlamaForCausalLM").shapes
     layout = lay_out(shapes, torch.bfloat16, 50 * 10**9)
     for name, size in layout.sizes.items():
         with open(tmp_path / name, "wb") as file:

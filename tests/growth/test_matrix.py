@@ -11,6 +11,7 @@ import transformers
 
 import growkern
 from growkern.families.load import load_family, supported_families
+from growkern.families.model import ModelSpec
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 from tests.growth.test_families import BART, MODERN, NEOX, ROTARY, SQUARE, T5, WINDOW
 
@@ -66,8 +67,10 @@ def width(model_type, kind):
 def deeper(model_type):
     """One layer more in every stack, as identity blocks."""
     family = load_family(model_type)
-    config = transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type][1])
-    sizes = {family.config_field(k): family.size(config, k) + 1 for k in family.stacks.values()}
+    class_name, sizes = FAMILIES[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model = ModelSpec(family, config, class_name)
+    sizes = {family.config_field(key): model.size(key) + 1 for key in family.stacks.values()}
     return {**sizes, "depth": "identity"}
 
 
@@ -125,14 +128,12 @@ def test_larger_heads_are_exact(model_type, times, tmp_path):
     class_name, sizes = FAMILIES[model_type]
     source = random_model(class_name, sizes)
     family = load_family(model_type)
+    model = ModelSpec(family, source.config, class_name)
     if family.forces_head_dim:
-        how = {
-            family.config_field(heads): family.size(source.config, heads)
-            for heads in family.query_heads
-        }
+        how = {family.config_field(heads): model.size(heads) for heads in family.query_heads}
         how |= {family.config_field("stream"): 12 * times}
     else:
-        how = {family.config_field("head_dim"): times * family.head_dim(source.config)}
+        how = {family.config_field("head_dim"): times * model.head_dim()}
     grown = grown_on_disk(tmp_path, source, how)
     assert any("head_dim" in finding.what for finding in grown.growth_plan.findings)
     assert grown.growth_plan.exact, grown.growth_plan.findings
@@ -146,7 +147,7 @@ def test_query_groups_become_any_consistent_layout(model_type, q_heads, kv_heads
     source = random_model(class_name, sizes)
     how = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     # classes that derive head_dim, and those that want a multiple of the heads
-    head_dim = 2 if load_family(model_type).head_dim(source.config) == 2 else 5
+    head_dim = 2 if ModelSpec.of(source.config, class_name).head_dim() == 2 else 5
     how["hidden_size"] = head_dim * q_heads
     grown = grown_on_disk(tmp_path, source, how)
     assert relative_error(source, grown) <= EXACT

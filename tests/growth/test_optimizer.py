@@ -310,7 +310,7 @@ def test_the_trainers_optimizer_file_fits_the_trainers_optimizer(trainers_checkp
         old = tuple(slice(n) for n in parameters[task.source].shape)
         share = 1.0
         for axis, size in zip(task.tensor.axes, task.shape, strict=True):
-            source_size = plan.layout.family.axis_size(plan.source.config, axis)
+            source_size = plan.small.axis_size(axis)
             share /= size // source_size if axis.startswith("write:") else 1
         moment = trained[parameters[task.source]]["exp_avg"]
         # what stands right under the tied matrix is read undivided

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, WEIGHTS
-from growkern.growth.source.files import PIECE_BYTES, Header, read_header_bytes, row_blocks
+from growkern.growth.source.files import PIECE_BYTES, read_header_bytes, row_blocks
 from growkern.growth.source.source import open_source
+from growkern.growth.source.stored import StoredTensor
 
 ALGORITHM = "xxh3_128"
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
@@ -47,10 +48,10 @@ def sum_pieces(sums: Iterable[str]) -> str:
     return sum_bytes("".join(sums).encode())
 
 
-def sum_stored(header: Header, piece_bytes: int = PIECE_BYTES) -> str:
+def sum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str:
     """The sum of a stored tensor; a piece at a time is in memory."""
-    blocks = row_blocks(header.shape, header.dtype.itemsize, piece_bytes)
-    return sum_pieces(sum_rows(header.rows(*block)) for block in blocks)
+    blocks = row_blocks(tensor.shape, tensor.dtype.itemsize, piece_bytes)
+    return sum_pieces(sum_rows(tensor.rows(*block)) for block in blocks)
 
 
 # ----------------------------------------------------------- the record on disk
@@ -143,7 +144,10 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
 
 
 def _wrong_tensors(
-    directory: Path, headers: Mapping[str, Header], sums: Mapping[str, str], piece_bytes: int
+    directory: Path,
+    headers: Mapping[str, StoredTensor],
+    sums: Mapping[str, str],
+    piece_bytes: int,
 ) -> Iterator[str]:
     for name, expected in sums.items():
         if name not in headers:

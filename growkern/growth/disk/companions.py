@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import CHAT_TEMPLATE_DIR
 
+from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
 from growkern.growth.source.files import INDEX_FILE
@@ -57,8 +57,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def complete(
     directory: Path,
-    config: Any,
-    class_name: str,
+    model: ModelSpec,
     dtype: torch.dtype,
     layout: ShardLayout,
     beside: Path,
@@ -70,8 +69,8 @@ def complete(
         beside: directory of a checkpoint, or a folder in one, to take tokenizer files from.
     """
     with torch.device("meta"):
-        config = untrained_model(class_name, config, dtype).config
-    config.architectures = [class_name]
+        config = untrained_model(model, dtype).config
+    config.architectures = [model.class_name]
     config.save_pretrained(directory)
     if layout.index:
         (directory / INDEX_FILE).write_text(layout.index, encoding="utf-8")

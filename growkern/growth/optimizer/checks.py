@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from growkern.errors import GrowthError, nearest
 from growkern.growth.optimizer.moments import MOMENTS
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.source.stored import StoredTensor
 from growkern.ops.expand.checks import DTYPES
 
 CHOICES = ("grow", "old_slices", "reset")
@@ -55,18 +56,17 @@ def _check_group(what: str, group: Any) -> None:
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
     """GrowthError unless every state is one of Adam for the source's parameter."""
-    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
             raise GrowthError(f"{name}: its optimizer state is a {type(entry).__name__}, no dict")
-        _check_entry(name, entry, shapes[name])
+        _check_entry(name, entry, plan.small.shapes[name])
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     for key, value in entry.items():
         if key in COUNTS:
-            # what is stored elsewhere, or spread, is checked when it is read
-            if not isinstance(value, DTensor) and not hasattr(value, "read"):
+            # stored and distributed tensors are checked when they are read
+            if not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)
         elif key not in MOMENTS:
             raise GrowthError(
@@ -84,7 +84,7 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
 
 
 def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not isinstance(value, (Tensor, StoredTensor)):
         raise GrowthError(f"{name}: {key} is a {type(value).__name__}, expected a tensor")
     if tuple(value.shape) != shape:
         raise GrowthError(

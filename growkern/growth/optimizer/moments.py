@@ -255,14 +255,13 @@ def _everywhere(plan: GrowthPlan) -> list[Finding]:
 
 
 def _in_places(plan: GrowthPlan) -> list[Finding]:
-    family, found = plan.layout.family, []
-    configs = (plan.source.config, plan.target_config)
+    family, models, found = plan.small.family, (plan.small, plan.large), []
     if "kv_heads" in family.config:
-        old, new = (family.size(c, "q_heads") // family.size(c, "kv_heads") for c in configs)
+        old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
         if old != new:
             why = f"{new} query heads share a key head that {old} shared"
             found.append(Finding("approximate", "keys and values", why))
-    if any(len({family.head_dim(c, heads) for c in configs}) > 1 for heads in family.query_heads):
+    if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
         found.append(Finding("approximate", "keys", "new entries are zero, but meet queries"))
     if any(is_new(plan, task) for task in plan.tasks):
         found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))

@@ -95,12 +95,11 @@ def advice(plan: Blueprint, tokens: float | None = None) -> tuple[str, ...]:
 
 
 def _is_decoder(plan: Blueprint) -> bool:
-    return "CausalLM" in plan.source.class_name or plan.source.class_name.endswith("LMHeadModel")
+    return "CausalLM" in plan.small.class_name or plan.small.class_name.endswith("LMHeadModel")
 
 
 def _grows(plan: Blueprint, key: str) -> bool:
-    family = plan.source.family
-    return family.size(plan.source.config, key) != family.size(plan.target_config, key)
+    return plan.small.size(key) != plan.large.size(key)
 
 
 def _aki(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
@@ -127,13 +126,12 @@ def _width(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
 
 
 def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
-    family = plan.source.family
+    family = plan.small.family
     deeper = [key for key in family.stacks.values() if _grows(plan, key)]
     if not deeper:
         return
     for key in deeper:
-        sizes = [family.size(c, key) for c in (plan.source.config, plan.target_config)]
-        factor = sizes[1] / sizes[0]
+        factor = plan.large.size(key) / plan.small.size(key)
         if plan.options.depth == "stack" and factor > 4:
             yield (
                 f"{family.config_field(key)} grows {factor:.1f} times; stacking was best at 2 to 4 "
@@ -158,9 +156,8 @@ def _symmetry(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
 
 
 def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
-    family = plan.source.family
-    pre = [space for space in family.spaces.values() if space.part == "before_norm"]
-    if pre and family.head_dim(plan.source.config) != family.head_dim(plan.target_config):
+    pre = [s for s in plan.small.family.spaces.values() if s.part == "before_norm"]
+    if pre and plan.small.head_dim() != plan.large.head_dim():
         yield (
             "new entries of queries and keys are both zero, as the norm over them would see "
             "anything else: they get no gradient until something else moves them"
@@ -168,13 +165,13 @@ def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
 
 
 def _tiles(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
-    family = plan.source.family
+    family = plan.small.family
     for key in ("stream", "vocab", *family.unit_sizes):
-        old, new = (family.size(c, key) for c in (plan.source.config, plan.target_config))
+        old, new = plan.layout.sizes(key)
         if new != old and new >= 16 * TILE and new % TILE:
             field, better = family.config_field(key), -(-new // TILE) * TILE
             yield f"{field}={new} is no multiple of {TILE}: {better} should run as fast"
-    vocab = family.size(plan.target_config, "vocab")
+    vocab = plan.large.size("vocab")
     if vocab % TILE and vocab >= 16 * TILE and not _grows(plan, "vocab"):
         field, better = family.config_field("vocab"), -(-vocab // TILE) * TILE
         yield (

@@ -81,7 +81,7 @@ def axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     role, _, names = axis.partition(":")
     layout, layer = plan.layout, task.source_layer
-    total = layout.family.axis_size(plan.source.config, axis)
+    total = plan.small.axis_size(axis)
     if not names:
         # a larger vocabulary: the new tokens are zero
         is_old = torch.arange(size) < total
@@ -116,7 +116,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     layout = plan.layout
     if not names:
         return axis_map(plan, task, axis, size)
-    total = layout.family.axis_size(plan.source.config, axis)
+    total = plan.small.axis_size(axis)
     pieces, first = [], 0
     for name in names.split("|"):
         space = layout.space(name, task.source_layer)
@@ -143,7 +143,7 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
     """Where an axis of the source stands in the target's, (size,) bool: the first of all copies."""
     _, _, names = axis.partition(":")
     if not names:
-        return torch.arange(size) < plan.layout.family.axis_size(plan.source.config, axis)
+        return torch.arange(size) < plan.small.axis_size(axis)
     pieces = []
     for name in names.split("|"):
         space = plan.layout.space(name, task.source_layer)
@@ -166,5 +166,5 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
             return none
         new = torch.arange(space.target) >= space.source
         return (new & ~space.is_extra).long()
-    is_unit = plan.layout.family.spaces[name].kind in ("heads", "units")
+    is_unit = plan.small.family.spaces[name].kind in ("heads", "units")
     return plan.layout.fresh(name).long() if is_unit else none

@@ -76,11 +76,10 @@ def _width(plan: Blueprint) -> list[Finding]:
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
-    layout = plan.layout
-    family, source, target = layout.family, layout.source, plan.target_config
+    layout, family = plan.layout, plan.small.family
     found = []
     for heads in family.query_heads:
-        old, new = (family.head_dim(c, heads) for c in (source, target))
+        old, new = plan.small.head_dim(heads), plan.large.head_dim(heads)
         if old == new:
             continue
         what = f"head_dim {old} -> {new}"
@@ -96,11 +95,10 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
 
 
 def _vocabulary(plan: Blueprint) -> list[Finding]:
-    family, config = plan.layout.family, plan.layout.source
-    old, new = (family.size(c, "vocab") for c in (config, plan.target_config))
+    old, new = plan.layout.sizes("vocab")
     if old == new:
         return []
-    what = f"{family.config_field('vocab')} {old} -> {new}"
+    what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
     why = "logits of the old tokens are kept, those of the new ones start at 0"
     return [Finding("approximate", what, why)]
 
@@ -144,7 +142,7 @@ def _depth(plan: Blueprint) -> list[Finding]:
     family = plan.layout.family
     found = []
     for stack, key in family.stacks.items():
-        old, new = family.size(plan.source.config, key), len(plan.layer_maps[stack])
+        old, new = plan.small.size(key), len(plan.layer_maps[stack])
         what = f"{old} -> {new} {stack} layers".replace("  ", " ")
         if new == old:
             continue
@@ -155,7 +153,7 @@ def _depth(plan: Blueprint) -> list[Finding]:
         elif family.norm.placement != "post":
             found.append(Finding("exact", what, "inserted blocks add zero"))
         else:
-            eps, square = family.norm.epsilon(plan.source.config), plan.options.identity_gain**2
+            eps, square = plan.small.norm_epsilon, plan.options.identity_gain**2
             error = eps * square / (square + eps)
             why = f"inserted blocks repeat their input up to {error:.2g}, eps={eps:g} of the norms"
             found.append(Finding("exact" if error <= 1e-12 else "approximate", what, why))
@@ -172,7 +170,7 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     if plan.dtype.itemsize > 2:
         return []
     is_widened = any(
-        layout.family.size(layout.source, key) != layout.family.size(plan.target_config, key)
+        plan.small.size(key) != plan.large.size(key)
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
     per_layer = plan.options.scheme == "paper"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from growkern.errors import GrowthError
-from growkern.families.family import Family
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import advice, estimate
 from growkern.growth.plan.blueprint import Blueprint
@@ -58,8 +57,8 @@ class GrowthPlan(Blueprint):
         """A JSON-serialisable summary; with the source it is enough to repeat the growth."""
         return {
             "growkern": version(),
-            "family": self.source.family.model_type,
-            "model_class": self.source.class_name,
+            "family": self.small.family.model_type,
+            "model_class": self.small.class_name,
             "options": self.options.to_dict(),
             "sizes": {name: list(pair) for name, pair in self.size_changes().items()},
             "maps": self.maps(),
@@ -122,7 +121,7 @@ def plan(
     opened = open_source(source, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
     if target_config is not None:
-        check_given(opened.family, opened.config, target_config, made.target_config)
+        check_given(opened.spec, target_config, made.large)
     return made
 
 
@@ -134,34 +133,28 @@ def plan_growth(
     dtype: torch.dtype | None = None,
 ) -> GrowthPlan:
     """`plan` for a source that is already open."""
-    family = opened.family
-    target = resolve_target(family, opened.config, dims, target_config)
+    small, family = opened.spec, opened.spec.family
+    large = resolve_target(small, dims, target_config)
     pick = maps.stack if options.depth == "stack" else maps.interleave
     layer_maps = {
-        stack: tuple(pick(*(family.size(c, key) for c in (opened.config, target))))
-        for stack, key in family.stacks.items()
+        stack: tuple(pick(small.size(key), large.size(key))) for stack, key in family.stacks.items()
     }
-    deeper = [key for key in family.stacks.values() if _grows(family, opened.config, target, key)]
     inserted: set[tuple[str, int]] = set()
     if options.depth == "identity":
         for stack, layers in layer_maps.items():
             repeats = pairwise(layers)
             inserted |= {(stack, i) for i, (a, b) in enumerate(repeats, start=1) if a == b}
-    for refusal in family.refuse_depth if deeper else ():
-        if getattr(opened.config, refusal.field, None) == refusal.value:
-            raise GrowthError(f"config.{refusal.field}={refusal.value}: {refusal.why}")
+    if any(small.size(key) != large.size(key) for key in family.stacks.values()):
+        for refusal in family.refuse_depth:
+            refusal.check(small.config)
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
         raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result yourself")
     layers = next(iter(layer_maps.values()))
-    finish_target(family, opened.class_name, opened.config, target, layers, dtype)
-    grown = GrowthPlan(opened, target, options, layer_maps, frozenset(inserted), dtype)
+    large = finish_target(small, large, layers, dtype)
+    grown = GrowthPlan(opened, large, options, layer_maps, frozenset(inserted), dtype)
     # maps that cannot be built (lost query heads) must fail here, before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
     return grown
-
-
-def _grows(family: Family, source: Any, target: Any, key: str) -> bool:
-    return family.size(source, key) != family.size(target, key)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import initialization
 
 from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
 from growkern.growth.models import persistent_buffers, untrained_model
 
 # the functions are transformers' own table, one for all threads
@@ -42,14 +43,14 @@ class Initial:
     zero_rows: tuple[int, ...] = ()
 
 
-def initial_tensors(class_name: str, config: Any) -> dict[str, Initial]:
-    """Of every parameter and persistent buffer of `transformers.<class_name>` with this config.
+def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
+    """Of every parameter and persistent buffer of this model.
 
     Raises:
         GrowthError: the class initialises one of them in no way known here.
     """
     with torch.device("meta"):
-        model = untrained_model(class_name, config)
+        model = untrained_model(spec)
     tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))
     found: dict[int, Initial] = {}
     with _noted(found, {id(tensor) for tensor in tensors.values()}):
@@ -59,7 +60,7 @@ def initial_tensors(class_name: str, config: Any) -> dict[str, Initial]:
     unknown = [name for name, tensor in tensors.items() if id(tensor) not in found]
     if unknown:
         raise GrowthError(
-            f"{unknown[0]}: how {class_name} initialises it is not known; use method='fpi'"
+            f"{unknown[0]}: how {spec.class_name} initialises it is not known; use method='fpi'"
         )
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
 

@@ -36,7 +36,7 @@ def plan_table(
     Args:
         numbers: of `growkern.growth.plan.advice.estimate`, for `ranks` processes.
     """
-    sizes = Table(title=f"{plan.source.class_name}: {plan.options.method}", title_justify="left")
+    sizes = Table(title=f"{plan.small.class_name}: {plan.options.method}", title_justify="left")
     for column in ("", "source", "target"):
         sizes.add_column(column, justify="left" if not column else "right")
     for name, (old, new) in plan.size_changes().items():

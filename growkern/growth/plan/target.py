@@ -1,123 +1,126 @@
-"""The target's config: which sizes change, which follow, and which cannot be."""
+"""Makes the target's config: the sizes asked for, those that follow from them, and all checks.
+
+`resolve_target` sets the sizes. `finish_target` then sets everything that follows from them.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
+from growkern.families.model import ModelSpec
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
-# rotary frequencies that depend on head_dim through theta ** (-2 i / R) alone
+if TYPE_CHECKING:
+    # `growkern --help` lists the growable sizes without loading torch
+    import torch
+
+# types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")
-# not a size, but what one is rounded up to
+# not a size: the vocabulary is rounded up to a multiple of it
 PAD_VOCAB = "pad_vocab_to_multiple_of"
 
 
 def growable_fields(family: Family) -> dict[str, str]:
-    """Config field -> size, for the sizes a user may set."""
+    """Config field -> size, for the sizes that a user may set."""
     return {family.config_field(key): key for key in family.growable}
 
 
-def resolve_target(
-    family: Family, source: Any, dims: dict[str, int], target: Any | None = None
-) -> Any:
-    """The target's sizes, in a config of its own; `finish_target` must follow.
-
-    Sizes not given follow a larger hidden size in proportion: the FFN keeps its ratio, the
-    number of heads grows with head_dim unchanged, key-value heads keep the group size.
-
-    Args:
-        source: the source's config.
-        dims: target sizes under the config's own names, and what to pad the vocabulary to.
-        target: a whole target config instead of `dims`.
-
-    Raises:
-        GrowthError: an unknown size, a target smaller than the source, heads that do not fit, or
-            a target config that differs in more than growable sizes.
-    """
-    if target is not None and dims:
-        raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
-    asked = _asked(family, source, dims)
-    if target is None:
-        sizes = _complete(family, source, asked)
-        target = copy.deepcopy(source)
-        # null fields last: their defaults follow from the others
-        for key in sorted(sizes, key=lambda key: family.config[key].default is not None):
-            if family.size(target, key) != sizes[key]:
-                setattr(target, family.config_field(key), sizes[key] - family.config[key].plus)
-    else:
-        _check_same_kind(family, source, target)
-        target = copy.deepcopy(target)
-        asked = dict.fromkeys(family.growable, 0)
-    _check_sizes(family, source, target, asked)
-    return target
-
-
-def finish_target(
-    family: Family,
-    class_name: str,
-    source: Any,
-    target: Any,
-    layer_map: tuple[int, ...],
-    dtype: Any,
-) -> None:
-    """Write what follows from the sizes into the target's config, and have its class check it.
-
-    Args:
-        layer_map: source layer of every target layer, of the stack that `per_layer` lists follow.
-
-    Raises:
-        GrowthError: sizes the config class refuses, rotary positions head_dim cannot grow with.
-    """
-    for name in family.per_layer:
-        values = getattr(source, name, None)
-        if values is not None:
-            setattr(target, name, [values[layer] for layer in layer_map])
-    for name, key in family.classes[class_name].repeats.items():
-        setattr(target, name, family.size(target, key))
-    _rescale_rotary(family, source, target)
-    target.dtype = dtype
-    _validate(family, target)
-
-
 def followed_fields(family: Family) -> tuple[str, ...]:
-    """Config fields that no user sets: they follow from the source's and from the sizes."""
+    """Config fields that users do not set: they follow from the sizes and the source's config."""
     return (*family.per_layer, "rope_parameters")
 
 
-def check_given(family: Family, source: Any, given: Any, target: Any) -> None:
-    """Refuse a config from the user that the target's, finished, contradicts.
+def resolve_target(
+    small: ModelSpec, dims: dict[str, int], target_config: Any | None = None
+) -> ModelSpec:
+    """The target with its final sizes, in a new config; `finish_target` must follow.
 
-    One with the source's own values of what follows from the sizes is completed in silence.
+    Sizes that are not given follow a larger hidden size in proportion. The FFN keeps its ratio.
+    The number of heads grows and head_dim stays. Key-value heads keep their group size.
+
+    Args:
+        dims: target sizes under the config's own names, and `pad_vocab_to_multiple_of`.
+        target_config: a whole target config instead of `dims`.
+
+    Raises:
+        GrowthError: an unknown size; a target smaller than the source; heads that do not fit; a
+            target config that differs in more than growable sizes.
     """
-    for name in followed_fields(family):
-        found, needed = getattr(given, name, None), getattr(target, name, None)
-        if found not in (needed, getattr(source, name, None)):
+    if target_config is not None and dims:
+        raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
+    asked = _asked(small, dims)
+    if target_config is None:
+        large = small.with_config(_with_sizes(small, _complete(small, asked)))
+    else:
+        _check_same_kind(small, target_config)
+        large = small.with_config(copy.deepcopy(target_config))
+        asked = dict.fromkeys(small.family.growable, 0)
+    _check_sizes(small, large, asked)
+    return large
+
+
+def finish_target(
+    small: ModelSpec, large: ModelSpec, layer_map: tuple[int, ...], dtype: torch.dtype
+) -> ModelSpec:
+    """The target with its final config, which its config class has checked.
+
+    Args:
+        large: from `resolve_target`.
+        layer_map: source layer of every target layer, of the stack that `per_layer` lists follow.
+        dtype: of the target's weights.
+
+    Raises:
+        GrowthError: sizes that the config class refuses; rotary positions that cannot grow to the
+            new head_dim.
+    """
+    family, config = small.family, copy.deepcopy(large.config)
+    for name in family.per_layer:
+        values = getattr(small.config, name, None)
+        if values is not None:
+            setattr(config, name, [values[layer] for layer in layer_map])
+    for name, key in family.classes[small.class_name].repeats.items():
+        setattr(config, name, large.size(key))
+    if family.attention.positions == "rotary":
+        config.rope_parameters = _rotary_parameters(small, large)
+    config.dtype = dtype
+    _validate(family, config)
+    return small.with_config(config)
+
+
+def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
+    """Refuse a config from the user that contradicts the finished target's.
+
+    Fields that follow from the sizes may have the source's values; those are updated silently.
+    """
+    for name in followed_fields(small.family):
+        found, needed = getattr(given, name, None), getattr(large.config, name, None)
+        if found not in (needed, getattr(small.config, name, None)):
             raise GrowthError(
                 f"target_config.{name}={found}: the source's function needs {needed}; set it so, "
                 "or give sizes instead of a config"
             )
 
 
-def _rescale_rotary(family: Family, source: Any, target: Any) -> None:
+def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     """Keep the frequency of every rotary pair: theta_t ** (1 / R_t) = theta ** (1 / R)."""
-    if family.attention.positions != "rotary":
-        return
-    parameters = target.rope_parameters = copy.deepcopy(source.rope_parameters)
-    old, new = (family.head_dim(c, family.query_heads[0]) for c in (source, target))
+    parameters = copy.deepcopy(small.config.rope_parameters)
+    heads = small.family.query_heads[0]
+    old, new = small.head_dim(heads), large.head_dim(heads)
     if old == new:
-        return
-    turning = family.turning(source), family.turning(target)
+        return parameters
+    # a target config given by the user may hold other rotary parameters than the source
+    turning = small.turning_of(old), small.turning_of(new)
     pairs, new_pairs = map(rotary_entries, turning)
     if new - new_pairs < old - pairs:
         raise GrowthError(
             f"head_dim={new} has no room for {new_pairs} entries that turn in pairs and "
             f"{old - pairs} that do not; give a head_dim of {new + 1}"
         )
-    # one set, or one per kind of layer
+    # one set of parameters, or one per kind of layer
     for rope in [parameters] if "rope_type" in parameters else parameters.values():
         if rope["rope_type"] not in PLAIN_ROTARY:
             raise GrowthError(
@@ -126,62 +129,76 @@ def _rescale_rotary(family: Family, source: Any, target: Any) -> None:
             )
         if pair_step(*turning) is None:
             rope["rope_theta"] **= turning[1] / turning[0]
+    return parameters
 
 
-def _validate(family: Family, target: Any) -> None:
-    """Ask the config class itself, which would refuse to load what `save_pretrained` wrote."""
+def _validate(family: Family, config: Any) -> None:
+    """Let the config class check the target's values, as it will when the result is loaded."""
     try:
-        type(target)(**target.to_dict())
+        type(config)(**config.to_dict())
     except Exception as error:
-        # the library raises several kinds of error here, each with the reason in its last line
+        # transformers raises several types of errors, each with the reason in its last line
         why = str(error).strip().splitlines()[-1].strip()
-        sizes = {field: getattr(target, field) for field in growable_fields(family)}
+        sizes = {field: getattr(config, field) for field in growable_fields(family)}
         raise GrowthError(f"{family.model_type} cannot have {sizes}: {why}") from error
 
 
-def _asked(family: Family, source: Any, dims: dict[str, Any]) -> dict[str, int]:
-    """The sizes asked for, by the table's names."""
-    allowed = growable_fields(family)
+def _asked(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
+    """The sizes that the user gave, by the table's names."""
+    allowed = growable_fields(small.family)
     asked = {}
     for name, value in dims.items():
         if name not in allowed and name != PAD_VOCAB:
             raise GrowthError(
-                f"this {family.model_type} has no size {name!r} to grow{nearest(name, allowed)}"
+                f"this {small.family.model_type} has no size {name!r} to grow"
+                f"{nearest(name, allowed)}"
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GrowthError(f"{name}={value!r}: expected a positive whole number")
         asked[allowed.get(name, name)] = value
     multiple = asked.pop(PAD_VOCAB, 1)
-    rows = asked.get("vocab", family.size(source, "vocab"))
+    rows = asked.get("vocab", small.size("vocab"))
     if rows % multiple:
         asked["vocab"] = rows + -rows % multiple
     return asked
 
 
-def _complete(family: Family, source: Any, asked: dict[str, int]) -> dict[str, int]:
-    """Add the sizes that follow from the ones asked for."""
-    sizes = dict(asked)
+def _complete(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
+    """Add the sizes that follow from the given ones."""
+    family, sizes = small.family, dict(asked)
     if not family.forces_head_dim:
-        # a config may leave it out and would then derive it from the new sizes
-        sizes.setdefault("head_dim", family.head_dim(source))
+        # a config without head_dim would derive it from the new sizes
+        sizes.setdefault("head_dim", small.head_dim())
     if "stream" not in asked:
         return sizes
-    old, new = family.size(source, "stream"), asked["stream"]
+    old, new = small.size("stream"), asked["stream"]
     for key in family.unit_sizes:
-        sizes.setdefault(key, round(family.size(source, key) * new / old))
+        sizes.setdefault(key, round(small.size(key) * new / old))
     for key in family.query_heads:
-        heads, rest = divmod(family.size(source, key) * new, old)
+        heads, rest = divmod(small.size(key) * new, old)
         if key in asked or rest:
             continue
         sizes[key] = heads
         if "kv_heads" in family.config and "kv_heads" not in asked:
-            group = family.size(source, "q_heads") // family.size(source, "kv_heads")
+            group = small.size("q_heads") // small.size("kv_heads")
             if heads % group == 0:
                 sizes["kv_heads"] = heads // group
     return sizes
 
 
-def _check_same_kind(family: Family, source: Any, target: Any) -> None:
+def _with_sizes(small: ModelSpec, sizes: dict[str, int]) -> Any:
+    """A copy of the source's config with these sizes."""
+    known, config = small.family.config, copy.deepcopy(small.config)
+    # null fields last: their defaults follow from the others
+    for key in sorted(sizes, key=lambda key: known[key].default is not None):
+        if known[key].of(config) != sizes[key]:
+            setattr(config, small.family.config_field(key), sizes[key] - known[key].plus)
+    return config
+
+
+def _check_same_kind(small: ModelSpec, target: Any) -> None:
+    """Refuse a target config that differs from the source's in more than growable sizes."""
+    family, source = small.family, small.config
     if target.model_type != family.model_type:
         raise GrowthError(
             f"target_config is a {target.model_type}, the source a {family.model_type}"
@@ -191,7 +208,7 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
             "target_config.tie_word_embeddings=False unties the head of a tied source; "
             "set it to True"
         )
-    # also in the sizes of stacks that this class lacks
+    # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype"}
     old, new = source.to_dict(), target.to_dict()
@@ -201,7 +218,7 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
         if old[name] != new[name]
         and name not in may_differ
         and name != "transformers_version"
-        # which tokens mean what changes no logits
+        # the meaning of a token changes no logits
         and not (name.endswith("_token_id") and None in (old[name], new[name]))
     ]
     if changed:
@@ -212,21 +229,23 @@ def _check_same_kind(family: Family, source: Any, target: Any) -> None:
         )
 
 
-def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]) -> None:
+def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> None:
+    """Refuse sizes that shrink, that no model has, that do not fit together, or that all stay."""
+    family = small.family
     fields = growable_fields(family)
     for field, key in fields.items():
-        old, new = family.size(source, key), family.size(target, key)
+        old, new = small.size(key), large.size(key)
         if new < old:
             raise GrowthError(f"{field}={new} is smaller than the source's {old}; growth widens")
         if new > family.largest(key):
             most = family.largest(key)
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
-    if all(family.size(source, key) == family.size(target, key) for key in fields.values()):
+    if all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     for heads in family.query_heads if family.forces_head_dim else ():
-        _check_head_dim(family, source, target, heads, asked)
+        _check_head_dim(small, large, heads, asked)
     if "kv_heads" in family.config:
-        count, kv_heads = family.size(target, "q_heads"), family.size(target, "kv_heads")
+        count, kv_heads = large.size("q_heads"), large.size("kv_heads")
         if count % kv_heads:
             raise GrowthError(
                 f"{family.config_field('q_heads')}={count} is not a multiple of "
@@ -234,12 +253,11 @@ def _check_sizes(family: Family, source: Any, target: Any, asked: dict[str, int]
             )
 
 
-def _check_head_dim(
-    family: Family, source: Any, target: Any, heads: str, asked: dict[str, int]
-) -> None:
-    """Where head_dim is stream / heads, it may grow if the user gave the heads."""
-    old, new = family.head_dim(source, heads), family.head_dim(target, heads)
-    stream, count = family.size(target, "stream"), family.size(target, heads)
+def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[str, int]) -> None:
+    """Where head_dim is stream / heads, it may grow only if the user gave the heads."""
+    family = small.family
+    old, new = small.head_dim(heads), large.head_dim(heads)
+    stream, count = large.size("stream"), large.size(heads)
     divides = stream == count * new
     if divides and (old == new or (new > old and heads in asked)):
         return

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.shards import ShardLayout, lay_out
 from growkern.growth.disk.staging import Staging, check_space, check_target, sweep
@@ -81,30 +82,32 @@ def fold(
     check_target(target, out, overwrite)
     opened = open_source(target, allow_nonfinite=True)
     record = read_lineage(Path(lineage or target))
-    chosen = choose(record, opened)
-    config, dtype = record.source_config, dtype or record.source_dtype
+    small = opened.spec.with_config(record.source_config)
+    chosen = choose(record, opened, small)
+    dtype = dtype or record.source_dtype
     shapes = {name: record.origins[held].source_shape for name, held in chosen.items()}
-    names = in_model_order(shapes, opened.class_name, config, dtype)
-    layout = lay_out(
-        names, dtype, shard_size, opened.family.stored_names(config, opened.class_name)
-    )
+    names = in_model_order(shapes, small, dtype)
+    layout = lay_out(names, dtype, shard_size, small.stored_names)
     check_space(out, sum(layout.sizes.values()))
     with Staging(out, resume=False) as staging:
         staging.checkpoint.mkdir()
         _write(staging.checkpoint, layout, opened, record, chosen, progress)
-        complete(staging.checkpoint, config, opened.class_name, dtype, layout, target)
+        complete(staging.checkpoint, small, dtype, layout, target)
         staging.publish()
     size = sum(header.nbytes for header in layout.tensors.values())
     return FoldReport(out, chosen, size, time.perf_counter() - start)
 
 
-def choose(lineage: Lineage, grown: Source) -> dict[str, str]:
+def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
     """For every source tensor the first target tensor that holds it.
+
+    Args:
+        small: the source, by the config in the lineage.
 
     Raises:
         GrowthError: a model the lineage does not speak of; a source tensor that nothing holds.
     """
-    file, family, config = lineage.file, grown.family, lineage.source_config
+    file = lineage.file
     if lineage.data.get("model_class") != grown.class_name:
         raise GrowthError(f"{file}: of a {lineage.data.get('model_class')}, not {grown.class_name}")
     if lineage.options.method == "random":
@@ -113,18 +116,16 @@ def choose(lineage: Lineage, grown: Source) -> dict[str, str]:
     for name, origin in lineage.origins.items():
         if origin.holds:
             chosen.setdefault(origin.source, name)
-    tensors, shares = family.tensors(config, grown.class_name), family.shares(config)
-    sizes = family.shapes(config, grown.class_name)
-    for name in [t.name for t in tensors if not (shares and t.tied)]:
+    for name in [t.name for t in small.own_tensors]:
         if name not in chosen:
             raise GrowthError(f"{name}: nothing in the grown model comes from it; cannot be folded")
         origin, held = lineage.origins[chosen[name]], chosen[name]
         found = tuple(grown.read(held).shape) if held in grown.dtypes else "missing"
-        if found != origin.shape or sizes[name] != origin.source_shape:
+        if found != origin.shape or small.shapes[name] != origin.source_shape:
             raise GrowthError(f"{held} is {found}, {file} says {origin.shape}; give its lineage")
         if origin.next_layer:
             axis_folds(origin, partial(lineage.space, layer=origin.layer))
-    return {name: chosen[name] for name in sizes if name in chosen}
+    return {name: chosen[name] for name in small.shapes if name in chosen}
 
 
 def _write(

@@ -73,7 +73,7 @@ def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[
     heads = {name: hashlib.sha256(head).hexdigest() for name, head in layout.heads.items()}
     return {
         **plan.to_dict(),
-        "target config": config_dict(plan.target_config),
+        "target config": config_dict(plan.large.config),
         "source": source_files(plan.source),
         "backend": settings.backend or "",
         "max_shard_size": settings.max_shard_size,
@@ -95,8 +95,8 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
     """What the lineage of a growth says of its plan, as JSON has it."""
     record = {
         **plan.to_dict(),
-        "source_config": config_dict(plan.source.config),
-        "target_config": config_dict(plan.target_config),
+        "source_config": config_dict(plan.small.config),
+        "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
         "maps": spaces_of(plan),
         "tensors": {task.name: origin_of(plan, task).to_dict() for task in plan.tasks},

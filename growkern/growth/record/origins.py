@@ -79,7 +79,7 @@ class Origin:
 def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     """The origin of one target tensor."""
     layout, options, is_norm = plan.layout, plan.options, task.tensor.norm is not None
-    sizes = [layout.family.axis_size(plan.source.config, axis) for axis in task.tensor.axes]
+    sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
     copied = not options.is_baseline
     is_zero = copied and not is_norm and task.identity == "zero"
     has_noise = copied and not is_norm and not is_zero and options.symmetry == "noise"

@@ -20,7 +20,7 @@ from growkern.growth.source.source import Source
 
 def random_tokens(source: Source) -> Tensor:
     rng = torch.Generator().manual_seed(0)
-    vocabulary = source.family.size(source.config, "vocab")
+    vocabulary = source.spec.size("vocab")
     tokens = torch.randint(vocabulary, (4, min(32, longest(source))), generator=rng)
     end = source.config.eos_token_id
     if source.config.is_encoder_decoder and isinstance(end, int):
@@ -32,15 +32,15 @@ def random_tokens(source: Source) -> Tensor:
 
 def longest(source: Source) -> int:
     """Most positions the source takes; 2^30 where there is no limit."""
-    known = source.family.config
+    known = source.spec.family.config
     if "positions" in known:
-        return source.family.size(source.config, "positions") - known["positions"].reserved
+        return source.spec.size("positions") - known["positions"].reserved
     # relative positions know no end
     return int(getattr(source.config, "max_position_embeddings", 1 << 30))
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    vocabulary = source.family.size(source.config, "vocab")
+    vocabulary = source.spec.size("vocab")
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
         raise GrowthError(
             f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
@@ -64,7 +64,7 @@ def load_source(source: Source, given: Any) -> Any:
     if source.directory is None or not (source.directory / METADATA_FILE).is_file():
         return load_model(given)
     # transformers reads no distributed checkpoint
-    model = untrained_model(source.class_name, source.config, torch.float32)
+    model = untrained_model(source.spec, torch.float32)
     state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -86,7 +86,7 @@ def compare_outputs(
     if old.shape != new.shape:
         new = source_coordinates(plan, new, old.shape[-1])
     result = {"relative error": ((new - old).abs().max() / old.abs().max()).item()}
-    if old.shape[-1] == plan.layout.family.size(plan.source.config, "vocab"):
+    if old.shape[-1] == plan.small.size("vocab"):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
@@ -98,7 +98,7 @@ def compare_outputs(
 
 def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
     """The first `size` entries of a grown output, as the source would give them."""
-    name = plan.layout.family.output_space(plan.source.class_name)
+    name = plan.small.output_space
     if grown.shape[-1] != plan.layout.space(name).target:
         # logits of a larger vocabulary
         return grown[..., :size]

@@ -134,15 +134,14 @@ def _fill(
 def _part_reader(
     grown: GrowthPlan, task: Task, part: tuple[slice, ...]
 ) -> Callable[[str], Tensor] | None:
-    """Reads what a part needs, where reading a tensor is more than mapping it."""
-    stored = grown.source.headers.get(task.source)
-    index = source_index(grown, task, part)
-    if index is None or not hasattr(stored, "read_entries"):
+    """Reads from files only the entries that a part needs; None: as the source reads."""
+    headers, index = grown.source.headers, source_index(grown, task, part)
+    if index is None or task.source not in headers:
         return None
 
     def read(name: str) -> Tensor:
         if name in (task.source, task.upper):
-            return grown.source.headers[name].read_entries(index)
+            return headers[name].read_entries(index)
         return grown.source.read(name)
 
     return read
@@ -205,7 +204,7 @@ def _plan_for(
         raise GrowthError(f"the model's parameters have several dtypes: {named}; use one")
     (dtype,) = dtypes
     grown = plan_growth(opened, options, {}, model.config, dtype)
-    for field in followed_fields(grown.source.family):
+    for field in followed_fields(grown.small.family):
         found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
         if found != expected:
             raise GrowthError(
@@ -228,15 +227,13 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
                 f"{list(task.shape)}"
             )
         targets[task.name] = parameter
-    family, config = grown.source.family, grown.target_config
-    tied = {t.name: t.tied for t in family.tensors(config, grown.source.class_name) if t.tied}
     for name, parameter in parameters.items():
         if name in targets:
             continue
-        owner = tied.get(name)
+        owner = grown.large.ties.get(name)
         if owner is None:
             raise GrowthError(f"no rule for the model's parameter {name} {list(parameter.shape)}")
-        if parameter is not targets[str(owner)]:
+        if parameter is not targets[owner]:
             raise GrowthError(
                 f"{name} and {owner} are one tensor in the source and two in the model; tie them "
                 "(model.tie_weights(), or set the one to the other) before fully_shard"

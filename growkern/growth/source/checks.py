@@ -1,26 +1,25 @@
-"""What is refused of a source, its names, shapes, ties, sizes and values, and of grown values."""
+"""Checks of a source before and during growth: names, shapes, ties, sizes and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.family import Family
+from growkern.families.model import ModelSpec
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # aminmax hands NaN on, and reads 16-bit types 30 times as fast as isfinite
+    # aminmax propagates NaN, and reads 16-bit types 30 times as fast as isfinite
     return not tensor.numel() or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """GrowthError if there is a NaN or an Inf in this tensor, or in this part of it."""
+    """GrowthError if a tensor, or this part of it, contains NaN or Inf."""
     if _is_finite(tensor):
         return
     bad = int((~torch.isfinite(tensor)).sum())
@@ -31,7 +30,7 @@ def refuse_nonfinite(name: str, tensor: Tensor) -> None:
 
 
 def refuse_overflow(name: str, tensor: Tensor) -> None:
-    """GrowthError if a finite weight has become Inf in a narrower dtype."""
+    """GrowthError if weights overflowed when they were converted to a narrower dtype."""
     if _is_finite(tensor):
         return
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -42,13 +41,16 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
 
 
 def check_names_and_shapes(
-    expected: Mapping[str, tuple[int, ...]],
-    tied: set[str],
-    found: Mapping[str, tuple[int, ...]],
-    where: str,
+    model: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Refuse missing tensors, unknown ones, and shapes that contradict the config."""
-    missing = [name for name in expected if name not in found and name not in tied]
+    """Refuse missing tensors, unknown ones, and shapes that contradict the config.
+
+    Args:
+        found: name -> shape of the source's tensors; tied ones may be missing.
+        where: the source, for error messages.
+    """
+    expected = model.shapes
+    missing = [name for name in expected if name not in found and name not in model.ties]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise GrowthError(f"{where}: tensor {missing[0]} is missing{more}")
@@ -61,33 +63,37 @@ def check_names_and_shapes(
             )
 
 
-def check_ties(
-    family: Family,
-    config: Any,
-    class_name: str,
-    found: Set[str],
-    read: Callable[[str], Tensor],
-) -> None:
-    """Refuse tensors that are one by the config and two by their values."""
-    for tensor in family.tensors(config, class_name) if family.shares(config) else ():
-        if tensor.tied is None or not {tensor.name, tensor.tied} <= found:
+def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> None:
+    """Refuse tensors with different values that the config calls tied.
+
+    Args:
+        found: names of the source's tensors.
+        read: name -> tensor.
+    """
+    for name, owner in model.ties.items():
+        if not {name, owner} <= found:
             continue
-        one, other = read(tensor.name), read(tensor.tied)
+        one, other = read(name), read(owner)
         if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
             raise GrowthError(
-                f"{tensor.name} and {tensor.tied} differ, which config.tie_word_embeddings=True "
+                f"{name} and {owner} differ, which config.tie_word_embeddings=True "
                 "makes one; set it to False where both are wanted"
             )
 
 
-def check_values(file: Path, family: Family, config: Any) -> None:
-    """Refuse sizes that no model has, and activations that transformers lacks."""
+def check_values(file: Path, model: ModelSpec) -> None:
+    """Refuse sizes that no model has, and activations that transformers does not know.
+
+    Args:
+        file: where the config was read from, for error messages.
+    """
+    family = model.family
     for key in family.config:
-        size, most = family.size(config, key), family.largest(key)
+        size, most = model.size(key), family.largest(key)
         if not 1 <= size <= most:
             raise GrowthError(f"{file}: {family.config_field(key)}={size} must lie in 1 .. {most}")
     if family.activation is not None:
-        activation = getattr(config, family.activation)
+        activation = getattr(model.config, family.activation)
         if activation not in ACT2FN:
             raise GrowthError(
                 f"{file}: {family.activation}={activation!r}{nearest(str(activation), ACT2FN)}"

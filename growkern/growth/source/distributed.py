@@ -1,8 +1,8 @@
-"""Sources saved by `torch.distributed.checkpoint`: any process reads the parts that it needs.
+"""Reads checkpoints of `torch.distributed.checkpoint` without gathering them first.
 
-A source that many ranks saved in pieces need not be gathered first. Its metadata says which piece
-of which tensor lies where; a part of a target tensor asks for the source entries it copies, and
-the pieces that hold them are read, by any number of processes, with no collective.
+Many ranks saved such a checkpoint in pieces. Its metadata lists where each piece lies. To build a
+part of a target tensor, a process reads only the pieces with the source entries that it copies. It
+does not communicate with other processes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from growkern.errors import GrowthError
 from growkern.growth.source.files import METADATA_FILE
 
-# what the names of a model's tensors may begin with in a larger state dict
+# prefixes of the model's tensors in a larger state dict
 PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.")
-# runs of a random map on an axis beyond which reading all from first to last is simpler
+# an axis with more runs of wanted entries than this is read from the first to the last of them
 MOST_RUNS = 16
 
-# all that the metadata of a checkpoint of tensors is made of
+# the classes that occur in the metadata of a checkpoint of tensors
 SAFE_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -53,7 +53,7 @@ SAFE_CLASSES = {
     "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
 }
 SAFE_CLASSES["pathlib._local"] = SAFE_CLASSES["pathlib"]
-# what a damaged file makes pickle and the reader raise
+# errors that pickle and the reader raise for a damaged file
 UNREADABLE: tuple[type[Exception], ...] = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError),
     *(AttributeError, AssertionError, pickle.UnpicklingError),
@@ -62,7 +62,7 @@ Run = tuple[int, int]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads metadata and nothing else: a pickle may otherwise call anything."""
+    """Unpickles only the classes of metadata: other pickles could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -83,8 +83,13 @@ class _Reader(FileSystemReader):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a distributed checkpoint, by its name there."""
+class DistributedTensor:
+    """One tensor of a distributed checkpoint, a `growkern.growth.source.stored.StoredTensor`.
+
+    Attributes:
+        raw_name: its name in the checkpoint.
+        stored: its entry in the metadata.
+    """
 
     reader: FileSystemReader
     raw_name: str
@@ -106,6 +111,10 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_mapped(self) -> bool:
+        return False
+
     def read(self) -> Tensor:
         return self.read_runs([[(0, n)] for n in self.shape])
 
@@ -121,8 +130,14 @@ class StoredTensor:
     def read_runs(self, runs: Sequence[Sequence[Run]]) -> Tensor:
         """The tensor, undefined outside the wanted runs of every axis.
 
-        Memory that nobody writes is never resident, so that a part takes the room of the part and
-        of one saved piece.
+        It takes the memory of the wanted entries and of one saved piece: the system allocates
+        memory when it is first written.
+
+        Args:
+            runs: per axis, runs [start, stop) of entries.
+
+        Raises:
+            GrowthError: a piece that cannot be read.
         """
         result = torch.empty(self.shape, dtype=self.dtype)
         wanted = [
@@ -140,7 +155,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Into:
-    """The half of a load planner that a storage reader calls: where each piece goes."""
+    """Tells a storage reader where in `tensor` each piece goes, as a load planner does."""
 
     tensor: Tensor
 
@@ -155,20 +170,24 @@ class _Into:
         pass
 
 
-def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, StoredTensor]:
+def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, DistributedTensor]:
     """The model's tensors in a distributed checkpoint, by the model's names.
 
-    What else was saved along, such as an optimizer, is left alone.
+    Everything else in the checkpoint, such as an optimizer, is ignored.
+
+    Args:
+        expected: the names of the model's tensors.
 
     Raises:
-        GrowthError: metadata that cannot be read, or that holds more than tensors need.
+        GrowthError: metadata that cannot be read or holds unexpected classes; no tensor of the
+            model.
     """
     reader, stored = _open(directory)
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, DistributedTensor] = {}
     for prefix in PREFIXES:
         named = {name: stored.get(prefix + name) for name in expected}
         tensors = {
-            name: StoredTensor(reader, prefix + name, entry)
+            name: DistributedTensor(reader, prefix + name, entry)
             for name, entry in named.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -181,26 +200,26 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Stor
 
 def read_distributed_optimizer(
     directory: Path, parameters: Mapping[str, str]
-) -> dict[str, dict[str, StoredTensor]]:
+) -> dict[str, dict[str, DistributedTensor]]:
     """An optimizer's state in a distributed checkpoint: parameter -> key -> tensor.
 
-    It was saved as `get_optimizer_state_dict` gives it, alone or in a larger state dict.
+    It must have the form that `get_optimizer_state_dict` returns, alone or in a larger state dict.
 
     Args:
-        parameters: the parameters' names in the model -> those wanted.
+        parameters: name of a parameter in the model -> its name in the result.
 
     Raises:
-        GrowthError: as `read_distributed`, or no such state.
+        GrowthError: as `read_distributed`; no state of this model, or that of several optimizers.
     """
     reader, stored = _open(directory)
-    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    found: dict[str, dict[str, dict[str, DistributedTensor]]] = {}
     for raw, entry in stored.items():
         before, separator, rest = raw.partition("state.")
         name, _, key = rest.rpartition(".")
         bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
         if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
             state = found.setdefault(before, {}).setdefault(parameters[bare], {})
-            state[key] = StoredTensor(reader, raw, entry)
+            state[key] = DistributedTensor(reader, raw, entry)
     if not found:
         some = ", ".join(list(stored)[:3])
         raise GrowthError(f"{directory}: no optimizer state of this model; it holds {some}")
@@ -210,7 +229,7 @@ def read_distributed_optimizer(
 
 
 def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
-    """A reader of the checkpoint's files, and what is in them."""
+    """A reader of the checkpoint's files, and the entries of its metadata by name."""
     reader = _Reader(directory)
     try:
         metadata = reader.read_metadata()
@@ -223,7 +242,10 @@ def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
 
 
 def runs_of(index: Tensor) -> list[Run]:
-    """The runs of neighbours among source entries, [start, stop) each; one run if too many."""
+    """The runs of consecutive numbers among entries, [start, stop) each.
+
+    If there are more than `MOST_RUNS`, a single run from the first entry to the last.
+    """
     entries = index.unique()
     if not len(entries):
         return []

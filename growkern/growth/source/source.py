@@ -1,8 +1,8 @@
-"""Where the source's tensors come from: a model in memory or a checkpoint directory.
+"""Opens the model to grow, from memory or from a checkpoint directory, as a `Source`.
 
-Both give the same thing: a config, a model class and, by the model's own tensor names, shapes and
-dtypes at once and values on demand. A checkpoint is read through memory maps, one tensor at a
-time; its headers are checked against the family table before anything is read.
+A `Source` knows the dtype of every tensor at once and reads values on demand, by the model's own
+tensor names. The headers of a checkpoint are checked against the family table before any weight is
+read; tensors are memory-mapped one at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import transformers
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.family import Family
 from growkern.families.load import load_family
+from growkern.families.model import ModelSpec
 from growkern.growth.source.checks import (
     check_names_and_shapes,
     check_ties,
@@ -30,6 +30,7 @@ from growkern.growth.source.checks import (
     refuse_nonfinite,
 )
 from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
+from growkern.growth.source.stored import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,30 @@ class Source:
     """A trained model to grow.
 
     Attributes:
-        dtypes: dtype of every tensor, by the model's names; tied duplicates left out.
+        spec: its sizes, tensors and shapes.
+        dtypes: name -> dtype of every tensor, without tied duplicates.
         read: name -> tensor.
-        directory: where it was read from, if anywhere (tokenizer files are copied from there).
-        headers: where every tensor lies in the files of `directory`.
-        device: of the tensors that are in memory.
+        directory: the checkpoint directory; None for a model in memory.
+        headers: name -> tensor in the files of `directory`; empty for a model in memory.
+        device: of the tensors of a model in memory.
     """
 
-    family: Family
-    config: Any
-    class_name: str
+    spec: ModelSpec
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor] = field(repr=False)
     directory: Path | None = None
-    headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config."""
+        return self.spec.config
+
+    @property
+    def class_name(self) -> str:
+        """The model class in transformers."""
+        return self.spec.class_name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,9 +73,14 @@ class Source:
 def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
+    Args:
+        source: the model or the directory.
+        allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
+
     Raises:
-        GrowthError: an unsupported or quantised model, a missing, truncated or corrupt file, a
-            tensor no rule covers, a shape that contradicts the config; on reading, NaN or Inf.
+        GrowthError: an unsupported or quantised model; a file that is missing, truncated or
+            corrupt; a tensor that the family's table does not have; a shape that contradicts the
+            config.
     """
     if isinstance(source, transformers.PreTrainedModel):
         opened = _open_model(source)
@@ -95,66 +110,41 @@ def _refusing_nonfinite(source: Source) -> Source:
 
 
 def _open_model(model: transformers.PreTrainedModel) -> Source:
-    family = _family_of(model.config)
-    class_name = type(model).__name__
-    family.check_config(model.config, class_name)
+    _refuse_quantised(model.config)
+    spec = ModelSpec.of(model.config, type(model).__name__)
     state = model.state_dict()
-    expected = family.shapes(model.config, class_name)
-    tied = _tied_names(family, model.config, class_name)
     found = {name: tuple(t.shape) for name, t in state.items()}
-    check_names_and_shapes(expected, tied, found, class_name)
-    check_ties(family, model.config, class_name, state.keys(), lambda name: state[name])
-    own = {name: t for name, t in state.items() if name not in tied}
+    check_names_and_shapes(spec, found, spec.class_name)
+    check_ties(spec, state.keys(), lambda name: state[name])
+    own = {name: t for name, t in state.items() if name not in spec.ties}
     dtypes = {name: t.dtype for name, t in own.items()}
     device = next(iter(own.values())).device
 
     def read(name: str) -> Tensor:
         return own[name].detach()
 
-    return Source(
-        family.of_class(class_name), model.config, class_name, dtypes, read, device=device
-    )
+    return Source(spec, dtypes, read, device=device)
 
 
-def _family_of(config: Any) -> Family:
+def _refuse_quantised(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise GrowthError(
             "the checkpoint is quantised; grow the full-precision one and quantise the result"
         )
-    return load_family(config.model_type)
-
-
-def _tied_names(family: Family, config: Any, class_name: str) -> set[str]:
-    if not family.shares(config):
-        return set()
-    return {t.name for t in family.tensors(config, class_name) if t.tied}
 
 
 # -------------------------------------------------------------- directories
 
 
 def _open_directory(directory: Path) -> Source:
-    config = _read_config(directory)
-    family = _family_of(config)
-    if not config.architectures:
-        raise GrowthError(
-            f'{directory / "config.json"}: no "architectures"; add the model class, for example '
-            f'"architectures": ["{next(iter(family.classes))}"]'
-        )
-    class_name = config.architectures[0]
-    family.check_config(config, class_name)
-    check_values(directory / "config.json", family.of_class(class_name), config)
-    expected = family.shapes(config, class_name)
-    headers = _read_headers(directory, expected)
-    stored = family.stored_names(config, class_name)
-    names = _canonical_names(family, class_name, headers, expected, stored)
-    _leave_out_other_heads(family, config, class_name, names)
-    tied = _tied_names(family, config, class_name)
+    spec = _read_spec(directory)
+    headers = _read_headers(directory, spec)
+    names = _canonical_names(spec, headers)
+    _leave_out_other_heads(spec, names)
     found = {name: headers[raw].shape for name, raw in names.items()}
-    check_names_and_shapes(expected, tied, found, str(directory))
-    check_ties(family, config, class_name, names.keys(), lambda name: headers[names[name]].read())
-    own = {name: headers[raw] for name, raw in names.items() if name not in tied}
-
+    check_names_and_shapes(spec, found, str(directory))
+    check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
+    own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
         if not header.dtype.is_floating_point:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
@@ -163,15 +153,31 @@ def _open_directory(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         return own[name].read()
 
-    return Source(family.of_class(class_name), config, class_name, dtypes, read, directory, own)
+    return Source(spec, dtypes, read, directory, own)
 
 
-def _read_headers(directory: Path, expected: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_spec(directory: Path) -> ModelSpec:
+    """The model that config.json describes."""
+    config = _read_config(directory)
+    _refuse_quantised(config)
+    if not config.architectures:
+        some_class = next(iter(load_family(config.model_type).classes))
+        raise GrowthError(
+            f'{directory / "config.json"}: no "architectures"; add the model class, for example '
+            f'"architectures": ["{some_class}"]'
+        )
+    spec = ModelSpec.of(config, config.architectures[0])
+    check_values(directory / "config.json", spec)
+    return spec
+
+
+def _read_headers(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+    """The stored tensors of either kind of checkpoint, by their names there."""
     if not (directory / METADATA_FILE).is_file():
         return read_headers(directory)
     from growkern.growth.source.distributed import read_distributed
 
-    return read_distributed(directory, expected)
+    return read_distributed(directory, model.shapes)
 
 
 def _read_config(directory: Path) -> Any:
@@ -179,7 +185,7 @@ def _read_config(directory: Path) -> Any:
     if not directory.is_dir():
         raise GrowthError(f"{directory}: no such directory")
     if (directory / METADATA_FILE).is_file() and not file.is_file():
-        # trainers save sharded weights in a directory of their own below the model's
+        # trainers save sharded weights in a subdirectory of the model's directory
         file = directory.parent / "config.json"
     if not file.is_file():
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
@@ -195,27 +201,22 @@ def _read_config(directory: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(file.parent)
     except Exception as error:
-        # the library validates configs with several exception types; all mean a bad file
+        # transformers raises several types of exceptions for a bad config
         raise GrowthError(f"{file}: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
-def _canonical_names(
-    family: Family,
-    class_name: str,
-    headers: Mapping[str, Any],
-    expected: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, str],
-) -> dict[str, str]:
-    """The model's name -> the name in the file.
+def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """The model's name -> the name in the file, for every stored tensor that models still read.
 
-    Files differ from the model in four known ways: names that the table calls `stored`, a head
-    class saved without its body's prefix (or the reverse), `gamma`/`beta` for the norms, and
-    buffers that are no longer stored.
+    Names in files differ from the model's in four known ways: names that the table calls `stored`;
+    a head class saved without the prefix of its body, or a body saved with it; `gamma` and `beta`
+    for the norms; and buffers that are no longer stored.
     """
-    renamed = {file: name for name, file in stored.items()}
-    prefix = family.classes[class_name].prefix
-    prefixes = {c.prefix for c in family.classes.values() if c.prefix}
-    ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in family.ignored]
+    renamed = {file: name for name, file in model.stored_names.items()}
+    classes = model.family.classes
+    prefix = classes[model.class_name].prefix
+    prefixes = {c.prefix for c in classes.values() if c.prefix}
+    ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in model.family.ignored]
     names = {}
     for raw in headers:
         name = renamed.get(raw, raw)
@@ -225,24 +226,25 @@ def _canonical_names(
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
         if any(re.fullmatch(pattern, bare) for pattern in ignored):
             continue
-        names[next((c for c in candidates if c in expected), name)] = raw
+        names[next((c for c in candidates if c in model.shapes), name)] = raw
     return names
 
 
-def _leave_out_other_heads(
-    family: Family, config: Any, class_name: str, names: dict[str, str]
-) -> None:
+def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
     """Drop, with a warning, tensors of another class of the family.
 
-    The published BERT files name BertForMaskedLM in their config and hold a pooler and a
-    next-sentence head besides; loading them drops those too.
+    The published BERT files are an example: their config says BertForMaskedLM, but they also hold
+    a pooler and a next-sentence head. transformers drops these on loading, too.
     """
-    own = family.shapes(config, class_name)
-    known = {name for other in family.classes for name in family.shapes(config, other)}
-    others = [name for name in names if name not in own and name in known]
+    unknown = [name for name in names if name not in model.shapes]
+    if not unknown:
+        return
+    classes = [ModelSpec.of(model.config, other) for other in model.family.classes]
+    known = {name for other in classes for name in other.shapes}
+    others = [name for name in unknown if name in known]
     for name in others:
         del names[name]
     if others:
         warnings.warn(
-            f"{class_name} has no {', '.join(others)}: left out of the growth", stacklevel=2
+            f"{model.class_name} has no {', '.join(others)}: left out of the growth", stacklevel=2
         )

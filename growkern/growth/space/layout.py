@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from growkern.families.family import Family
+from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec, holds
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
@@ -40,22 +38,18 @@ class Layout:
 
     def __init__(
         self,
-        family: Family,
-        source: Any,
-        target: Any,
+        small: ModelSpec,
+        large: ModelSpec,
         options: GrowthOptions,
-        *,
-        tied: bool,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
         """
         Args:
-            source, target: configs.
-            tied: the class has an LM head that shares the embedding.
+            small, large: source and target.
             dtypes: of the source's weights and of the target's.
         """
-        self.family, self.source, self.target = family, source, target
-        self.options, self.tied, self.dtypes = options, tied, dtypes
+        self.small, self.large, self.family = small, large, small.family
+        self.options, self.dtypes = options, dtypes
         self._spaces: dict[tuple[str, Layer], Space] = {}
 
     def space(self, name: str, layer: Layer = None) -> Space:
@@ -71,14 +65,17 @@ class Layout:
     @property
     def turning(self) -> tuple[int, int]:
         """R of `growkern.families.spec.Attention`, of source and target."""
-        return self.family.turning(self.source), self.family.turning(self.target)
+        return self.small.turning, self.large.turning
 
     # ---- what kind of stream
 
+    def sizes(self, key: str) -> tuple[int, int]:
+        """A size of [config], of source and target."""
+        return self.small.size(key), self.large.size(key)
+
     @property
     def stream_sizes(self) -> tuple[int, int]:
-        family = self.family
-        return family.size(self.source, "stream"), family.size(self.target, "stream")
+        return self.sizes("stream")
 
     @property
     def is_even(self) -> bool:
@@ -111,8 +108,9 @@ class Layout:
             return f"no norm of {self.family.model_type} has room to carry it"
         if self.family.norm.placement != "post":
             return None
-        activation = getattr(self.source, str(self.family.activation), None)
-        spare = self.family.size(self.target, "ffn") - self.family.size(self.source, "ffn")
+        activation = getattr(self.small.config, str(self.family.activation), None)
+        old, new = self.sizes("ffn")
+        spare = new - old
         if spare < CARRY_UNITS:
             field = self.family.config_field("ffn")
             return f"{field} must grow by at least {CARRY_UNITS} (it grows by {spare})"
@@ -170,7 +168,7 @@ class Layout:
     def is_dual(self, name: str) -> bool:
         """A tied head reads from this space: what is written there are shares."""
         spec = self.family.spaces[name]
-        return spec.kind == "tied_output" and (self.tied or spec.untied is None)
+        return spec.kind == "tied_output" and (self.small.has_tied_head or spec.untied is None)
 
     def _tied_output(self, spec: SpaceSpec, layer: Layer) -> Space:
         if self.is_dual(spec.name):
@@ -182,7 +180,7 @@ class Layout:
 
         The model multiplies by the root of its size, in some rounded to the weights' dtype.
         """
-        if row.scale is None or not holds(row.scale_when, self.source):
+        if row.scale is None or not holds(row.scale_when, self.small.config):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")
         old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.stream_sizes)
@@ -193,18 +191,15 @@ class Layout:
 
     def head_map(self, heads: str, layer: Layer) -> Tensor:
         """Source head of every target head."""
-        family, source, target = self.family, self.source, self.target
-        if heads in ("q_heads", "kv_heads") and "kv_heads" in family.config:
-            q_sizes, kv_sizes = (
-                [family.size(c, key) for c in (source, target)] for key in ("q_heads", "kv_heads")
-            )
+        if heads in ("q_heads", "kv_heads") and "kv_heads" in self.family.config:
+            q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes("kv_heads")
             if kv_sizes != q_sizes:
                 q_map, kv_map = maps.grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
                 return q_map if heads == "q_heads" else kv_map
             # every head has its own key: one map for both
             heads = "q_heads"
         spec = SpaceSpec("heads", "heads", heads=heads)
-        return self._index(spec, layer, family.size(source, heads), family.size(target, heads))
+        return self._index(spec, layer, *self.sizes(heads))
 
     def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
@@ -212,13 +207,13 @@ class Layout:
         build = weighted if spec.weighted and self.options.scheme == "exact" else copies
         split = self._split(spec.name, layer, head_map)
         # one share per head: the entries of a head belong together
-        whole = build(head_map, self.family.size(self.source, heads), split)
+        whole = build(head_map, self.small.size(heads), split)
         return outer_product(whole, self._head(spec, layer))
 
     def _head(self, spec: SpaceSpec, _layer: Layer) -> Space:
-        configs, attention = (self.source, self.target), self.family.attention
-        old, new = (self.family.width(c, spec) // len(spec.parts) for c in configs)
-        divided = attention.scale == "head_dim" and holds(attention.when, self.source)
+        attention = self.family.attention
+        old, new = (m.width(spec) // len(spec.parts) for m in (self.small, self.large))
+        divided = attention.scale == "head_dim" and holds(attention.when, self.small.config)
         return direct_sum(
             [
                 within_head(old, new, part, rotary=self.turning, divided=divided)
@@ -227,12 +222,12 @@ class Layout:
         )
 
     def _fixed(self, spec: SpaceSpec, _layer: Layer) -> Space:
-        size = self.family.space_size(self.source, spec.name)
+        size = self.small.space_size(spec.name)
         return copies(torch.arange(size), size)
 
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
-        source = self.family.space_size(self.source, spec.name)
-        target = self.family.space_size(self.target, spec.name)
+        source = self.small.space_size(spec.name)
+        target = self.large.space_size(spec.name)
         if spec.size == "stream":
             # a norm may lead from here into the dual of the stream: same copies, same order
             index = self.space("stream").read_index
@@ -251,13 +246,13 @@ class Layout:
         Whole heads and FFN units beyond the source's. With grouped queries a group moves as one:
         a new query head under an old key head would attend with the wrong layer's keys.
         """
-        space, spec, family = self.space(name), self.family.spaces[name], self.family
+        space, spec = self.space(name), self.family.spaces[name]
         if spec.kind != "heads":
             new = torch.arange(space.target) >= space.source
             return new & (space.write_index < space.source)
-        heads = family.size(self.target, str(spec.heads))
-        number, old = torch.arange(heads), family.size(self.source, str(spec.heads))
-        if "kv_heads" in family.config:
-            old = family.size(self.source, "kv_heads")
-            number = number // (heads // family.size(self.target, "kv_heads"))
+        old, heads = self.sizes(str(spec.heads))
+        number = torch.arange(heads)
+        if "kv_heads" in self.family.config:
+            old, groups = self.sizes("kv_heads")
+            number = number // (heads // groups)
         return (number >= old).repeat_interleave(space.target // heads)

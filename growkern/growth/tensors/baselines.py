@@ -115,12 +115,11 @@ def _copy_old(
 def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, slice]]:
     """Runs of the source's entries within a range of the target's axis, and their places in it."""
     _, _, names = axis.partition(":")
-    family, source, target = plan.layout.family, plan.source.config, plan.target_config
+    models = (plan.small, plan.large)
     if names:
-        spaces = names.split("|")
-        sizes = [[family.space_size(config, n) for n in spaces] for config in (source, target)]
+        sizes = [[model.space_size(n) for n in names.split("|")] for model in models]
     else:
-        sizes = [[family.axis_size(config, axis)] for config in (source, target)]
+        sizes = [[model.axis_size(axis)] for model in models]
     runs, old, new = [], 0, 0
     for kept, grown in zip(*sizes, strict=True):
         start = min(max(where.start - new, 0), kept)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.pieces import SUMMED_BYTES
-from growkern.growth.source.files import Header, row_blocks
+from growkern.growth.source.files import row_blocks
 
 
 def made_rows(
@@ -73,7 +73,7 @@ def read_or_make(plan: Blueprint, task: Task, name: str, read: Callable[[str], T
     """A source tensor, or the identity it stands for where the source has none."""
     if name != "identity":
         return read(name)
-    sizes = [plan.layout.family.axis_size(plan.source.config, a) for a in task.tensor.axes]
+    sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
     return torch.eye(*sizes, dtype=plan.source.dtype)
 
 
@@ -95,8 +95,8 @@ def _weighted_sums(
     undefined outside the `wanted` rows.
     """
     stored = plan.source.headers.get(name)
-    # mapped anew for every block: what has been summed need not stay in memory
-    rows_of = stored.rows if isinstance(stored, Header) else lambda a, b: weight[a:b]
+    # a mapped tensor is mapped anew for every block, so that summed rows need not stay in memory
+    rows_of = stored.rows if stored is not None and stored.is_mapped else lambda a, b: weight[a:b]
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
     key = ("sums", task.name, name)
     if dim == 0:

@@ -141,8 +141,7 @@ def affine_gain(plan: Blueprint, task: Task) -> float:
 
 def _unit_gain(plan: Blueprint) -> float:
     """sqrt(K^2 + eps): gives an input of size K back as it was, but for eps."""
-    eps = plan.layout.family.norm.epsilon(plan.source.config)
-    return math.sqrt(plan.options.identity_gain**2 + eps)
+    return math.sqrt(plan.options.identity_gain**2 + plan.small.norm_epsilon)
 
 
 def _unit_norm(plan: Blueprint, task: Task) -> Tensor:

@@ -1,0 +1,215 @@
+"""One model, described: the sizes, tensors and shapes of a model class with a given config.
+
+A growth has two of them: `small`, the source, and `large`, the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from growkern.families.family import Family
+from growkern.families.load import load_family
+from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family's table, applied to one config and one model class. No weights are needed.
+
+    The config must not change afterwards: tensors and shapes are computed once and kept. For
+    other sizes, change a copy of the config and call `with_config`.
+
+    Attributes:
+        family: the table, without the parts that this class does not use (`Family.of_class`).
+        config: the Hugging Face config.
+        class_name: the model class in transformers, such as "BertForMaskedLM".
+    """
+
+    family: Family
+    config: Any
+    class_name: str
+
+    @classmethod
+    def of(cls, config: Any, class_name: str) -> ModelSpec:
+        """Load the table of the config's family and check that it describes this model.
+
+        Raises:
+            GrowthError: no table for this family or class, or a config value that the table does
+                not cover.
+        """
+        family = load_family(config.model_type).of_class(class_name)
+        for refusal in family.refuse:
+            refusal.check(config)
+        return cls(family, config, class_name)
+
+    def with_config(self, config: Any) -> ModelSpec:
+        """The same class with another config of the same family."""
+        return replace(self, config=config)
+
+    # ---- sizes
+
+    def size(self, key: str) -> int:
+        """The size called `key` in [config]."""
+        return self.family.config[key].of(self.config)
+
+    def head_dim(self, heads: str = "q_heads") -> int:
+        """Entries of one attention head.
+
+        Args:
+            heads: which heads, by the size that counts them. It matters where head_dim is not in
+                the config but follows from the number of heads.
+        """
+        if not self.family.forces_head_dim:
+            return self.size("head_dim")
+        if heads == "kv_heads":
+            heads = "q_heads"
+        return self.size("stream") // self.size(heads)
+
+    def width(self, space: SpaceSpec) -> int:
+        """Entries of one head of a space of heads."""
+        if space.width is not None:
+            return space.width
+        return len(space.parts) * self.head_dim(space.heads or self.family.query_heads[0])
+
+    @property
+    def turning(self) -> int:
+        """Entries of a head that rotary positions turn; 0 where positions are not rotary."""
+        return self.turning_of(self.head_dim(self.family.query_heads[0]))
+
+    def turning_of(self, head_dim: int) -> int:
+        """What `turning` would be if heads had this many entries."""
+        if self.family.attention.positions != "rotary":
+            return 0
+        if not self.family.attention.partial:
+            return head_dim
+        return int(head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    def space_size(self, name: str) -> int:
+        """Entries of an activation space."""
+        space = self.family.spaces[name]
+        if space.kind == "heads":
+            return self.size(str(space.heads)) * self.width(space)
+        if space.kind == "head":
+            return self.width(space)
+        return self.size(space.size or "stream")
+
+    def axis_size(self, axis: str) -> int:
+        """Length of a tensor's axis, as a table names it: "write:q|k|v", "read:stream", "vocab"."""
+        _, _, spaces = axis.partition(":")
+        if not spaces:
+            return self.size(axis)
+        return sum(self.space_size(name) for name in spaces.split("|"))
+
+    @property
+    def norm_epsilon(self) -> float:
+        """The number that norms add to the variance."""
+        return self.family.norm.epsilon(self.config)
+
+    @property
+    def output_space(self) -> str:
+        """The space of the model's hidden states."""
+        return self.family.classes[self.class_name].output or next(
+            name for name in ("final", "stream") if name in self.family.spaces
+        )
+
+    # ---- tensors
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of the state dict, in the table's order, tied ones included."""
+        found: dict[str, TensorSpec] = {}
+        for tensor in self._bound_rows():
+            # of alternative rows the first that holds wins
+            found.setdefault(tensor.name, tensor)
+        return tuple(found.values())
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of the state dict, tied ones included."""
+        return {t.name: tuple(self.axis_size(axis) for axis in t.axes) for t in self.tensors}
+
+    @property
+    def shares(self) -> bool:
+        """True when the tensors that the table calls tied share their storage."""
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """Name of a tied tensor -> name of the tensor whose storage it shares."""
+        return {t.name: t.tied for t in self.tensors if t.tied} if self.shares else {}
+
+    @property
+    def own_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors that have storage of their own: all but the tied ones."""
+        return tuple(t for t in self.tensors if t.name not in self.ties)
+
+    @property
+    def has_tied_head(self) -> bool:
+        """True when an LM head shares the token embedding."""
+        heads = self.family.classes[self.class_name].heads
+        return self.shares and any(row.tied for part in heads for row in self.family.parts[part])
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """Name -> name in files, of the tensors for which these differ."""
+        return {t.name: t.row.stored for t in self.tensors if t.row.stored is not None}
+
+    # ---- from the table's rows to tensors
+
+    def _bound_rows(self) -> Iterator[TensorSpec]:
+        """The tensors of every row whose condition holds; a name may come twice."""
+        model_class = self.family.classes[self.class_name]
+        for part, row, stack in self.family.rows_of(self.class_name):
+            if holds(row.when, self.config):
+                in_body = part in model_class.body
+                prefix = model_class.prefix if in_body else ""
+                for layer in self._layers(row, stack):
+                    yield from self._bind(row, prefix, stack, layer, in_body)
+
+    def _layers(self, row: Row, stack: str) -> list[int | None]:
+        if "{l}" not in row.name:
+            return [None]
+        count = self.size(self.family.stacks[stack])
+        return [layer for layer in range(count) if row.is_in(layer, count)]
+
+    def _bind(
+        self, row: Row, prefix: str, stack: str, layer: int | None, in_body: bool
+    ) -> Iterator[TensorSpec]:
+        """The tensors of one row in one layer: one, or a norm's weight and bias."""
+
+        def fill(text: str) -> str:
+            return text.replace("{l}", str(layer)).replace("{s}", stack)
+
+        def named(text: str | None) -> str | None:
+            return None if text is None else prefix + fill(text)
+
+        own = row.name.replace("{s}", stack)
+        tensor = TensorSpec(
+            name=prefix + fill(own),
+            template=own,
+            row=row,
+            stack=stack,
+            layer=layer,
+            axes=tuple(fill(axis) for axis in row.axes),
+            norm=None,
+            into=named(row.into),
+            tied=named(row.tied),
+            fallback=row.fallback,
+            in_body=in_body,
+        )
+        if row.norm is None:
+            yield tensor
+            return
+        source, _, target = fill(row.norm).partition(">")
+        for kind in self.family.norm.tensors(self.config):
+            yield replace(
+                tensor,
+                name=f"{tensor.name}.{kind}",
+                template=f"{own}.{kind}",
+                axes=(f"write:{target}",),
+                norm=(source, target),
+                fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
+            )

@@ -1,0 +1,48 @@
+"""The interface of a tensor in a file: its shape is known at once, its values are read on demand.
+
+`growkern.growth.source.files.Header` is a tensor of a safetensors file,
+`growkern.growth.source.distributed.DistributedTensor` one of a distributed checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class StoredTensor(Protocol):
+    """A tensor in the files of a checkpoint."""
+
+    @property
+    def file(self) -> str:
+        """The file it lies in; of a distributed checkpoint the file of its metadata."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if reading only maps the file, so that reading again costs nothing."""
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first axis."""
+
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        """A tensor of the whole shape, in which only the wanted entries have to be right.
+
+        Args:
+            index: per axis the wanted entries, (k,) int64, in any order and with repetitions.
+        """
