@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
+from growkern.families.model import ModelSpec
 from growkern.growth.models import untrained_model
 from growkern.growth.optimizer.checks import (
     check_entries,
@@ -21,6 +22,7 @@ from growkern.growth.optimizer.checks import (
 from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.source.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
 # (the source's state, target parameter, key, is it zero) -> its value
@@ -126,7 +128,7 @@ def moments_in(entry: Mapping[str, Any]) -> list[str]:
 
 def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> Tensor:
     step = entry["step"]
-    step = count_of(task.source, step.read() if hasattr(step, "read") else step)
+    step = count_of(task.source, step.read() if isinstance(step, StoredTensor) else step)
     return torch.zeros_like(step) if is_zero else step.clone()
 
 
@@ -165,14 +167,14 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], found))
     if counts != expected:
         raise GrowthError(
-            f"the optimizer's groups hold {counts} parameters, {plan.source.class_name} has "
+            f"the optimizer's groups hold {counts} parameters, {plan.small.class_name} has "
             f"{expected}; make it from named parameters: AdamW(model.named_parameters())"
         )
     known = known_names(plan)
     for name in (name for group in found for name in group):
         if name not in known:
             raise GrowthError(
-                f"the optimizer has state for {name}, which {plan.source.class_name} does not "
+                f"the optimizer has state for {name}, which {plan.small.class_name} does not "
                 f"have{nearest(name, known)}"
             )
     return [[known[name] for name in group] for group in found]
@@ -180,14 +182,12 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
 
 def known_names(plan: GrowthPlan) -> dict[str, str]:
     """Every name of a source parameter -> the one of its task: tied ones have several."""
-    family, config = plan.source.family, plan.source.config
-    shares = family.shares(config)
-    tensors = family.tensors(config, plan.source.class_name)
-    return {t.name: str(t.tied) if shares and t.tied else t.name for t in tensors}
+    small = plan.small
+    return {t.name: small.ties.get(t.name, t.name) for t in small.tensors}
 
 
 def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
-    model = _meta_model(plan, plan.source.config)
+    model = _meta_model(plan.small)
     names = [name for name, _ in model.named_parameters()]
     if groups == 1:
         return [names]
@@ -205,16 +205,13 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
     """The target's parameters in its own order, each in its source's group."""
     group_of = {name: number for number, names in enumerate(source) for name in names}
     sources = {task.name: task.source for task in plan.tasks}
-    shapes = plan.source.family.shapes(plan.source.config, plan.source.class_name)
     by_rank: dict[int, int] = {}
     for name, number in group_of.items():
-        by_rank.setdefault(len(shapes[name]), number)
+        by_rank.setdefault(len(plan.small.shapes[name]), number)
     grown: list[list[str]] = [[] for _ in source]
-    family, config = plan.source.family, plan.target_config
-    tied = {t.name: t.tied for t in family.tensors(config, plan.source.class_name) if t.tied}
-    for name, parameter in _meta_model(plan, config).named_parameters():
-        name = name if name in sources else str(tied[name])
-        made = sources[name] not in shapes
+    for name, parameter in _meta_model(plan.large).named_parameters():
+        name = plan.large.ties.get(name, name)
+        made = sources[name] not in plan.small.shapes
         # a tensor that the source lacks decays like those of its rank
         found = by_rank.get(parameter.ndim) if made else group_of.get(sources[name])
         if found is not None:
@@ -222,9 +219,12 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
     return grown
 
 
-def _meta_model(plan: GrowthPlan, config: Any) -> Any:
+def _meta_model(spec: ModelSpec) -> Any:
+    """The model on the meta device; its parameters are those that an optimizer sees."""
     with torch.device("meta"):
-        return untrained_model(plan.source.class_name, config)
+        model = untrained_model(spec)
+    model.tie_weights()
+    return model
 
 
 def state_by_name(
