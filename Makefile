@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= runs/demo
 ARGS ?=
+# of the tests: one process per core, each of which uses one
+WORKERS ?= 2
 
 # stamps: each set-up step runs again only when what it reads has changed
 CREATED := $(VENV)/.created
@@ -17,7 +19,7 @@ COMPILED_FROM := $(shell find csrc -type f 2>/dev/null)
 
 help:
 	@echo 'make setup       virtual environment in $(VENV), pinned packages, compiled parts'
-	@echo 'make test        set-up, then all tests'
+	@echo 'make test        set-up, then all tests (ARGS="tests/ops -x")'
 	@echo 'make lint        set-up, then ruff and mypy'
 	@echo 'make demo        set-up, then grow and train small models here (ARGS="--seed 1")'
 	@echo 'make demo-quick  the same path in a few minutes'
@@ -45,7 +47,7 @@ $(INSTALLED): pyproject.toml CMakeLists.txt $(COMPILED_FROM) $(PACKAGES)
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,19 +1,51 @@
-"""One device for the whole suite; memory that nobody wrote reads as NaN, not as zeros."""
+"""What every test finds around it: the device, one thread, a wide terminal, and random walks."""
 
 import os
 
+# Workers share the cores. Tests of threads ask for more themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 import torch
+
+from tests import walks
 
 if not torch.cuda.is_available():
     # before any kernel module is imported: Triton decides when a kernel is decorated
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import pytest
+# long paths then break no line of a command's output
+COLUMNS = "1000"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--walks", type=int, default=1, metavar="N", help="take N times as many random examples"
+    )
+    parser.addoption(
+        "--seed", type=int, metavar="S", help="draw other random examples, the same for the same S"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    walks.times = config.getoption("--walks")
+    walks.start = config.getoption("--seed")
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        # pytest's own output stays as wide as the terminal
+        reporter._tw.fullwidth = reporter._tw.fullwidth
+    os.environ["COLUMNS"] = COLUMNS
 
 
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """A test draws the same numbers whatever ran before it."""
+    torch.manual_seed(walks.start or 0)
 
 
 @pytest.fixture(autouse=True)

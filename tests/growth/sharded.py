@@ -1,13 +1,11 @@
 """What the ranks of test_grow_into do: grow into sharded models and compare, case by case.
 
-Run by torch.distributed.run with a directory for sources and results; every rank writes one file.
+`tests.forked_ranks` runs `main` with a directory for sources and results. Every rank writes a file.
 """
 
 import copy
 import json
 import math
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -120,7 +118,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                 memory = tensor.untyped_storage()
                 at, size = memory.data_ptr(), memory.nbytes()
@@ -257,7 +255,6 @@ def run_optimizers(name, found, directory, moments="grow"):
 
 
 def main(directory):
-    dist.init_process_group("gloo")
     # as small beside tiny tensors as it is beside large ones
     baselines.TILE = (3, 8)
     with CommDebugMode() as comm:
@@ -275,18 +272,10 @@ def main(directory):
         results["optimizer"] = sharded_optimizer.run_steps(
             lambda model: shard(model, "fsdp", found["fsdp"]), directory
         )
+        results["state, old slices"] = run_optimizers(
+            "bert uneven, fsdp", found, directory, "old_slices"
+        )
     for name in OPTIMIZERS[dist.get_world_size()]:
         results[f"state, {name}"] = run_optimizers(name, found, directory)
-    results["state, old slices"] = run_optimizers(
-        "bert uneven, fsdp", found, directory, "old_slices"
-    )
     file = directory / f"rank-{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
-    dist.barrier()
-    # gloo may abort in its own clean-up
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

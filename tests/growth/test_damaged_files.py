@@ -6,20 +6,19 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 import growkern
 from growkern.growth.source.files import MOST_TENSORS, read_headers
+from tests.walks import walk
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})
 INDEX = "model.safetensors.index.json"
-FUZZ = settings(
-    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = walk(1000)
 
 
 def outcome(directory):

@@ -1,12 +1,8 @@
 """Growing into models that are already built and sharded: each part is the whole's, bit for bit."""
 
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +12,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import growkern
 from growkern.growth.source.distributed import runs_of
+from tests.forked_ranks import on_ranks
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.sharded import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_RANKS
 from tests.growth.test_families import CASES as FAMILIES
 
-ROOT = Path(__file__).parents[2]
-
 
 def launch(ranks, directory):
     """What every rank of a run of tests.growth.sharded found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "tests.growth.sharded", str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # a rank that fails ends them all; the limit is for those that wait for each other
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(ranks, "tests.growth.sharded", directory)
     files = [directory / f"rank-{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]
 

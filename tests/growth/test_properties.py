@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import growkern
@@ -15,8 +15,7 @@ from growkern.growth.source.source import open_source
 from tests.growth.models import fold_back, random_model, relative_error
 from tests.growth.test_families import turning
 from tests.growth.test_matrix import FAMILIES, GROUPED_QUERIES
-
-MANY = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+from tests.walks import walk
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # shares of both signs, of up to 3 / C each, cancel
@@ -129,7 +128,7 @@ def assert_folds_back(plan, grown):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@MANY
+@walk(15)
 @given(data=st.data())
 def test_what_grew_folds_back_to_its_source(model_type, data):
     class_name, dtype, sizes = data.draw(sources(model_type))

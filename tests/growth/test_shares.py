@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from growkern.growth.plan.axes import axis_map
@@ -15,6 +15,7 @@ from growkern.growth.space.spaces import signed_split
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.walks import walk
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [*NARROW, torch.float32, torch.float64]
@@ -67,7 +68,7 @@ def test_rounding_every_share_alone_loses_bits(dtype):
     assert missed.double().mean() > 0.3
 
 
-@settings(max_examples=150, deadline=None)
+@walk(150)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31))
 def test_any_map_folds_back(data, dtype, seed):
     index = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=40))

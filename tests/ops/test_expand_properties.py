@@ -1,12 +1,13 @@
 """What holds for `expand` whatever the shapes, maps, dtypes and strides are."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.op import expand, folded
 from tests.ops.test_expand import LIVE
+from tests.walks import walk
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_COPIES = 4
@@ -65,7 +66,7 @@ def fold(grown, maps, shape):
     return matrix.reshape(shape)
 
 
-@settings(max_examples=100, deadline=None)
+@walk(100)
 @given(data=st.data(), name=st.sampled_from(LIVE))
 def test_folded_back_it_is_the_source(data, name):
     weight = data.draw(weights())
@@ -82,7 +83,7 @@ def test_folded_back_it_is_the_source(data, name):
     assert torch.equal(fold(grown, [index for index, _ in drawn], weight.shape), weight.double())
 
 
-@settings(max_examples=40, deadline=None)
+@walk(40)
 @given(data=st.data(), name=st.sampled_from(LIVE))
 def test_a_part_is_a_part_of_the_whole(data, name):
     """With AKI's upper tensor and noise, on any slice of rows and columns."""
@@ -118,7 +119,7 @@ def test_a_part_is_a_part_of_the_whole(data, name):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@walk(80)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_copies_are_copies_of_bits(data, dtype):
     """Without a scale nothing is converted: not a NaN loses its payload, of any dtype."""
