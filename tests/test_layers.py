@@ -1,6 +1,7 @@
 """The shape of the source: imports point one way, and the house numbers hold."""
 
 import ast
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -116,10 +117,16 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Everything in the syntax of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imported_names(path: Path) -> Iterator[str]:
     """Absolute dotted names of everything the module imports, at any depth of its code."""
     package = path.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +136,7 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -262,7 +269,7 @@ def test_functions_are_annotated(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=by_name)
 def test_nothing_is_read_from_outside_the_package(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             outside = "../" in node.value or node.value.startswith(
                 ("/home", "/usr", "/tmp", "/opt")

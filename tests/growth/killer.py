@@ -1,7 +1,7 @@
-"""python -m tests.growth.killer SOURCE DIRECTORY ROUNDS: kill growths at random, then finish them.
+"""python -m tests.growth.killer SOURCE DIRECTORY ROUNDS SEED: kill growths at random.
 
-Each growth is a child of this process, which has imported and planned everything and used no
-thread yet: a fork takes milliseconds where a new interpreter takes seconds.
+Each is run again to its end. A growth is a child of this process, which has imported and planned
+everything and used no thread yet: a fork takes milliseconds where a new interpreter takes seconds.
 """
 
 import json
@@ -49,7 +49,8 @@ def wait_for(target):
 
 
 def main():
-    source, directory, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    source, directory = map(Path, sys.argv[1:3])
+    rounds, seed = map(int, sys.argv[3:])
     cut_small(setattr)
     growkern.plan(source, hidden_size=HOW["hidden_size"]).to_dict()
     child = start(source, directory / "first")
@@ -57,7 +58,7 @@ def main():
     begin = time.perf_counter()
     finish(*child)
     duration = time.perf_counter() - begin
-    rng = random.Random(0)
+    rng = random.Random(seed)
     results = [("first", False, 0)]
     for i in range(1, rounds + 1):
         target = directory / f"round{i}"

@@ -18,7 +18,7 @@ from tests.walks import walk
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})
 INDEX = "model.safetensors.index.json"
-FUZZ = walk(1000)
+FUZZ = walk(250)
 
 
 def outcome(directory):

@@ -18,6 +18,7 @@ from growkern.growth.disk.staging import Staging
 from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.plan import pieces
 from growkern.growth.source.files import read_headers
+from tests import walks
 from tests.growth.models import LLAMA, random_model
 from tests.growth.small_pieces import BYTES, cut_small
 
@@ -74,17 +75,21 @@ def interrupt(monkeypatch, source, target, *, after, error=KeyboardInterrupt, **
 
 
 def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
-    """Twenty kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
-    command = [sys.executable, "-m", "tests.growth.killer", str(source), str(tmp_path), "20"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    """Kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
+    kills = 12 * walks.times
+    command = [sys.executable, "-m", "tests.growth.killer", str(source), str(tmp_path)]
+    command += [str(kills), str(walks.start or 0)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300 * walks.times
+    )
     assert done.returncode == 0, done.stderr
     rounds = json.loads(done.stdout)
-    assert len(rounds) == 21
+    assert len(rounds) == 1 + kills
     for name, killed, kept in rounds:
         assert snapshot(tmp_path / name) == expected, (name, killed)
         assert kept is not None, name
-    assert sum(killed for _, killed, _ in rounds) >= 10
-    assert sum(kept > 0 for _, _, kept in rounds) >= 5
+    assert sum(killed for _, killed, _ in rounds) >= kills // 2
+    assert sum(kept > 0 for _, _, kept in rounds) >= kills // 4
     left = {p.name for p in tmp_path.iterdir()} - {name for name, *_ in rounds}
     assert left == {"source", "expected"}
 

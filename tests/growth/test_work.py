@@ -17,13 +17,22 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 
 # kinds of launches: with and without noise, on rows or columns, with `upper`, wide or not
 MOST_LAUNCHES = 8
+# Every kind of launch is in one of them, and so is every way to make a tensor: copies of layers,
+# the mean in uneven widths, two sources, shares, zeros of identity blocks.
 CASES = [
-    ("BertForMaskedLM", BERT, {"hidden_size": 24, "num_hidden_layers": 3}),
     ("BertForMaskedLM", BERT, {"hidden_size": 20, "num_attention_heads": 5}),
-    ("BertForMaskedLM", BERT, {"hidden_size": 24, "method": "aki"}),
+    ("BertForMaskedLM", BERT, {"hidden_size": 24, "num_hidden_layers": 3, "method": "aki"}),
     ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "split"}),
-    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "intermediate_size": 33}),
-    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "depth": "identity", "num_hidden_layers": 3}),
+    (
+        "LlamaForCausalLM",
+        LLAMA,
+        {
+            "hidden_size": 24,
+            "intermediate_size": 33,
+            "depth": "identity",
+            "num_hidden_layers": 3,
+        },
+    ),
 ]
 
 
@@ -50,7 +59,8 @@ def test_grown_at_once_is_grown_one_by_one(class_name, sizes, how, lists):
     plan = growkern.plan(source, **how)
     expected = {task.name: build_tensor(plan, task, backend="triton") for task in plan.tasks}
     made, limit = lists
-    for bytes_at_once in (1 << 30, 4000):
+    # lists that are cut do not look at what they hold: one growth with every kind of launch tells
+    for bytes_at_once in (1 << 30, *([4000] if how.get("method") == "aki" else [])):
         limit.append(bytes_at_once)
         grown = growkern.grow(source, backend="triton", **how)
         for name, tensor in expected.items():

@@ -66,7 +66,7 @@ def fold(grown, maps, shape):
     return matrix.reshape(shape)
 
 
-@walk(100)
+@walk(60)
 @given(data=st.data(), name=st.sampled_from(LIVE))
 def test_folded_back_it_is_the_source(data, name):
     weight = data.draw(weights())
@@ -83,7 +83,7 @@ def test_folded_back_it_is_the_source(data, name):
     assert torch.equal(fold(grown, [index for index, _ in drawn], weight.shape), weight.double())
 
 
-@walk(40)
+@walk(25)
 @given(data=st.data(), name=st.sampled_from(LIVE))
 def test_a_part_is_a_part_of_the_whole(data, name):
     """With AKI's upper tensor and noise, on any slice of rows and columns."""

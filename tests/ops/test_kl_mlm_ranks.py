@@ -1,18 +1,14 @@
 """The losses on several processes: columns spread over them, or rows."""
 
-import os
-import sys
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import growkern
+from tests.forked_ranks import on_ranks
 from tests.ops.loss_inputs import IGNORED, make_logits
 from tests.ops.test_linear_kl_mlm_loss import make_heads
 
@@ -223,35 +219,22 @@ def check_fsdp(rank):
             )  # fmt: skip
 
 
-def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    try:
-        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        check_columns(rank, dist.group.WORLD)
-        check_columns(rank % 2, pair)
-        check_tokens(rank, dist.group.WORLD)
-        check_tokens(rank % 2, pair)
-        check_rows(rank % 2, pair)
-        check_traffic(dist.group.WORLD)
-        check_dtensors()
-        check_fsdp(rank)
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)
+def main(folder):
+    """What each of four ranks checks; run by `tests.forked_ranks`."""
+    rank = dist.get_rank()
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    check_columns(rank, dist.group.WORLD)
+    check_columns(rank % 2, pair)
+    check_tokens(rank, dist.group.WORLD)
+    check_tokens(rank % 2, pair)
+    check_rows(rank % 2, pair)
+    check_traffic(dist.group.WORLD)
+    check_dtensors()
+    check_fsdp(rank)
 
 
-def test_four_processes(tmp_path, capfd):
-    ranks = mp.start_processes(run_rank, (str(tmp_path),), 4, join=False, start_method="spawn")
-    try:
-        while not ranks.join(60):
-            pass
-    except mp.ProcessExitedException:
-        pytest.fail(capfd.readouterr().err)
+def test_four_processes(tmp_path):
+    on_ranks(4, __name__, tmp_path)
 
 
 @pytest.mark.parametrize(

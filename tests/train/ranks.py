@@ -1,12 +1,8 @@
-"""What one of several processes does: `torchrun --nproc_per_node=N -m tests.train.ranks FOLDER`.
+"""What one of several processes does: `python -m tests.forked_ranks N tests.train.ranks FOLDER`.
 
 Trains on the rows that the other process does not have, evaluates, stops, goes on, and leaves what
 it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere.
 """
-
-import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,12 +59,3 @@ def main(folder):
         found["resumed"] = again.model.state_dict()
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{i}.pt")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
-    dist.barrier()
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)

@@ -14,6 +14,7 @@ import torch
 from growkern import GrowthError
 from growkern.train.head import align_labels
 from growkern.train.run import train
+from tests.forked_ranks import on_ranks
 from tests.train import ranks
 from tests.train.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches
@@ -35,7 +36,7 @@ def on_two_processes(*command):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_two_processes("tests.train.ranks", folder)
+    on_ranks(2, ranks.__name__, folder)
     return [torch.load(folder / f"{i}.pt", weights_only=True) for i in range(len(ranks.CASES))]
 
 
