@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     walks.times = config.getoption("--walks")
     walks.start = config.getoption("--seed")

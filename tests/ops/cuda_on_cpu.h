@@ -6,13 +6,14 @@
 // a wide copy that is not aligned, a barrier that not everybody reaches, and reading the shared
 // memory of a block that has ended. Nothing is said about speed or registers.
 #pragma once
+//
+// It is compiled once per variant of a kernel, so it includes little: <functional> and <algorithm>
+// would take more time than all the rest.
+#include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
 
 #define __global__
@@ -55,8 +56,10 @@ struct Copy {
 };
 
 struct Fibre {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    ucontext_t context;  // where it starts; from then on `place` is where it goes on
+    jmp_buf place;
+    bool started;
+    std::vector<char> stack;
     Index thread, block;
     Block* mine;
     unsigned cluster_generation, n_shuffles;
@@ -69,12 +72,13 @@ struct Launch {
     Index grid_dim, block_dim;
     unsigned shared_bytes;
     bool eager;  // copies arrive at once, warps and blocks run ahead, the last ones first
-    std::function<void()> kernel;
+    void (*kernel)(const void* args);
+    const void* args;
 };
 
 inline Launch launch;
 inline Fibre* here;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Barrier cluster_barrier;
 inline std::vector<Block> blocks;  // of the cluster that runs
 inline const char* error;
@@ -85,7 +89,17 @@ inline void fail(const char* message) {
     if (!error) error = message;
 }
 
-inline void give_way() { swapcontext(&here->context, &scheduler); }
+// A jump leaves the signal mask alone, which swapcontext asks the system for twice
+inline void give_way() {
+    if (!_setjmp(here->place)) _longjmp(scheduler, 1);
+}
+
+inline void go_on() {
+    if (_setjmp(scheduler)) return;
+    if (here->started) _longjmp(here->place, 1);
+    here->started = true;
+    setcontext(&here->context);
+}
 
 inline unsigned arrive(Barrier& barrier) {
     const unsigned generation = barrier.generation;
@@ -99,7 +113,7 @@ inline void wait(const Barrier& barrier, unsigned generation) {
 }
 
 inline void run_fibre() {
-    launch.kernel();
+    launch.kernel(launch.args);
     if (!here->copies.empty()) fail("a thread ended before its copies arrived");
     here->done = true;
     ++steps;
@@ -115,9 +129,10 @@ inline void start(Fibre& fibre, unsigned index, unsigned first_block) {
     fibre.group = fibre.n_shuffles = 0;
     fibre.copies.clear();
     fibre.done = false;
-    if (!fibre.stack) fibre.stack = std::make_unique<char[]>(STACK);
+    fibre.started = false;
+    fibre.stack.resize(STACK);
     getcontext(&fibre.context);
-    fibre.context.uc_stack = {fibre.stack.get(), 0, STACK};
+    fibre.context.uc_stack = {fibre.stack.data(), 0, STACK};
     fibre.context.uc_link = nullptr;
     makecontext(&fibre.context, run_fibre, 0);
 }
@@ -131,7 +146,7 @@ inline unsigned run_warp(Fibre* lanes) {
         for (unsigned i = 0; i < 32 && !error; ++i) {
             here = &lanes[launch.eager ? 31 - i : i];
             if (here->done) continue;
-            swapcontext(&scheduler, &here->context);
+            go_on();
             ended += here->done;
         }
     } while (launch.eager && steps != before && !error);
@@ -171,11 +186,9 @@ inline void run_cluster(std::vector<Fibre>& fibres, unsigned first_block) {
 }
 
 // null, or what is wrong with the kernel
-template <class Args>
-const char* run(void (*kernel)(Args), const void* args, unsigned grid, unsigned threads,
-                unsigned shared_bytes, unsigned cluster, bool eager) {
-    const Args& given = *static_cast<const Args*>(args);
-    launch = {{grid}, {threads}, shared_bytes, eager, [&given, kernel] { kernel(given); }};
+inline const char* run(void (*kernel)(const void*), const void* args, unsigned grid,
+                       unsigned threads, unsigned shared_bytes, unsigned cluster, bool eager) {
+    launch = {{grid}, {threads}, shared_bytes, eager, kernel, args};
     error = nullptr;
     blocks = std::vector<Block>(cluster);
     std::vector<Fibre> fibres(cluster * threads);
@@ -276,11 +289,14 @@ inline void commit_copies() { ++emulation::here->group; }
 inline void wait_copies(int pending) {
     using namespace emulation;
     auto& copies = here->copies;
-    auto late = std::partition(copies.begin(), copies.end(), [pending](const Copy& copy) {
-        return copy.group < here->group - pending;
-    });
-    std::for_each(copies.begin(), late, arrive_early);
-    copies.erase(copies.begin(), late);
+    size_t kept = 0;
+    for (const Copy& copy : copies) {
+        if (copy.group < here->group - pending)
+            arrive_early(copy);
+        else
+            copies[kept++] = copy;
+    }
+    copies.resize(kept);
 }
 
 inline void cluster_arrive() {
