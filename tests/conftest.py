@@ -5,14 +5,18 @@ import os
 # Workers share the cores. Tests of threads ask for more themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest
-import torch
+import tempfile
 
-from tests import walks
+import torch
 
 if not torch.cuda.is_available():
     # before any kernel module is imported: Triton decides when a kernel is decorated
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+
+from tests import walks
+from tests.ops import cuda_emulator
 
 # long paths then break no line of a command's output
 COLUMNS = "1000"
@@ -36,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # pytest's own output stays as wide as the terminal
         reporter._tw.fullwidth = reporter._tw.fullwidth
     os.environ["COLUMNS"] = COLUMNS
+    if cuda_emulator.FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="growkern-cuda-")
+        os.environ[cuda_emulator.FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@
 import copy
 import json
 import math
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,12 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import growkern
 from growkern.growth.source.distributed import DistributedTensor
@@ -31,6 +27,7 @@ from growkern.growth.tensors import baselines
 from tests.growth import sharded_optimizer
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.test_families import PYTHIA
+from tests.growth.watch import Watch
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
@@ -101,32 +98,6 @@ TENSOR_PARALLEL = {
 }
 
 
-MAPPED = (".safetensors", "optimizer.pt")
-
-
-def mapped_files():
-    """Address ranges of memory that is a checkpoint's file."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = (line.split()[0].split("-") for line in lines if line.endswith(MAPPED))
-    return [(int(start, 16), int(stop, 16)) for start, stop in ranges]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest memory that any operation gives out; mapped files are not memory."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
-                memory = tensor.untyped_storage()
-                at, size = memory.data_ptr(), memory.nbytes()
-                if size > self.bytes and not any(a <= at < b for a, b in mapped_files()):
-                    self.bytes = size
-        return result
-
-
 def meshes():
     size = dist.get_world_size()
     found = {"fsdp": init_device_mesh("cpu", (size,))}
@@ -171,7 +142,7 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     with torch.device("meta"):
         model = shard(model_class(config), kind, mesh)
     options = {k: v for k, v in how.items() if k in ("method", "depth")}
-    with CommDebugMode() as comm, LargestTensor() as largest:
+    with Watch() as watch:
         report = growkern.grow_into(model, directory, **options)
     # PyTorch's own way from whole parameters to this rank's part is the truth
     expected = model_class(whole.config)
@@ -187,8 +158,8 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
         ],
         "sharded": sum(isinstance(p, DTensor) for p in model.parameters()),
         "empty": sum(not local(p).numel() for p in model.parameters()),
-        "collectives": comm.get_total_counts(),
-        "largest": largest.bytes,
+        "collectives": watch.collectives,
+        "largest": watch.largest,
         "held": max(local(p).nbytes for p in model.parameters()),
         "full": max(p.nbytes for p in model.parameters()),
         "source": max(p.nbytes for p in source.parameters()),
@@ -230,14 +201,14 @@ def run_checkpoint(kind, mesh, directory):
         return read_runs(self, runs)
 
     DistributedTensor.read_runs = spy
-    with CommDebugMode() as comm:
+    with Watch() as watch:
         growkern.grow_into(model, directory / "weights", method="aki")
     DistributedTensor.read_runs = read_runs
     expected = shard(copy.deepcopy(whole), kind, mesh[kind])
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
     return {
         "wrong": [name for (name, p), q in pairs if not torch.equal(local(p), local(q))],
-        "collectives": comm.get_total_counts(),
+        "collectives": watch.collectives,
         "read": read,
     }
 
@@ -250,16 +221,15 @@ def run_optimizers(name, found, directory, moments="grow"):
         lambda model: shard(model, kind, found[kind]),
         directory,
         moments,
-        LargestTensor,
     )
 
 
 def main(directory):
     # as small beside tiny tensors as it is beside large ones
     baselines.TILE = (3, 8)
-    with CommDebugMode() as comm:
+    with Watch() as watch:
         dist.all_reduce(torch.ones(1))
-    results = {"canary": comm.get_total_counts()}
+    results = {"canary": watch.collectives}
     found = meshes()
     names = TWO_RANKS if dist.get_world_size() == 2 else CASES
     for number, name in enumerate(names):

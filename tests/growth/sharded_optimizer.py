@@ -1,6 +1,5 @@
 """What the ranks of test_grow_into do with optimizers: grow their state in parts, and compare."""
 
-import contextlib
 import copy
 
 import torch
@@ -9,10 +8,10 @@ import transformers
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import growkern
 from tests.growth.models import GPT2, random_model
+from tests.growth.watch import Watch
 
 STEPS = 2
 
@@ -44,10 +43,10 @@ def sharded_truth(whole, state, key, shard):
     return {name: local(p) for name, p in shard(model).named_parameters()}
 
 
-def run_state(case, shard_source, shard, directory, moments, largest):
+def run_state(case, shard_source, shard, directory, moments):
     """State that ranks saved or hold, grown into a sharded model's optimizer.
 
-    `shard_source` and `shard` shard a model; `largest` makes a watch of memory.
+    `shard_source` and `shard` shard a model.
     """
     class_name, sizes, config, how = case
     source = random_model(class_name, sizes, dtype=torch.float32, **config)
@@ -77,9 +76,7 @@ def run_state(case, shard_source, shard, directory, moments, largest):
         ("file", files / "optimizer.pt"),
     ):
         optimizer = torch.optim.AdamW(target.parameters(), lr=0.5, amsgrad=True)
-        # a mode that sees every operation costs more than the operations
-        watch = largest() if kind == "file" else contextlib.nullcontext()
-        with CommDebugMode() as comm, watch:
+        with Watch() as watch:
             growkern.grow_optimizer_into(target, optimizer, given, moments=moments)
         wrong = []
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
@@ -97,8 +94,8 @@ def run_state(case, shard_source, shard, directory, moments, largest):
         found[kind] = {
             "wrong": wrong,
             "moving": sum(bool(local(e["exp_avg"]).any()) for e in optimizer.state.values()),
-            "collectives": comm.get_total_counts(),
-            "largest": watch.bytes if kind == "file" else None,
+            "collectives": watch.collectives,
+            "largest": watch.largest,
             "lr": optimizer.param_groups[0]["lr"],
         }
     return found

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import subprocess
 import tempfile
@@ -21,15 +22,32 @@ extern "C" const char* emulate(const void* args, unsigned blocks, unsigned threa
     return growkern::emulation::run(call, args, blocks, threads, bytes, cluster, eager);
 }}
 """
-_folder = tempfile.TemporaryDirectory(prefix="growkern-cuda-")
+# of a whole run of tests: its workers and the processes they start compile a variant once
+FOLDER = "GROWKERN_CUDA_EMULATION"
 
 
 @functools.cache
 def _compiled(kernel: Kernel) -> ctypes.CDLL:
+    folder = Path(os.environ.get(FOLDER) or _folder().name)
+    name = hashlib.sha256(repr((kernel.name, kernel.flags)).encode()).hexdigest()[:16]
+    library = folder / f"{name}.so"
+    if not library.exists():
+        _compile(kernel, library)
+    lib = ctypes.CDLL(str(library))
+    lib.emulate.restype = ctypes.c_char_p
+    return lib
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Of one process, where nobody has made one for more."""
+    return tempfile.TemporaryDirectory(prefix="growkern-cuda-")
+
+
+def _compile(kernel: Kernel, library: Path) -> None:
     csrc = source_folder()
     assert csrc is not None
-    library = Path(_folder.name) / f"{abs(hash(kernel))}.so"
-    source = library.with_suffix(".cpp")
+    source = library.with_suffix(f".{os.getpid()}.cpp")
     source.write_text(WRAPPER.format(name=kernel.name))
     # products and sums round apart: what a kernel must get right does not hang on fusing them
     # a jump into another fibre's stack is no error here
@@ -44,10 +62,10 @@ def _compiled(kernel: Kernel) -> ctypes.CDLL:
     ]
     macros = [flag for flag in kernel.flags if not flag.startswith("--")]
     command = [os.environ.get("CXX", "g++"), *flags, *macros, f"-I{csrc}", f"-I{HERE}"]
-    subprocess.run([*command, "-o", str(library), str(source)], check=True)
-    lib = ctypes.CDLL(str(library))
-    lib.emulate.restype = ctypes.c_char_p
-    return lib
+    # whole or not there: another process may look at this moment
+    partial = source.with_suffix(".so")
+    subprocess.run([*command, "-o", str(partial), str(source)], check=True)
+    partial.replace(library)
 
 
 def emulate(

@@ -139,8 +139,12 @@ def test_jsd_takes_tokens_that_one_side_rules_out(backend, device):
         assert grad.isfinite().all() and (grad[:, 2:6] == 0).all()
 
 
-@pytest.mark.parametrize("backend", PROVIDERS)
-@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+# The interpreter is slow, and `test_is_what_the_definition_says` compares its gradients of each.
+GRADCHECKS = [(p, d) for p in PROVIDERS for d in ("forward", "reverse", "jsd")]
+GRADCHECKS = [(p, d) for p, d in GRADCHECKS if p != "triton" or d == "jsd"]
+
+
+@pytest.mark.parametrize("backend, divergence", GRADCHECKS)
 def test_gradcheck(divergence, backend, device):
     student, teachers, labels = make_heads(3, 7, 4, torch.float64, device)
 

@@ -253,7 +253,9 @@ def test_gradcheck(backend, device):
             backend=backend,
         )
 
-    assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
+    # the interpreter takes seconds for every element by itself
+    fast = {"fast_mode": backend == "triton"}
+    assert torch.autograd.gradcheck(loss, (student.requires_grad_(),), **fast)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)

@@ -120,9 +120,19 @@ def test_is_what_torch_computes(K, options, backend, device):
     assert_same(actual, truth)
 
 
-@pytest.mark.parametrize("drift", [0.01, 0.05, 0.2])
-@pytest.mark.parametrize("alpha", [0.5, 1.0])
-@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
+# every pair of a drift, a dtype and an alpha
+@pytest.mark.parametrize(
+    "dtype, bar, alpha, drift",
+    [
+        (torch.bfloat16, 5e-3, 0.5, 0.01),
+        (torch.bfloat16, 5e-3, 1.0, 0.05),
+        (torch.bfloat16, 5e-3, 0.5, 0.2),
+        (torch.float32, 1e-5, 1.0, 0.01),
+        (torch.float32, 1e-5, 0.5, 0.05),
+        (torch.float32, 1e-5, 1.0, 0.2),
+    ],
+    ids=str,
+)
 def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
     student, teacher, labels = drifted_heads(64, 32_000, drift, dtype, device)
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
