@@ -51,6 +51,15 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture
+def several_threads():
+    """Compiled kernels share their work out, also on a machine with one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """A test draws the same numbers whatever ran before it."""

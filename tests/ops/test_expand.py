@@ -164,6 +164,7 @@ PATHS = [(3, 200, 9, 470, DTYPES[:3]), (37, 210, 45, 470, DTYPES[:3])]
 PATHS += [(40, 300, 1030, 2051, DTYPES[:1])]
 
 
+@pytest.mark.usefixtures("several_threads")
 @pytest.mark.parametrize("R, C, M, N, dtypes", PATHS)
 @pytest.mark.parametrize("isa", native.available_isas())
 def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes):

@@ -5,6 +5,7 @@ from growkern.ops.backend import native
 from growkern.ops.loss.linear.gemm_compiled import AVX512, gemm_cpu, has_bfloat16, multiplies
 from tests.ops.loss_inputs import relative_error
 
+pytestmark = pytest.mark.usefixtures("several_threads")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 # one of everything; past a tile of 8 x 48, a line of 16, 128 packed steps, a block of 192 x 384

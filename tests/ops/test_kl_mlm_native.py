@@ -14,6 +14,7 @@ from growkern.ops.loss.rows.options import Maths, Rows
 from growkern.ops.loss.rows.state import Steps, n_numbers, terms
 from tests.ops.loss_inputs import make_logits, relative_error
 
+pytestmark = pytest.mark.usefixtures("several_threads")
 ONCE = Steps(sums=True, grad=True)
 MATHS = [
     Maths(),
