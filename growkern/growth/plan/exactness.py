@@ -220,7 +220,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
         read = entering.write != 0
         gain = entering.kappa * leaving.write / entering.write
     if plan.layout.family.norm.plus_one and not task.tensor.is_bias:
-        # what is stored is gain (1 + weight) - 1
+        # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())
     is_split = plan.options.symmetry == "split" and plan.layout.is_dual(task.tensor.norm[1])
     return _is_any_rounded(entering.read_index[read], gain[read], is_split)
