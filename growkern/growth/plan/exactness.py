@@ -37,9 +37,9 @@ class Finding:
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
     """Findings on width, head_dim, vocabulary, AKI, output head, depth and rounding, in order."""
     if plan.options.is_baseline:
-        what = "the source's weights lie in a block of random weights"
-        what = what if plan.options.method == "direct_copy" else "all weights are random"
-        return (Finding("changed", "everything", f"{what}, so the source's function is lost"),)
+        block = "the source's weights lie in a block of random weights"
+        why = block if plan.options.method == "direct_copy" else "all weights are random"
+        return (Finding("changed", "everything", f"{why}, so the source's function is lost"),)
     parts = (_width, _head_dim, _vocabulary, _advanced, _head, _depth, _rounding)
     return tuple(finding for part in parts for finding in part(plan))
 
@@ -197,9 +197,8 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         tiny = torch.finfo(torch.float16).tiny
         why = f"divided weights below {tiny:.2g} lose digits; symmetry='split' keeps all of them"
         return [Finding("approximate", dtype, why)]
-    why = "copies add up to the source's weights bit for bit"
-    why = why if is_widened else "weights are copied"
-    return [Finding("exact", dtype, why)]
+    summed = "copies add up to the source's weights bit for bit"
+    return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
 
 
 def _is_rounded(plan: Blueprint, task: Task) -> bool:
@@ -220,7 +219,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
         read = entering.write != 0
         gain = entering.kappa * leaving.write / entering.write
     if plan.layout.family.norm.plus_one and not task.tensor.is_bias:
-        # what is stored is gain (1 + weight) - 1
+        # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())
     is_split = plan.options.symmetry == "split" and plan.layout.is_dual(task.tensor.norm[1])
     return _is_any_rounded(entering.read_index[read], gain[read], is_split)

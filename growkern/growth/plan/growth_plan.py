@@ -32,8 +32,8 @@ from growkern.package import version
 class GrowthPlan(Blueprint):
     """How a source becomes a target; made by `growkern.plan`, printed with `print(plan.table())`.
 
-    A `Blueprint`, and what can be said about it: what stays exact, what it costs, and what
-    published evidence advises. Its attributes are those of `Blueprint`.
+    It is a `Blueprint` with findings about exactness, a cost estimate and advice. Its attributes
+    are those of `Blueprint`.
     """
 
     @cached_property
