@@ -7,7 +7,7 @@
 
 namespace growkern {
 
-// mirrored field by field in growkern/ops/loss/linear/gemm_compiled.py; strides are in elements
+// mirrored field by field in growkern/ops/loss/linear/gemm.py; strides are in elements
 struct GemmArgs {
     const void* a;
     const void* b;

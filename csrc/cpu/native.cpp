@@ -31,7 +31,7 @@ bool supports(int32_t isa) {
 extern "C" {
 
 // changes with the arguments, so that a library left over from another version is not called
-__attribute__((visibility("default"))) int growkern_abi() { return 2; }
+__attribute__((visibility("default"))) int growkern_abi() { return 3; }
 
 // the best instruction set on this processor
 __attribute__((visibility("default"))) int growkern_best_isa() {

@@ -4,14 +4,13 @@ from unittest import mock
 
 import pytest
 import torch
+from growkern.ops.loss.rows.on_cpu_compiled import library_takes, rows_in_library
 
 from growkern.ops.backend import native
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_rows_reference
 from growkern.ops.loss.rows import on_cpu as cpu_module
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
-from growkern.ops.loss.rows.on_cpu_compiled import library_takes, rows_in_library
-from growkern.ops.loss.rows.options import Maths, Rows
-from growkern.ops.loss.rows.state import Steps, n_numbers, terms
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers, terms
 from tests.ops.loss_inputs import make_logits, relative_error
 
 ONCE = Steps(sums=True, grad=True)
