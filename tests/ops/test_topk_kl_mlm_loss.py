@@ -621,7 +621,7 @@ GOOD = {
         ({"teacher_topk_logprobs": torch.full((4, 2), float("nan"))}, "NaN"),
         (
             {"teacher_topk_logprobs": torch.full((4, 2), -torch.inf), "tail": "renormalise"},
-            "no mass",
+            "nothing to renormalise",
         ),
         ({"tail": "drop"}, "tail must be"),
         ({"tail": "renormalise", "divergence": "reverse"}, "infinite with tail='renormalise'"),
