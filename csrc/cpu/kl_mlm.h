@@ -9,7 +9,7 @@
 namespace growkern {
 
 // the rows of the state: StudentSums, then TeacherSums of each teacher
-enum class StudentSums { maximum, rest, sum_t, label_logit, moment, best, sum_z, count };
+enum class StudentSums { maximum, rest, sum_t, label_logit, moment, best, sum_z, columns };
 enum class TeacherSums { maximum, sum_t, cross, best, centre, spread };
 constexpr int64_t STUDENT_SUMS = 8, TEACHER_SUMS = 6;
 

@@ -303,7 +303,7 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
     cluster_wait();
     if (!a.grad) return;
     Softmaxes both(p, a.inv_t);
-    const float count = a.sums ? a.V : number(a.state + row, StudentSums::count, a.N);
+    const float count = a.sums ? a.V : number(a.state + row, StudentSums::columns, a.N);
     // a narrower gradient lacks those digits; over a slice of the vocabulary the sum is not 0
     const bool corrects = K > 0 && sizeof(GRAD) == 4 && count == a.V;
     if (corrects) correct(both, z, u, n, a, scratch);

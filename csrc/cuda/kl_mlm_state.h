@@ -23,7 +23,7 @@ constexpr int K = TEACHERS, MAX_TEACHERS = 4;
 static_assert(K <= MAX_TEACHERS && CLUSTER <= 32 && THREADS % 32 == 0, "see rows/on_cuda.py");
 
 // the rows of the state: StudentSums, then TeacherSums of each teacher
-enum class StudentSums { maximum, rest, sum_t, label_logit, moment, best, sum_z, count };
+enum class StudentSums { maximum, rest, sum_t, label_logit, moment, best, sum_z, columns };
 enum class TeacherSums { maximum, sum_t, cross, best, centre, spread };
 constexpr int STUDENT_SUMS = 8, TEACHER_SUMS = 6;
 
@@ -164,7 +164,7 @@ __device__ inline void store_state(const Partial& p, const RowsArgs& a, float* s
     number(state, S::moment, a.N) = p.sums[Partial::MOMENT];
     number(state, S::best, a.N) = p.best[0];
     number(state, S::sum_z, a.N) = p.sums[Partial::SUM_Z];
-    number(state, S::count, a.N) = static_cast<float>(a.V);
+    number(state, S::columns, a.N) = static_cast<float>(a.V);
     for (int k = 0; k < K; ++k) {
         using T = TeacherSums;
         number(state, k, T::maximum, a.N) = base_of(p.m[1 + k]);

@@ -190,7 +190,7 @@ def linear_loss_and_rows(
     if settings.backend == "reference":
 
         def terms_of(some: slice) -> Tensor:
-            heads = [(hidden_NH[some], *others) for hidden_NH, *others in (student, *teachers)]
+            heads = [(x[some], weight, bias) for x, weight, bias in (student, *teachers)]
             return linear_kl_mlm_rows_reference(
                 heads[0], heads[1:], rows[0][some], rows[1][some], settings.sizes.vocab,
                 settings.maths, settings.logits_dtype,

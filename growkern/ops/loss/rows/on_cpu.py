@@ -6,7 +6,6 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of 
 """
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +58,7 @@ def rows_on_cpu(
         clear(state_SN)
     if drows_SN is not None:
         drows_SN = drows_SN[: 1 + len(rows.teachers_NV)].to(state_SN.dtype).contiguous()
-    given = {"state": state_SN, "drows": drows_SN, "dstudent": dstudent_NV}
-    _run(rows, steps, state_SN.dtype, given, isa)
+    _run(rows, steps, state_SN.dtype, isa, dstudent_NV, state=state_SN, drows=drows_SN)
 
 
 def tail_gradient_on_cpu(
@@ -75,58 +73,43 @@ def tail_gradient_on_cpu(
             it at the teachers' tokens.
         isa: as in `rows_on_cpu`.
     """
-    given = {"tail": tail_5N.contiguous(), "dstudent": dstudent_NV}
-    _run(rows, Steps(grad=True), tail_5N.dtype, given, isa)
+    tail_5N = tail_5N.contiguous()
+    _run(rows, Steps(grad=True), tail_5N.dtype, isa, dstudent_NV, tail=tail_5N)
 
 
 def _run(
     rows: Rows,
     steps: Steps,
     dtype: torch.dtype,
-    given: dict[str, Tensor | None],
     isa: int | None,
+    dstudent_NV: Tensor | None,
+    **inputs: Tensor | None,
 ) -> None:
-    """Call the library; `dtype` is that of its sums, `given` has the other tensors."""
-    lib, maths, N, V = native.loaded(), rows.maths, len(rows.student_NV), rows.vocab
-    dstudent_NV, K = given["dstudent"], len(rows.teachers_NV)
-    if lib is None:
-        raise RuntimeError(native.reason())
+    """Call the library. `dtype` is that of its sums; `inputs` are other tensors of KlMlmArgs."""
+    N, V = len(rows.student_NV), rows.vocab
     if N and V:
+        # local names keep memory alive until the call returns
         student_NV, *teachers_NV = (_readable(x) for x in (rows.student_NV, *rows.teachers_NV))
-        capped = maths.softcap or maths.teacher_softcap
-        is_converted = capped or any(x.dtype != dtype for x in (student_NV, *teachers_NV))
-        threads = torch.get_num_threads()
-        # local names keep the memory alive until the call returns
-        tensors = given | {
-            "student": student_NV,
-            "labels": rows.labels_N.long().contiguous(),
-            "kind": rows.kind_N.int().contiguous(),
-            "scratch": student_NV.new_empty(threads, 1 + K, V, dtype=dtype)
-            if is_converted
-            else None,
-        }
-        teachers = {
-            "teachers": (ctypes.c_void_p * K)(*(x.data_ptr() for x in teachers_NV)),
-            "teacher_strides": (ctypes.c_int64 * K)(*(x.stride(0) for x in teachers_NV)),
-            "teacher_types": (ctypes.c_int32 * K)(*(native.TYPES[x.dtype] for x in teachers_NV)),
-        }
+        threads, scratch = torch.get_num_threads(), None
+        types = {x.dtype for x in (student_NV, *teachers_NV)}
+        if types != {dtype} or rows.maths.softcap or rows.maths.teacher_softcap:
+            scratch = student_NV.new_empty(threads, 1 + len(teachers_NV), V, dtype=dtype)
         grad_NV = student_NV if dstudent_NV is None else dstudent_NV
-        numbers: dict[str, Any] = {
-            **{"student_stride": student_NV.stride(0), "dstudent_stride": grad_NV.stride(0)},
-            **{"N": N, "V": V, "K": K, "inv_t": 1 / maths.temperature},
-            **{name: x for name, x in maths._asdict().items() if name != "temperature"},
-            **{"type": native.TYPES[dtype], "student_type": native.TYPES[student_NV.dtype]},
-            **{"grad_type": native.TYPES[grad_NV.dtype], "parts": rows.parts, "threads": threads},
-            "isa": lib.growkern_best_isa() if isa is None else isa,
+        tensors = {
+            **{"student": student_NV, "dstudent": grad_NV, "scratch": scratch},
+            **{"labels": rows.labels_N.long().contiguous(), "kind": rows.kind_N.int().contiguous()},
+            **inputs,
         }
         args = KlMlmArgs(
             **{name: x.data_ptr() for name, x in tensors.items() if x is not None},
-            **{name: ctypes.addressof(x) for name, x in teachers.items()},
-            **numbers,
+            **{"student_stride": student_NV.stride(0), "dstudent_stride": grad_NV.stride(0)},
+            **{"N": N, "V": V, "K": len(teachers_NV), "inv_t": 1 / rows.maths.temperature},
+            **{name: x for name, x in rows.maths._asdict().items() if name != "temperature"},
+            **{"type": native.TYPES[dtype], "student_type": native.TYPES[student_NV.dtype]},
+            **{"grad_type": native.TYPES[grad_NV.dtype], "parts": rows.parts, "threads": threads},
             **steps._asdict(),
         )
-        if lib.growkern_kl_mlm(ctypes.byref(args)):
-            raise RuntimeError("this processor has no such instruction set")
+        _call(args, teachers_NV, isa)
     # after the call: in place, these columns may be logits until then
     if dstudent_NV is not None and dstudent_NV.shape[1] > V:
         dstudent_NV[:, V:] = 0
@@ -136,3 +119,19 @@ def _readable(x_NV: Tensor) -> Tensor:
     """The logits in a dtype and layout that the library reads."""
     x_NV = x_NV if x_NV.dtype in native.TYPES else x_NV.to(acc_torch_dtype(x_NV))
     return x_NV if x_NV.stride(1) == 1 else x_NV.contiguous()
+
+
+def _call(args: KlMlmArgs, teachers_NV: list[Tensor], isa: int | None) -> None:
+    """Add the teachers and the instruction set to the arguments, and run the kernel."""
+    lib, K = native.loaded(), len(teachers_NV)
+    assert lib is not None
+    # local names keep memory alive until the call returns
+    teachers = (ctypes.c_void_p * K)(*(x.data_ptr() for x in teachers_NV))
+    strides = (ctypes.c_int64 * K)(*(x.stride(0) for x in teachers_NV))
+    types = (ctypes.c_int32 * K)(*(native.TYPES[x.dtype] for x in teachers_NV))
+    args.teachers = ctypes.addressof(teachers)
+    args.teacher_strides = ctypes.addressof(strides)
+    args.teacher_types = ctypes.addressof(types)
+    args.isa = lib.growkern_best_isa() if isa is None else isa
+    if lib.growkern_kl_mlm(ctypes.byref(args)):
+        raise RuntimeError("the processor or the library lacks this instruction set")

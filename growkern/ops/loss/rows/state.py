@@ -73,7 +73,7 @@ class StudentSums(NamedTuple):
     moment: Tensor  # sum of exp(z - m) z, if the entropy is wanted
     best: Tensor  # column of the first maximum, if the agreement is wanted
     sum_z: Tensor  # sum of z, if labels are smoothed
-    count: Tensor  # number of columns
+    columns: Tensor  # number of columns
 
 
 class TeacherSums(NamedTuple):
@@ -100,9 +100,8 @@ class State(NamedTuple):
 def unpack(state_SN: Tensor) -> State:
     """The named rows of a state (S, N), or of states (S, L, N)."""
     size, each = len(StudentSums._fields), len(TeacherSums._fields)
-    student, *teachers = state_SN[:size], *state_SN[size:].split(each)
-    # splitting no rows gives one empty piece
-    return State(StudentSums(*student), [TeacherSums(*rows) for rows in teachers if len(rows)])
+    teachers = [state_SN[k : k + each] for k in range(size, len(state_SN), each)]
+    return State(StudentSums(*state_SN[:size]), [TeacherSums(*rows) for rows in teachers])
 
 
 def n_numbers(n_teachers: int) -> int:
@@ -119,7 +118,7 @@ def clear(state_SN: Tensor) -> None:
 def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
     """The state of all slices together, (S, N). The slices are in the order of their columns."""
     student, teachers = unpack(states_LSN.transpose(0, 1))
-    columns_before = student.count.cumsum(0) - student.count
+    columns_before = student.columns.cumsum(0) - student.columns
     m, near, near_t, first = _common_maximum(student.maximum, student.sum_t, maths.temperature)
     merged: list[Tensor] = [
         *StudentSums(
@@ -130,7 +129,7 @@ def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
             moment=(student.moment * near).sum(0),
             best=_pick(student.best + columns_before, first),
             sum_z=student.sum_z.sum(0),
-            count=student.count.sum(0),
+            columns=student.columns.sum(0),
         )
     ]
     for teacher in teachers:
@@ -224,7 +223,7 @@ def label_gradient(state_SN: Tensor, dmlm_N: Tensor, maths: Maths) -> tuple[Tens
         from_z_loss = dmlm_N * 2 * maths.z_loss * (d.log() + student.maximum)
     smooth = dmlm_N * maths.label_smoothing
     at_label = (from_z_loss * e_y - dmlm_N * student.rest) / d + smooth
-    everywhere = smooth / student.count if maths.label_smoothing else smooth
+    everywhere = smooth / student.columns if maths.label_smoothing else smooth
     return (dmlm_N + from_z_loss) / d, at_label, everywhere
 
 
@@ -240,7 +239,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
     lse = d.log() + m
     mlm = lse - student.label_logit  # (1)
     if maths.label_smoothing:
-        mean_z = student.sum_z / student.count
+        mean_z = student.sum_z / student.columns
         mlm = mlm + maths.label_smoothing * (student.label_logit - mean_z)  # (9)
     if maths.z_loss:
         mlm = mlm + maths.z_loss * lse.square()  # (9)

@@ -18,7 +18,7 @@ SUMS, DIVERGE, GRAD, PARTS = map(tl.constexpr, range(4))
 # strides between rows: of the student, of its gradient, of the first teacher
 STUDENT, DSTUDENT, TEACHERS = map(tl.constexpr, range(3))
 # `StudentSums`
-MAXIMUM, REST, SUM_T, LABEL_LOGIT, MOMENT, BEST, SUM_Z, COUNT = map(tl.constexpr, range(8))
+MAXIMUM, REST, SUM_T, LABEL_LOGIT, MOMENT, BEST, SUM_Z, COLUMNS = map(tl.constexpr, range(8))
 STUDENT_SUMS = tl.constexpr(8)
 # `TeacherSums`
 T_MAXIMUM, T_SUM_T, T_CROSS, T_BEST, T_CENTRE, T_SPREAD = map(tl.constexpr, range(6))
@@ -168,7 +168,7 @@ def _student_pass(
     tl.store(state_ptr + N * MOMENT, moment)
     tl.store(state_ptr + N * BEST, best.to(ACC))
     tl.store(state_ptr + N * SUM_Z, total)
-    tl.store(state_ptr + N * COUNT, V.to(ACC))
+    tl.store(state_ptr + N * COLUMNS, V.to(ACC))
 
 
 @jit
@@ -279,7 +279,7 @@ def _offsets(
             pull = _pull(q, p, r, sums_ptr, N, MATHS, ACC)
             offset += tl.sum(tl.where(v < V, pull, 0.0), axis=0)
         # over a slice of the vocabulary the sum is not 0
-        whole = tl.load(state_ptr + N * COUNT) == V
+        whole = tl.load(state_ptr + N * COLUMNS) == V
         offsets += (tl.where(whole, offset, 0.0),)  # type: ignore[assignment]
     return offsets
 
@@ -310,7 +310,7 @@ def _gradient_pass(
         s = _student_logits(student_ptr, v, V, MATHS, ACC)  # (BLOCK_V,)
         g = tl.where(v == label, at_y, (dmlm + from_z_loss) * (tl.exp(s - m) / d))  # (4)
         if MATHS[LABEL_SMOOTHING] != 0:
-            g -= smooth / tl.load(state_ptr + N * COUNT)  # (9)
+            g -= smooth / tl.load(state_ptr + N * COLUMNS)  # (9)
         for k in tl.static_range(len(teacher_ptrs)):
             teacher_ptr = teacher_ptrs[k] + n * strides[TEACHERS + k]
             sums_ptr = _teacher_sums(state_ptr, k, N)

@@ -183,7 +183,7 @@ def _state(z_CU: Tensor, is_label_CU: Tensor, maths: Maths) -> Tensor:
         moment=torch.where(e_CU > 0, e_CU * z_CU, 0).sum(-1),
         best=none,
         sum_z=none,
-        count=none,
+        columns=none,
     )
     return torch.stack(sums)
 
