@@ -199,7 +199,7 @@ def kl_mlm_loss(
             "jsd", (7) with 0 < ``beta`` < 1. T^2 of (3) multiplies each.
         beta: of "jsd". Default: 0.5.
         ignore_index: the label of rows without the MLM term.
-        kl_rows: rows that carry the KL term: "labels" (those of the MLM mask), "all", or a bool
+        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
         row_weights: float, (...): multiplies both terms of a row. Row counts and `LossParts` do

@@ -132,7 +132,7 @@ def check_logits_dtype(
 
 @torch.compiler.assume_constant_result
 def _has_fast_float64(device: torch.device) -> bool:
-    """Whether float64 GEMMs are fast. A traced graph cannot ask the GPU: it gets a constant."""
+    """Whether float64 GEMMs are fast. A traced graph cannot query the GPU: it gets a constant."""
     if device.type == "cpu":
         return True
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None

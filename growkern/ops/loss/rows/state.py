@@ -20,7 +20,7 @@ from torch import Tensor
 
 from growkern.ops.loss.rows.vocab_parallel import add_up, gather
 
-# ----------------------------------------------------------------- what rows are
+# -------------------------------------------------------------------------- rows
 
 MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row has; a row of kind 0 is not read
 
