@@ -1,7 +1,7 @@
 // Arguments of the GEMM: c = a b or c += a b, with a (m, k), b (k, n), c (m, n).
 //
-// BLAS has no products of bfloat16 with float32 results, and none of float32 factors in float64. This
-// GEMM has both, without a copy of a factor in the other type.
+// BLAS has no products of bfloat16 with float32 results, and none of float32 factors in float64.
+// This GEMM has both, without a copy of a factor in the other type.
 #pragma once
 #include "native.h"
 

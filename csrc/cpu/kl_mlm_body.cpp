@@ -385,8 +385,8 @@ void sum_divergence(const Row<T>& row, int64_t k) {
 
 // ----------------------------------------------------------------- gradient
 
-// The gradient of a row without its teachers' part is softmax exp(z - m) + softmax_t exp((z - m) / T)
-// - everywhere. At the label `at_label` replaces the first of the three.
+// A row's gradient without its teachers' part: softmax exp(z - m) + softmax_t exp((z - m) / T) -
+// everywhere. At the label `at_label` replaces the first of the three.
 template <class T>
 struct Factors {
     T m, softmax, softmax_t, at_label, everywhere;

@@ -166,9 +166,9 @@ struct Softmaxes {
     }
 };
 
-// Corrects `shift`, which is good to 1e-7 like the sums: that is 1e-5 of a gradient at 1 % drift. The
-// sum of q - p should be 0, so it is the error. All threads of the cluster get the same correction.
-// The caller must then wait at the cluster's barrier
+// Corrects `shift`, which is good to 1e-7 like the sums: that is 1e-5 of a gradient at 1 % drift.
+// The sum of q - p should be 0, so it is the error. All threads of the cluster get the same
+// correction. The caller must then wait at the cluster's barrier
 __device__ inline void correct(Softmaxes& row, const STUDENT* z, const TEACHER* u, int n,
                                const RowsArgs& a, Scratch& scratch) {
     float error[1 + K] = {};

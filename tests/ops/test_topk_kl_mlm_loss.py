@@ -556,7 +556,7 @@ def test_opcheck(per_row, backend, device):
     settings = Settings(sizes, Maths(2.0), True, per_row, [True] * 3, torch.float32, "", backend)
     rows = (labels.clamp(min=0), kind, weights)
     flat = [x for pair in zip(*topk, strict=True) for x in pair]
-    inputs = (student, flat, *rows, anchor_of(student), *as_arguments(settings), False)
+    inputs = (student, flat, *rows, anchor_of(student), *as_arguments(settings))
     library.opcheck(topk_kl_mlm_op, inputs)
 
 

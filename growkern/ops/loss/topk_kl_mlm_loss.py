@@ -205,8 +205,8 @@ def topk_kl_mlm_loss(
     topk = check_topk(teacher_topk_ids, cached, student_hidden, shard.vocab or vocab)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
     rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
-    settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen)
-    loss, rows_RN = _loss_and_rows(student, topk, rows, settings, drop_tail)
+    settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen, drop_tail)
+    loss, rows_RN = _loss_and_rows(student, topk, rows, settings)
     return outcome(loss, rows_RN, rows[1], options, labels.shape)
 
 
@@ -215,23 +215,22 @@ def _loss_and_rows(
     topk: list[Tensor],
     rows: tuple[Tensor, Tensor, Tensor],
     settings: Settings,
-    drop_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
     if not topk:
         return linear_loss_and_rows(student, [], rows, settings)
     if settings.backend == "reference":
         for pair in zip(topk[::2], topk[1::2], strict=True):
-            check_topk_values(pair, rows[1], settings.sizes.vocab, drop_tail)
+            check_topk_values(pair, rows[1], settings.sizes.vocab, settings.drop_tail)
 
         def terms_of(some: slice) -> Tensor:
             return topk_kl_mlm_rows_reference(
                 (student[0][some], *student[1:]), [x[some] for x in topk], rows[0][some],
                 rows[1][some], settings.sizes.vocab, settings.maths, settings.logits_dtype,
-                drop_tail,
+                settings.drop_tail,
             )  # fmt: skip
 
         return reference_loss(terms_of, rows[2], settings)
-    arguments = (*rows, anchor_of(student), *as_arguments(settings), drop_tail)
+    arguments = (*rows, anchor_of(student), *as_arguments(settings))
     loss, rows_RN, *_ = topk_kl_mlm_op(list(student), topk, *arguments)
     return loss, rows_RN

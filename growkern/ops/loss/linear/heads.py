@@ -37,8 +37,8 @@ class Sizes(NamedTuple):
 class Settings(NamedTuple):
     """The arguments of a call that are no tensors.
 
-    A custom op takes them in this order, with sizes and maths as plain lists: `as_arguments` makes
-    those, and `from_arguments` gives the names back.
+    A custom op takes only plain lists: `as_arguments` makes those, and `from_arguments` gives the
+    names back.
     """
 
     sizes: Sizes
@@ -49,17 +49,20 @@ class Settings(NamedTuple):
     logits_dtype: torch.dtype
     group: str  # name of the process group with the other columns; "": none
     backend: str
+    drop_tail: bool = False  # of the top-k loss: tail="renormalise"
 
 
 def as_arguments(settings: Settings) -> list[Any]:
-    """The arguments of a custom op, see `Settings`."""
-    return [list(settings.sizes), list(settings.maths), *settings[2:]]
+    """The arguments of a custom op: sizes, maths, switches, want, logits_dtype, group, backend."""
+    sizes, maths, parts, per_row, want, *others, drop_tail = settings
+    return [list(sizes), list(maths), [parts, per_row, drop_tail], want, *others]
 
 
 def from_arguments(arguments: Sequence[Any]) -> Settings:
     """The inverse of `as_arguments`."""
-    sizes, maths, *others = arguments
-    return Settings(Sizes(*sizes), Maths(*maths), *others)
+    sizes, maths, (parts, per_row, drop_tail), want, dtype, group, backend = arguments
+    numbers = Sizes(*sizes), Maths(*maths)
+    return Settings(*numbers, parts, per_row, want, dtype, group, backend, drop_tail)
 
 
 def _checked(limits: dict[str, int | None]) -> dict[str, int]:
@@ -77,6 +80,7 @@ def settings_of(
     limits: dict[str, int | None],
     logits_dtype: torch.dtype | None,
     backend: str,
+    drop_tail: bool = False,
 ) -> Settings:
     """The settings of a call; `limits` are chunk_bytes, max_rows and vocab_tile.
 
@@ -89,7 +93,7 @@ def settings_of(
     logits_dtype = check_logits_dtype(logits_dtype, student[0], bool(options.teacher_weights))
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, logits_dtype,
-        shard.group, backend,
+        shard.group, backend, drop_tail,
     )  # fmt: skip
 
 

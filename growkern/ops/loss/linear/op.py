@@ -208,8 +208,7 @@ def linear_kl_mlm_op(
     anchor: Tensor,
     sizes: list[int],
     maths: list[float],
-    parts: bool,
-    per_row: bool,
+    switches: list[bool],
     want: list[bool],
     logits_dtype: torch.dtype,
     group: str,
@@ -219,9 +218,9 @@ def linear_kl_mlm_op(
 
     Heads are (hidden, weight, bias); a missing bias has no elements. A gradient that is not wanted
     comes back empty. With `per_row` the loss is that of every row, and there is no gradient.
-    `anchor` is `anchor_of` of the student, the arguments after it are those of `Settings`.
+    `anchor` is `anchor_of` of the student. After it come the arguments of `as_arguments`.
     """
-    settings = from_arguments([sizes, maths, parts, per_row, want, logits_dtype, group, backend])
+    settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
     heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
     return swept(heads, (labels_N, kind_N, weight_WN), settings)
 
@@ -275,9 +274,9 @@ def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 @linear_kl_mlm_op.register_fake
-def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
-    _, _, _, per_row, want, *_ = settings
-    return empty_outputs(student, weight_WN, per_row, want)
+def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
+    settings = from_arguments(arguments)
+    return empty_outputs(student, weight_WN, settings.per_row, settings.want)
 
 
 @library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
@@ -310,14 +309,13 @@ def anchor_of(student: Sequence[Tensor]) -> Tensor:
 
 
 def setup_context(ctx, inputs, output) -> None:
-    """Save what `backward_of` needs. An op may have arguments of its own after the settings."""
+    """Save the inputs of `backward_of`."""
     student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments = inputs
     _, rows_SN, *grads = output
     ctx.mark_non_differentiable(rows_SN, *grads)
     ctx.set_materialize_grads(False)
     ctx.n_teachers, ctx.dtype = len(teachers), student[0].dtype
-    size = len(Settings._fields)
-    ctx.settings, ctx.own_arguments = from_arguments(arguments[:size]), arguments[size:]
+    ctx.settings, ctx.n_arguments = from_arguments(arguments), len(arguments)
     if ctx.settings.per_row:
         ctx.save_for_backward(anchor, labels_N, kind_N, weight_WN, *student, *teachers)
     else:
@@ -328,7 +326,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """The backward of `op`: the gradients from forward, or for losses per row another sweep."""
 
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        none = [None] * (4 + len(Settings._fields) + len(ctx.own_arguments))
+        none = [None] * (4 + ctx.n_arguments)
         if dloss is None:
             return [None] * 3, [None] * ctx.n_teachers, *none
         anchor, *saved = ctx.saved_tensors
@@ -337,8 +335,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             settings = ctx.settings._replace(parts=False, per_row=False)
             with torch.no_grad():
                 rows = (labels_N, kind_N, weight_WN * dloss)
-                arguments = as_arguments(settings) + ctx.own_arguments
-                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *arguments)
+                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
         grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
         wanted = zip(grads, ctx.settings.want, strict=True)

@@ -37,23 +37,20 @@ def topk_kl_mlm_op(
     anchor: Tensor,
     sizes: list[int],
     maths: list[float],
-    parts: bool,
-    per_row: bool,
+    switches: list[bool],
     want: list[bool],
     logits_dtype: torch.dtype,
     group: str,
     backend: str,
-    drop_tail: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `linear_kl_mlm_op`, with ids and log-probs of each teacher in `topk`.
 
-    Ids count the columns of all ranks, labels those of this rank. `drop_tail` gives the teachers'
-    remaining probability to their k tokens.
+    Ids count the columns of all ranks, labels those of this rank.
     """
-    settings = from_arguments([sizes, maths, parts, per_row, want, logits_dtype, group, backend])
+    settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
     for pair in _pairs(topk):
-        check_topk_values(pair, kind_N, settings.sizes.total, drop_tail)
-    make_chunk = functools.partial(_TopkChunk, topk, drop_tail)
+        check_topk_values(pair, kind_N, settings.sizes.total, settings.drop_tail)
+    make_chunk = functools.partial(_TopkChunk, topk)
     return swept([student], (labels_N, kind_N, weight_WN), settings, make_chunk)
 
 
@@ -67,7 +64,7 @@ class _TopkChunk(Chunk):
     With -inf at the tokens the tail is read like any slice, and 1 - sum is never computed.
     """
 
-    def __init__(self, topk: Sequence[Tensor], drop_tail: bool, *linear: Any) -> None:
+    def __init__(self, topk: Sequence[Tensor], *linear: Any) -> None:
         super().__init__(*linear)
         *_, memory, _ = linear
         self.flat, self.maths, self.sizes = memory[0], self.settings.maths, self.settings.sizes
@@ -75,7 +72,7 @@ class _TopkChunk(Chunk):
         known = [
             teacher_probabilities(
                 [x.index_select(0, self.source_C) for x in pair], kl_C, self.sizes.total,
-                drop_tail, self.maths.beta,
+                self.settings.drop_tail, self.maths.beta,
             )
             for pair in _pairs(topk)
         ]  # fmt: skip
@@ -148,9 +145,9 @@ class _TopkChunk(Chunk):
 
 
 @topk_kl_mlm_op.register_fake
-def _(student, topk, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
-    _, _, _, per_row, want, *_ = settings
-    return empty_outputs(student, weight_WN, per_row, want)
+def _(student, topk, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
+    settings = from_arguments(arguments)
+    return empty_outputs(student, weight_WN, settings.per_row, settings.want)
 
 
 topk_kl_mlm_op.register_autograd(backward_of(topk_kl_mlm_op), setup_context=setup_context)
