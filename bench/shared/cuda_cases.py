@@ -14,8 +14,7 @@ from growkern.ops.backend.nvrtc import Grid, Kernel
 from growkern.ops.expand import on_cuda as expand_on_cuda
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.loss.rows import on_cuda as rows_on_cuda
-from growkern.ops.loss.rows.options import Maths, Rows
-from growkern.ops.loss.rows.state import Steps, n_numbers
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # Bytes of shared memory that a block may have, from CUDA's programming guide.

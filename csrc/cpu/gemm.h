@@ -1,13 +1,13 @@
-// What the caller passes to the GEMM: c = a b or c += a b, a (m, k), b (k, n), c (m, n).
+// Arguments of the GEMM: c = a b or c += a b, with a (m, k), b (k, n), c (m, n).
 //
-// It is here for what BLAS lacks: products of bfloat16 that leave in float32, and float32 factors
-// multiplied in float64, neither with a copy of a factor in the other type.
+// BLAS has no products of bfloat16 with float32 results, and none of float32 factors in float64.
+// This GEMM has both, without a copy of a factor in the other type.
 #pragma once
 #include "native.h"
 
 namespace growkern {
 
-// mirrored field by field in growkern/ops/loss/linear/gemm_compiled.py; strides are in elements
+// mirrored in growkern/ops/loss/linear/gemm.py; strides are in elements
 struct GemmArgs {
     const void* a;
     const void* b;

@@ -1,46 +1,70 @@
-// The rows of the KL + MLM loss: compiled once for each instruction set, GROWKERN_ISA names which.
+// The rows of the KL + MLM loss on a CPU. Compiled once per instruction set, named by GROWKERN_ISA.
 //
-// A thread takes a row: it finds the maxima, then the sums, then writes the gradient. From the second
-// time on the row comes out of the thread's cache.
+// A thread takes one row at a time: it finds the maxima, then the sums, then writes the gradient.
+// After the first reading the row comes from the thread's cache. Logits that are capped, or of
+// another type than the sums, are converted once per row into the thread's scratch memory.
 #include "kl_mlm.h"
 
 #include <cmath>
 #include <limits>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 #include "simd.h"
 
 namespace growkern {
 namespace {
 
-constexpr int64_t BLOCK = 512;  // columns whose gradient is made before any is written
-constexpr int32_t LABEL_COUNTS = 1, TEACHERS_COUNT = 2;
-constexpr int STUDENT_NUMBERS = 8, TEACHER_NUMBERS = 6;
+constexpr int64_t BLOCK = 512;  // columns whose gradient is complete before any is written
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// ------------------------------------------------------------- exponential
+template <class T>
+constexpr T INF = std::numeric_limits<T>::infinity();
 
-// exp(x) = 2^n exp(r), |r| <= ln(2) / 2, by a polynomial: within 1e-7, or 3e-16 of a double. Written
-// without a branch, for compilers to vectorise. What is below 1e-38 (1e-307) is 0.
-inline float exponential(float x) {
-    // adding 1.5 * 2^23 leaves n at the end of the mantissa
-    const float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+// ------------------------------------------------------------- elementary functions
+//
+// All are written without branches, so that compilers vectorise them, and let NaN through.
+
+template <class T>
+struct Float;
+template <>
+struct Float<float> {
+    using Bits = uint32_t;
+    static constexpr int MANTISSA = 23, LOG_TERMS = 4;
+    static constexpr Bits BIAS = 127, SQRT_HALF = 0x3f3504f3;
+    static constexpr float ROUND = 0x1.8p23f, LEAST = -87.0f, MOST = 88.0f;
+};
+template <>
+struct Float<double> {
+    using Bits = uint64_t;
+    static constexpr int MANTISSA = 52, LOG_TERMS = 10;
+    static constexpr Bits BIAS = 1023, SQRT_HALF = 0x3fe6a09e667f3bcd;
+    static constexpr double ROUND = 0x1.8p52, LEAST = -707.0, MOST = 709.0;
+};
+
+// x = n ln(2) + r with |r| <= ln(2) / 2. Returns exp(r) - 1, good to 1e-7 (a double: 3e-16) of
+// exp(r); sets `n` to the bits of ROUND + n, which end with those of the integer n
+inline float reduced_exponential(float x, uint32_t& n) {
+    const float shifted = x * 1.44269504f + Float<float>::ROUND;
+    const float whole = shifted - Float<float>::ROUND;
+    const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    n = bit_cast<uint32_t>(shifted);
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1;
-    const uint32_t bits = bit_cast<uint32_t>(p) + (bit_cast<uint32_t>(shifted) << 23);
-    const float y = bit_cast<float>(bits);
-    return x < -87.0f ? 0 : x <= 88.0f ? y : x + std::numeric_limits<float>::infinity();
+    return p * r * r + r;
 }
 
-inline double exponential(double x) {
-    const double shifted = x * 0x1.71547652b82fep0 + 0x1.8p52, n = shifted - 0x1.8p52;
-    const double r = (x - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40;
+inline double reduced_exponential(double x, uint64_t& n) {
+    const double shifted = x * 0x1.71547652b82fep0 + Float<double>::ROUND;
+    const double whole = shifted - Float<double>::ROUND;
+    const double r = (x - whole * 0x1.62e42fefa0000p-1) - whole * 0x1.cf79abc9e3b3ap-40;
+    n = bit_cast<uint64_t>(shifted);
     double p = 1.0 / 479001600;
     p = p * r + 1.0 / 39916800;
     p = p * r + 1.0 / 3628800;
@@ -52,11 +76,132 @@ inline double exponential(double x) {
     p = p * r + 1.0 / 24;
     p = p * r + 1.0 / 6;
     p = p * r + 0.5;
-    p = p * r * r + r + 1;
-    const uint64_t bits = bit_cast<uint64_t>(p) + (bit_cast<uint64_t>(shifted) << 52);
-    const double y = bit_cast<double>(bits);
-    return x < -707.0 ? 0 : x <= 709.0 ? y : x + std::numeric_limits<double>::infinity();
+    return p * r * r + r;
 }
+
+// exp(x); results below 1e-38 (a double: 1e-307) are 0
+template <class T>
+inline T exponential(T x) {
+    typename Float<T>::Bits n;
+    const T p = reduced_exponential(x, n) + 1;
+    const T y = bit_cast<T>(bit_cast<decltype(n)>(p) + (n << Float<T>::MANTISSA));
+    return x < Float<T>::LEAST ? 0 : x <= Float<T>::MOST ? y : x + INF<T>;
+}
+
+// exp(x) - 1 for x <= 0; near 0 it keeps its digits
+template <class T>
+inline T exponential_minus_1(T x) {
+    typename Float<T>::Bits n;
+    const T p = reduced_exponential(x, n);
+    const T power = bit_cast<T>((n + Float<T>::BIAS) << Float<T>::MANTISSA);
+    return x < Float<T>::LEAST ? -1 : p * power + (power - 1);
+}
+
+// log(1 + y) for -1 < y <= 0; near 0 it keeps its digits
+template <class T>
+inline T log_1_plus(T y) {
+    using F = Float<T>;
+    using Bits = typename F::Bits;
+    constexpr Bits ONE = F::BIAS << F::MANTISSA, MASK = (Bits{1} << F::MANTISSA) - 1;
+    // 1 + y = 2^-n (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)
+    const Bits bits = bit_cast<Bits>(1 + y) + (ONE - F::SQRT_HALF);
+    const Bits n = F::BIAS - (bits >> F::MANTISSA);
+    const T f = n == 0 ? y : bit_cast<T>((bits & MASK) + F::SQRT_HALF) - 1;
+    const T whole = bit_cast<T>(bit_cast<Bits>(F::ROUND) + n) - F::ROUND;
+    // log(1 + f) = 2 atanh(s)
+    const T s = f / (2 + f), s2 = s * s;
+    T p = T{1} / (2 * F::LOG_TERMS + 1);
+#pragma GCC unroll 10
+    for (int i = 2 * F::LOG_TERMS - 1; i >= 1; i -= 2) p = p * s2 + T{1} / i;
+    return 2 * s * p - whole * static_cast<T>(0.693147180559945309417);
+}
+
+template <class T>
+inline T hyperbolic_tangent(T x) {
+    const T e = exponential_minus_1(-2 * std::abs(x)), y = -e / (2 + e);
+    return x < 0 ? -y : y;
+}
+
+// -------------------------------------------------------------------- rows
+
+inline void widen(const f16* x, int64_t n, float* y) { decode_halves(x, n, y); }
+inline void widen(const f16* x, int64_t n, double* y) {
+    float block[BLOCK];
+    for (int64_t j0 = 0; j0 < n; j0 += BLOCK) {
+        const int64_t m = smaller(BLOCK, n - j0);
+        decode_halves(x + j0, m, block);
+        for (int64_t j = 0; j < m; ++j) y[j0 + j] = block[j];
+    }
+}
+template <class From, class T>
+inline void widen(const From* x, int64_t n, T* y) {
+    for (int64_t j = 0; j < n; ++j) y[j] = decode(x[j]);
+}
+
+// logits of one row: in memory, and as capped numbers of type T
+template <class T>
+struct Logits {
+    const void* x;
+    int32_t type;
+    int64_t offset, V;
+    double cap;
+    T* copy;  // (V,) memory for them if those of x cannot be used as they are
+
+    const T* values() const {
+        const bool usable = type == (sizeof(T) == 8 ? F64 : F32) && !cap;
+        return usable ? static_cast<const T*>(x) + offset : copy;
+    }
+    void read() const {
+        if (values() != copy) return;
+        if (type == F64) return convert<double>();
+        if (type == BF16) return convert<bf16>();
+        if (type == F16) return convert<f16>();
+        convert<float>();
+    }
+
+private:
+    template <class From>
+    void convert() const {
+        widen(static_cast<const From*>(x) + offset, V, copy);
+        const T c = static_cast<T>(cap);
+        if (cap) {
+            for (int64_t j = 0; j < V; ++j) copy[j] = c * hyperbolic_tangent(copy[j] / c);
+        }
+    }
+};
+
+template <class T>
+struct Row {
+    const KlMlmArgs& a;
+    int64_t i;
+    bool mlm, kl;
+    int64_t label;  // -1: none that counts, or on another slice of the vocabulary
+    T* scratch;     // (1 + K, V)
+
+    Row(const KlMlmArgs& args, int64_t row, T* memory) : a(args), i(row), scratch(memory) {
+        mlm = a.kind[i] & MLM_ROW;
+        kl = a.kind[i] & KL_ROW;
+        label = mlm && a.labels[i] >= 0 && a.labels[i] < a.V ? a.labels[i] : -1;
+    }
+    // a tail's logits are capped by the caller: the cap of -inf would be a finite number
+    Logits<T> student() const {
+        const double cap = a.tail ? 0 : a.softcap;
+        return {a.student, a.student_type, i * a.student_stride, a.V, cap, scratch};
+    }
+    Logits<T> teacher(int64_t k) const {
+        return {a.teachers[k], a.teacher_types[k], i * a.teacher_strides[k], a.V,
+                a.teacher_softcap, scratch + (1 + k) * a.V};
+    }
+    T& state(int64_t s) const { return static_cast<T*>(a.state)[s * a.N + i]; }
+    T& sums(StudentSums s) const { return state(static_cast<int64_t>(s)); }
+    T& sums(int64_t k, TeacherSums s) const {
+        return state(STUDENT_SUMS + TEACHER_SUMS * k + static_cast<int64_t>(s));
+    }
+    T drow(int64_t term) const { return static_cast<const T*>(a.drows)[term * a.N + i]; }
+    T tail(TailFactors f) const {
+        return static_cast<const T*>(a.tail)[static_cast<int64_t>(f) * a.N + i];
+    }
+};
 
 // -------------------------------------------------------------------- sums
 
@@ -65,8 +210,8 @@ struct Two {
     T first = 0, second = 0;
 };
 
-// sums of what `terms(j, first, second)` sets, over columns from .. to - 1, block by block: a single
-// sum of floats would lose the digits of what is added last
+// the sums of both values that `terms(j, first, second)` sets, over columns from .. to - 1. Blocks
+// are added up in double: a single sum of floats would lose the digits of the last columns
 template <class T, class Terms>
 Two<T> sum(int64_t from, int64_t to, Terms terms) {
     double first = 0, second = 0;
@@ -86,16 +231,16 @@ Two<T> sum(int64_t from, int64_t to, Terms terms) {
     return {static_cast<T>(first), static_cast<T>(second)};
 }
 
-// the largest logit, 0 if none is finite
+// the largest logit; 0 if none is finite, NaN if one is
 template <class T>
 T top(const T* x, int64_t V) {
-    T m = -std::numeric_limits<T>::infinity(), nan = 0;
+    T m = -INF<T>, nan = 0;
 #pragma omp simd reduction(max : m) reduction(+ : nan)
     for (int64_t j = 0; j < V; ++j) {
         m = x[j] > m ? x[j] : m;
         nan += x[j] == x[j] ? 0 : x[j];
     }
-    return nan != nan ? nan : m == -std::numeric_limits<T>::infinity() ? 0 : m;
+    return nan != nan ? nan : m == -INF<T> ? 0 : m;
 }
 
 template <class T>
@@ -105,43 +250,18 @@ T column_of(const T* x, int64_t V, T value) {
     return static_cast<T>(j < V ? j : 0);
 }
 
-// -------------------------------------------------------------------- rows
-
-template <class T>
-struct Row {
-    const KlMlmArgs& a;
-    int64_t i;
-    const T* z;
-    bool mlm, kl;
-    int64_t label;  // -1: none that counts, or on another slice of the vocabulary
-
-    Row(const KlMlmArgs& args, int64_t row)
-        : a(args), i(row), z(static_cast<const T*>(args.student) + row * args.student_stride) {
-        mlm = a.kind[i] & LABEL_COUNTS;
-        kl = a.kind[i] & TEACHERS_COUNT;
-        label = mlm && a.labels[i] >= 0 && a.labels[i] < a.V ? a.labels[i] : -1;
-    }
-    const T* teacher(int64_t k) const {
-        return static_cast<const T*>(a.teachers[k]) + i * a.teacher_strides[k];
-    }
-    T& number(int64_t s) const { return static_cast<T*>(a.state)[s * a.N + i]; }
-    T& number(int64_t k, int64_t s) const {
-        return number(STUDENT_NUMBERS + TEACHER_NUMBERS * k + s);
-    }
-    T weight(int64_t w) const { return static_cast<const T*>(a.drows)[w * a.N + i]; }
-};
-
 template <class T>
 void sum_student(const Row<T>& row) {
+    using S = StudentSums;
     const KlMlmArgs& a = row.a;
-    const T* z = row.z;
+    const T* z = row.student().values();
     const T m = top(z, a.V), inv_t = static_cast<T>(a.inv_t);
     // a weight of 0 silences even an infinity
     const auto moments = [=](int64_t j, T& e, T& ez) {
         e = exponential(z[j] - m);
         ez = e == 0 ? 0 : e * z[j];
     };
-    // the mass beside the label is summed on its own: 1 - q[y] would lose it when q[y] is near 1
+    // the label is left out of the sum: 1 - q[y] would lose all digits when q[y] is near 1
     const int64_t y = row.label < 0 ? a.V : row.label;
     const Two<T> before = sum<T>(0, y, moments), after = sum<T>(y + 1, a.V, moments);
     T e_y = 0, moment_y = 0;
@@ -154,103 +274,257 @@ void sum_student(const Row<T>& row) {
                    none = 0;
                }).first;
     }
-    row.number(0) = m;
-    row.number(1) = rest;
-    row.number(2) = at_t;
-    row.number(3) = row.label < 0 ? -std::numeric_limits<T>::infinity() : z[y];
+    row.sums(S::maximum) = m;
+    row.sums(S::rest) = rest;
+    row.sums(S::sum_t) = at_t;
+    row.sums(S::label_logit) = row.label < 0 ? -INF<T> : z[y];
     if (a.parts) {
-        row.number(4) = before.second + after.second + moment_y;
-        row.number(5) = column_of(z, a.V, m);
+        row.sums(S::moment) = before.second + after.second + moment_y;
+        row.sums(S::best) = column_of(z, a.V, m);
     }
-    if (a.smoothing) {
-        row.number(6) = sum<T>(0, a.V, [=](int64_t j, T& x, T& none) {
-                            x = z[j];
-                            none = 0;
-                        }).first;
+    if (a.label_smoothing) {
+        row.sums(S::sum_z) = sum<T>(0, a.V, [=](int64_t j, T& x, T& none) {
+                                 x = z[j];
+                                 none = 0;
+                             }).first;
     }
-    row.number(7) = static_cast<T>(a.V);
+    row.sums(S::columns) = static_cast<T>(a.V);
 }
 
 template <class T>
 void sum_teacher(const Row<T>& row, int64_t k) {
+    using S = TeacherSums;
     const KlMlmArgs& a = row.a;
-    const T *z = row.z, *u = row.teacher(k);
+    const T *z = row.student().values(), *u = row.teacher(k).values();
     const T m = top(u, a.V), inv_t = static_cast<T>(a.inv_t);
     const Two<T> sums = sum<T>(0, a.V, [=](int64_t j, T& w, T& cross) {
         w = exponential((u[j] - m) * inv_t);
-        // before any maximum is taken off: beside a close teacher this difference is exact
+        // before any maximum is subtracted: beside a close teacher this difference is exact
         cross = w == 0 ? 0 : w * ((u[j] - z[j]) * inv_t);
     });
-    row.number(k, 0) = m;
-    row.number(k, 1) = sums.first;
-    row.number(k, 2) = sums.second;
-    if (a.parts) row.number(k, 3) = column_of(u, a.V, m);
+    row.sums(k, S::maximum) = m;
+    row.sums(k, S::sum_t) = sums.first;
+    row.sums(k, S::cross) = sums.second;
+    if (a.parts) row.sums(k, S::best) = column_of(u, a.V, m);
 }
 
-// what the columns of a row are multiplied with
+// -------------------------------------------------------------- divergences
+
+// q and p of a column at the temperature, and log(q / p)
 template <class T>
-struct Factors {
-    T m, own;            // the student's maximum; (4) is exp(z - m) times this
-    T at_label, smooth;  // but at the label; what (8) takes off everywhere
+struct Ratio {
+    const T *z, *u;
+    T inv_t, m, m_u, inv_sum, inv_sum_u, shift;
+
+    Ratio(const Row<T>& row, int64_t k)
+        : z(row.student().values()), u(row.teacher(k).values()),
+          inv_t(static_cast<T>(row.a.inv_t)) {
+        m = row.sums(StudentSums::maximum);
+        m_u = row.sums(k, TeacherSums::maximum);
+        const T sum = row.sums(StudentSums::sum_t), sum_u = row.sums(k, TeacherSums::sum_t);
+        inv_sum = 1 / sum;
+        inv_sum_u = 1 / sum_u;
+        // (5) does not use it
+        shift = row.a.beta ? (m - m_u) * inv_t + std::log(sum / sum_u) : 0;
+    }
+    T q(int64_t j) const { return exponential((z[j] - m) * inv_t) * inv_sum; }
+    T p(int64_t j) const { return exponential((u[j] - m_u) * inv_t) * inv_sum_u; }
+    // before any maximum is subtracted: beside a close teacher this difference is exact
+    T log_q_p(int64_t j) const { return (z[j] - u[j]) * inv_t - shift; }
 };
 
+// log(q / m) and log(p / m) of (7) from r = log(q / p)
 template <class T>
-Factors<T> label_factors(const Row<T>& row) {
-    const KlMlmArgs& a = row.a;
-    const T m = row.number(0), rest = row.number(1), e_y = std::exp(row.number(3) - m);
-    const T d = rest + e_y, weight = row.mlm ? row.weight(0) : 0;
-    const T pull = a.z_loss ? weight * 2 * static_cast<T>(a.z_loss) * (std::log(d) + m) : 0;
-    const T smooth = weight * static_cast<T>(a.smoothing);
-    const T count = a.smoothing ? row.number(7) : 1;
-    return {m, row.mlm ? (weight + pull) / d : 0, (pull * e_y - weight * rest) / d + smooth,
-            smooth / count};
-}
+struct Mixture {
+    T beta;
+    T share() const { return 1 - beta; }
+    void operator()(T r, T& log_q_m, T& log_p_m) const {
+        // of the larger of q and p, so that nothing overflows; exact where both are close
+        const T gap = exponential_minus_1(-std::abs(r));
+        const T above = -log_1_plus(gap * (r < 0 ? 1 - beta : beta));
+        log_q_m = r < 0 ? above + r : above;
+        log_p_m = r < 0 ? above : above - r;
+    }
+};
 
-template <class T, class Grad>
-void write_gradient(const Row<T>& row) {
-    const KlMlmArgs& a = row.a;
-    const T inv_t = static_cast<T>(a.inv_t);
-    const Factors<T> f = label_factors(row);
-    auto* out = static_cast<Grad*>(a.dstudent) + row.i * a.dstudent_stride;
-    alignas(64) T e[BLOCK], grad[BLOCK];
-    alignas(64) Grad rounded[BLOCK];
-    for (int64_t j0 = 0; j0 < a.V; j0 += BLOCK) {
-        const int64_t n = smaller(BLOCK, a.V - j0);
-        const T* z = row.z + j0;
-        for (int64_t j = 0; j < n; ++j) e[j] = exponential(z[j] - f.m);
-        for (int64_t j = 0; j < n; ++j) grad[j] = e[j] * f.own;
-        if (row.label >= j0 && row.label < j0 + n) grad[row.label - j0] = f.at_label;
-        if (row.kl && inv_t != 1) {
-            for (int64_t j = 0; j < n; ++j) e[j] = exponential((z[j] - f.m) * inv_t);
-        }
-        for (int64_t k = 0; k < a.K && row.kl; ++k) {
-            const T* u = row.teacher(k) + j0;
-            const T m = row.number(k, 0), weight = row.weight(1 + k) * inv_t;
-            const T q = 1 / row.number(2), p = 1 / row.number(k, 1);
-            for (int64_t j = 0; j < n; ++j) {
-                grad[j] += (e[j] * q - exponential((u[j] - m) * inv_t) * p) * weight;  // (5)
-            }
-        }
-        for (int64_t j = 0; j < n; ++j) rounded[j] = encode<Grad>(grad[j] - f.smooth);
-        std::memcpy(out + j0, rounded, n * sizeof(Grad));
+// the reverse KL: m is p
+template <class T>
+struct TeacherAlone {
+    T share() const { return 1; }
+    void operator()(T r, T& log_q_m, T& log_p_m) const {
+        log_q_m = r;
+        log_p_m = 0;
+    }
+};
+
+template <class T, class Use>
+void with_mixture(const KlMlmArgs& a, Use use) {
+    if (a.beta == 1) {
+        use(TeacherAlone<T>{});
+    } else {
+        use(Mixture<T>{static_cast<T>(a.beta)});
     }
 }
 
-template <class T, class Grad>
+// the sums of (7)
+template <class T>
+void sum_divergence(const Row<T>& row, int64_t k) {
+    const Ratio<T> ratio(row, k);
+    with_mixture<T>(row.a, [&](auto mixture) {
+        const Two<T> sums = sum<T>(0, row.a.V, [=](int64_t j, T& centre, T& spread) {
+            T log_q_m, log_p_m;
+            mixture(ratio.log_q_p(j), log_q_m, log_p_m);
+            const T q = ratio.q(j), p = ratio.p(j);
+            centre = q == 0 ? 0 : q * log_q_m;
+            spread = p == 0 ? 0 : p * log_p_m;
+        });
+        row.sums(k, TeacherSums::centre) = sums.first;
+        row.sums(k, TeacherSums::spread) = sums.second;
+    });
+}
+
+// ----------------------------------------------------------------- gradient
+
+// A row's gradient without its teachers' part: softmax exp(z - m) + softmax_t exp((z - m) / T) -
+// everywhere. At the label `at_label` replaces the first of the three.
+template <class T>
+struct Factors {
+    T m, softmax, softmax_t, at_label, everywhere;
+};
+
+template <class T>
+Factors<T> tail_factors(const Row<T>& row) {
+    using F = TailFactors;
+    return {row.tail(F::maximum), row.tail(F::softmax), row.tail(F::softmax_t),
+            row.tail(F::at_label), row.tail(F::everywhere)};
+}
+
+// (4) and (9)
+template <class T>
+Factors<T> label_factors(const Row<T>& row) {
+    using S = StudentSums;
+    const KlMlmArgs& a = row.a;
+    const T m = row.sums(S::maximum), rest = row.sums(S::rest);
+    const T e_y = std::exp(row.sums(S::label_logit) - m), d = rest + e_y;
+    const T dmlm = row.mlm ? row.drow(0) : 0;
+    const T from_z_loss = a.z_loss ? dmlm * 2 * static_cast<T>(a.z_loss) * (std::log(d) + m) : 0;
+    const T smooth = dmlm * static_cast<T>(a.label_smoothing);
+    const T count = a.label_smoothing ? row.sums(S::columns) : 1;
+    return {m, row.mlm ? (dmlm + from_z_loss) / d : 0, 0,
+            (from_z_loss * e_y - dmlm * rest) / d + smooth, smooth / count};
+}
+
+// adds teacher k's part of columns j0 .. j0 + n - 1; e_t is exp((z - m) / T) of them
+template <class T>
+void add_teacher(const Row<T>& row, int64_t k, int64_t j0, int64_t n, const T* e_t, T* grad) {
+    const Ratio<T> ratio(row, k);
+    const T weight = row.drow(1 + k) * ratio.inv_t;
+    if (weight == 0) return;  // not a factor: 0 times a NaN of this row is NaN
+    if (row.a.beta == 0) {
+        for (int64_t j = 0; j < n; ++j) {
+            grad[j] += (e_t[j] * ratio.inv_sum - ratio.p(j0 + j)) * weight;  // (5)
+        }
+        return;
+    }
+    with_mixture<T>(row.a, [&](auto mixture) {
+        const T centre = row.sums(k, TeacherSums::centre), scale = weight * mixture.share();
+        for (int64_t j = 0; j < n; ++j) {
+            T log_q_m, log_p_m;
+            mixture(ratio.log_q_p(j0 + j), log_q_m, log_p_m);
+            const T q = e_t[j] * ratio.inv_sum;
+            grad[j] += q == 0 ? 0 : scale * q * (log_q_m - centre);  // (8)
+        }
+    });
+}
+
+// rounds n numbers to Out; `out` may be memory that held logits
+template <class Out, class T>
+void store_as(const T* x, int64_t n, Out* out) {
+    alignas(64) Out rounded[BLOCK];
+    for (int64_t j = 0; j < n; ++j) rounded[j] = encode<Out>(x[j]);
+    std::memcpy(out, rounded, n * sizeof(Out));
+}
+
+template <class T>
+void store_halves(const T* x, int64_t n, f16* out) {
+    alignas(64) float narrow[BLOCK];
+    for (int64_t j = 0; j < n; ++j) narrow[j] = static_cast<float>(x[j]);
+    encode_halves(narrow, n, out);
+}
+
+template <class T>
+void store(const KlMlmArgs& a, int64_t offset, const T* x, int64_t n) {
+    if (a.grad_type == F64) return store_as(x, n, static_cast<double*>(a.dstudent) + offset);
+    if (a.grad_type == BF16) return store_as(x, n, static_cast<bf16*>(a.dstudent) + offset);
+    if (a.grad_type == F16) return store_halves(x, n, static_cast<f16*>(a.dstudent) + offset);
+    store_as(x, n, static_cast<float*>(a.dstudent) + offset);
+}
+
+template <class T>
+void write_gradient(const Row<T>& row) {
+    const KlMlmArgs& a = row.a;
+    const T inv_t = static_cast<T>(a.inv_t), cap = static_cast<T>(a.softcap);
+    const Factors<T> f = a.tail ? tail_factors(row) : label_factors(row);
+    const bool at_t = a.tail || row.kl;
+    alignas(64) T e[BLOCK], grad[BLOCK];
+    for (int64_t j0 = 0; j0 < a.V; j0 += BLOCK) {
+        const int64_t n = smaller(BLOCK, a.V - j0);
+        const T* z = row.student().values() + j0;
+        for (int64_t j = 0; j < n; ++j) e[j] = exponential(z[j] - f.m);
+        for (int64_t j = 0; j < n; ++j) grad[j] = e[j] * f.softmax;
+        if (row.label >= j0 && row.label < j0 + n) grad[row.label - j0] = f.at_label;
+        if (at_t && inv_t != 1) {
+            for (int64_t j = 0; j < n; ++j) e[j] = exponential((z[j] - f.m) * inv_t);
+        }
+        if (a.tail) {
+            for (int64_t j = 0; j < n; ++j) grad[j] += e[j] * f.softmax_t;
+        }
+        for (int64_t k = 0; k < a.K && row.kl; ++k) {
+            add_teacher(row, k, j0, n, e, grad);
+        }
+        if (f.everywhere != 0) {
+            for (int64_t j = 0; j < n; ++j) grad[j] -= f.everywhere;
+        }
+        if (cap != 0) {
+            for (int64_t j = 0; j < n; ++j) grad[j] *= 1 - (z[j] / cap) * (z[j] / cap);  // (6)
+        }
+        store(a, row.i * a.dstudent_stride + j0, grad, n);
+    }
+}
+
+// ---------------------------------------------------------------------- all
+
+template <class T>
+void take_row(const Row<T>& row) {
+    const KlMlmArgs& a = row.a;
+    row.student().read();
+    if (a.sums) sum_student(row);
+    for (int64_t k = 0; k < a.K && row.kl; ++k) {
+        row.teacher(k).read();
+        if (a.sums) sum_teacher(row, k);
+        if (a.diverge) sum_divergence(row, k);
+    }
+    if (a.grad) write_gradient(row);
+}
+
+int64_t bytes_of(int32_t type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
+
+template <class T>
 void rows_typed(const KlMlmArgs& a) {
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic)
     for (int64_t i = 0; i < a.N; ++i) {
-        const Row<T> row(a, i);
-        if (a.sums && (row.mlm || row.kl)) {
-            sum_student(row);
-            for (int64_t k = 0; k < a.K; ++k) sum_teacher(row, k);
-        }
-        if (!a.drows) continue;
+#if defined(_OPENMP)
+        const int64_t thread = omp_get_thread_num();
+#else
+        const int64_t thread = 0;
+#endif
+        const Row<T> row(a, i, static_cast<T*>(a.scratch) + thread * (1 + a.K) * a.V);
         if (row.mlm || row.kl) {
-            write_gradient<T, Grad>(row);
-        } else {
-            std::memset(static_cast<Grad*>(a.dstudent) + i * a.dstudent_stride, 0,
-                        a.V * sizeof(Grad));
+            take_row(row);
+        } else if (a.grad) {
+            const int64_t size = bytes_of(a.grad_type);
+            std::memset(static_cast<char*>(a.dstudent) + i * a.dstudent_stride * size, 0,
+                        a.V * size);
         }
     }
 }
@@ -261,10 +535,8 @@ void rows_typed(const KlMlmArgs& a) {
 #define NAME(isa) NAME_OF(isa)
 
 void NAME(GROWKERN_ISA)(const KlMlmArgs& a) {
-    if (a.type == F64 && a.grad_type == F64) return rows_typed<double, double>(a);
-    if (a.type == F64) return rows_typed<double, float>(a);
-    if (a.grad_type == BF16) return rows_typed<float, bf16>(a);
-    rows_typed<float, float>(a);
+    if (a.type == F64) return rows_typed<double>(a);
+    rows_typed<float>(a);
 }
 
 }  // namespace growkern

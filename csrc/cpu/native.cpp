@@ -32,7 +32,7 @@ extern "C" {
 
 // must change when the arguments of a function change, so that a library of another version is not
 // called
-__attribute__((visibility("default"))) int growkern_abi() { return 2; }
+__attribute__((visibility("default"))) int growkern_abi() { return 3; }
 
 // the best instruction set for this processor
 __attribute__((visibility("default"))) int growkern_best_isa() {

@@ -1,16 +1,17 @@
 // The rows of the KL + MLM loss on a GPU with thread-block clusters (sm_90 and later).
 //
-// A cluster takes one row of the student and of its K teachers into the shared memory of its
-// blocks, sums over it and forms the gradient from there: every logit crosses the device's memory
-// once. Equations are numbered in growkern/ops/loss/kl_mlm_loss.py. Letters: N rows, V vocabulary.
+// A cluster copies one row of the student and of its K teachers into the shared memory of its
+// blocks. Sums and gradient are computed from there, so every logit is read from the device's
+// memory once. Equations are numbered in growkern/ops/loss/kl_mlm_loss.py.
+// Letters: N rows, V vocabulary, K teachers.
 #include "kl_mlm_state.h"
 
 namespace growkern {
 
-// columns a thread takes at a time: 16 bytes of float32
+// columns that a thread processes at a time: 16 bytes of float32
 constexpr int QUAD = 4;
 
-// e = exp(x - base), given exp((x - base) / T): squared at T = 2, knowledge inheritance's own
+// e = exp(x - base), given exp((x - base) / T); at T = 2, the usual temperature, it is its square
 __device__ inline void whole_exp(const float (&x)[QUAD], float base, const float (&e_t)[QUAD],
                                  float inv_t, float (&e)[QUAD]) {
     if (inv_t == 1.0f || inv_t == 0.5f)
@@ -21,16 +22,16 @@ __device__ inline void whole_exp(const float (&x)[QUAD], float base, const float
         for (int i = 0; i < QUAD; ++i) e[i] = __expf(x[i] - base);
 }
 
-// where in the quad from column v on the label is; beyond it if it is not
+// position of the label in the quad that begins at column v; QUAD or more if it is not there
 __device__ inline u32 place_of(int label, int v) { return static_cast<u32>(label - v); }
 
-// (exp(r) - 1) / r, short of 5e-8 of it below 0.25
+// (exp(r) - 1) / r, good to 5e-8 below 0.25
 __device__ inline float expm1_ratio(float r) {
     const float tail = 1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720));
     return 1 + r * (0.5f + r * (1.0f / 6 + r * tail));
 }
 
-// a quad, of which `left` columns exist
+// a quad; only its first `left` columns exist
 template <class T>
 __device__ inline void load_logits(const T* at, int left, float cap, float (&x)[QUAD]) {
     const Pack<T, QUAD> raw = *reinterpret_cast<const Pack<T, QUAD>*>(at);
@@ -41,7 +42,7 @@ __device__ inline void load_logits(const T* at, int left, float cap, float (&x)[
     }
 }
 
-// a slice into shared memory, its last quad filled up with -inf
+// copies a slice into shared memory and fills its last quad up with -inf
 template <class T>
 __device__ inline void fetch(T* to, const T* from, int n) {
     copy_row(to, from, n);
@@ -60,13 +61,15 @@ __device__ inline int first_of(const float (&x)[QUAD], float top) {
     return x[0] == top ? 0 : x[1] == top ? 1 : x[2] == top ? 2 : 3;
 }
 
-// numbers 0 to 6 of n columns; the label is counted from their first, column `first` of the row
+// StudentSums of n columns, except count. The first of them is column `first` of the row; the label
+// is counted from there
 __device__ inline void student_pass(const STUDENT* z, int first, int n, int label,
                                     const RowsArgs& a, Partial& p) {
-    float &m = p.m[0], &rest = p.sums[0], &d_t = p.sums[1], &moment = p.sums[2];
+    float &m = p.m[0], &rest = p.sums[Partial::REST], &d_t = p.sums[Partial::STUDENT_SUM_T];
+    float &moment = p.sums[Partial::MOMENT], &total = p.sums[Partial::SUM_Z];
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
         float x[QUAD], e[QUAD], e_t[QUAD];
-        load_logits(z + v, n - v, a.cap, x);
+        load_logits(z + v, n - v, a.softcap, x);
         const float top = max_of(x);
         if (top > m) {
             const float rescale = __expf(m - top);
@@ -89,22 +92,22 @@ __device__ inline void student_pass(const STUDENT* z, int first, int n, int labe
         if (place_of(label, v) < QUAD)
 #pragma unroll
             for (int i = 0; i < QUAD; ++i)
-                if (i == place_of(label, v)) p.z_y = x[i], e[i] = 0;
+                if (i == place_of(label, v)) p.label_logit = x[i], e[i] = 0;
         rest += (e[0] + e[1]) + (e[2] + e[3]);
-        if (a.smoothing != 0)
+        if (a.label_smoothing != 0)
 #pragma unroll
-            for (int i = 0; i < QUAD; ++i) p.sums[3] += v + i < n ? x[i] : 0.0f;
+            for (int i = 0; i < QUAD; ++i) total += v + i < n ? x[i] : 0.0f;
     }
 }
 
-// numbers 0 to 3 of a teacher
+// TeacherSums, except centre and spread
 __device__ inline void teacher_pass(const STUDENT* z, const TEACHER* u, int first, int n,
                                     const RowsArgs& a, int k, Partial& p) {
-    float &m = p.m[1 + k], &d = p.sums[4 + 2 * k], &cross = p.sums[5 + 2 * k];
+    float &m = p.m[1 + k], &d = p.sum_t(k), &cross = p.cross(k);
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
         float x[QUAD], y[QUAD];
-        load_logits(z + v, n - v, a.cap, x);
-        load_logits(u + v, n - v, a.teacher_cap, y);
+        load_logits(z + v, n - v, a.softcap, x);
+        load_logits(u + v, n - v, a.teacher_softcap, y);
         const float top = max_of(y);
         if (top > m) {
             const float rescale = __expf((m - top) * a.inv_t);
@@ -118,13 +121,13 @@ __device__ inline void teacher_pass(const STUDENT* z, const TEACHER* u, int firs
         for (int i = 0; i < QUAD; ++i) {
             const float w = __expf((y[i] - base) * a.inv_t);
             d += w;
-            // 0 * (-inf - z) is 0 here, not NaN: a token the teacher rules out costs nothing
+            // 0 * (-inf - z) counts as 0, not NaN: a token of probability 0 costs nothing
             if (!(w <= 0)) cross += w * ((y[i] - x[i]) * a.inv_t);
         }
     }
 }
 
-// as wide as the row's address allows
+// stores a quad in pieces as wide as the row's address allows
 __device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
     Pack<GRAD, QUAD> quad;
 #pragma unroll
@@ -139,41 +142,42 @@ __device__ inline void store_quad(GRAD* to, const float (&g)[QUAD], int left) {
     }
 }
 
-// what (5) needs of a row: maxima, 1 over the sums, log of the ratio of d_t to d_u
+// the numbers of a row in (5): maxima, 1 / sums, and the constant part of log(q / p)
 struct Softmaxes {
     float m, inv_d_t, m_u[1 + K], inv_d_u[1 + K], shift[1 + K];
 
     __device__ Softmaxes(const Partial& p, float inv_t) : m(base_of(p.m[0])) {
-        inv_d_t = 1 / p.sums[1];
+        const float d_t = p.sums[Partial::STUDENT_SUM_T];
+        inv_d_t = 1 / d_t;
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            const float d_u = p.sums[4 + 2 * k];
+            const float d_u = p.sum_t(k);
             m_u[k] = base_of(p.m[1 + k]);
             inv_d_u[k] = 1 / d_u;
-            shift[k] = (m - m_u[k]) * inv_t + logf(p.sums[1] / d_u);
+            shift[k] = (m - m_u[k]) * inv_t + logf(d_t / d_u);
         }
     }
     // q - p of teacher k, where they are close as p * expm1(log q - log p)
     __device__ float difference(int k, float x, float y, float q, float inv_t) const {
         const float prob = __expf((y - m_u[k]) * inv_t) * inv_d_u[k];
         const float r = (x - y) * inv_t - shift[k];
-        // false for NaN: both sides rule the token out
+        // false for NaN: both probabilities are 0
         return fabsf(r) < 0.25f ? prob * (r * expm1_ratio(r)) : q - prob;
     }
 };
 
-// The sums are good to 1e-7, and so is `shift`: 1e-5 of a gradient at 1 % drift. But q and p have
-// the same sum: what their differences sum up to is the error. Threads of the cluster get it alike;
-// leaves the cluster's barrier half passed
+// Corrects `shift`, which is good to 1e-7 like the sums: that is 1e-5 of a gradient at 1 % drift.
+// The sum of q - p should be 0, so it is the error. All threads of the cluster get the same
+// correction. The caller must then wait at the cluster's barrier
 __device__ inline void correct(Softmaxes& row, const STUDENT* z, const TEACHER* u, int n,
                                const RowsArgs& a, Scratch& scratch) {
     float error[1 + K] = {};
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
         float x[QUAD], y[QUAD];
-        load_logits(z + v, n - v, a.cap, x);
+        load_logits(z + v, n - v, a.softcap, x);
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
+            load_logits(u + k * a.span + v, n - v, a.teacher_softcap, y);
 #pragma unroll
             for (int i = 0; i < QUAD; ++i) {
                 const float q = __expf((x[i] - row.m) * a.inv_t) * row.inv_d_t;
@@ -197,26 +201,27 @@ __device__ inline void correct(Softmaxes& row, const STUDENT* z, const TEACHER* 
     cluster_arrive();
 }
 
-// (4) to (6) and (8) of n columns; the label is counted from their first
+// (4) to (6) and (9) of n columns; the label is counted from the first of them
 __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, int label, int kind,
                                      const Partial& p, const Softmaxes& row, const RowsArgs& a,
                                      const float* drows, float count, GRAD* dstudent) {
-    const float m = row.m, e_y = __expf(p.z_y - m), d = p.sums[0] + e_y;
-    const float dmlm = kind & 1 ? drows[0] : 0.0f;
-    const float pull = dmlm * 2 * a.z_loss * (logf(d) + m), smooth = dmlm * a.smoothing;
-    const float at_y = (pull * e_y - dmlm * p.sums[0]) / d + smooth - smooth / count;
+    const float rest = p.sums[Partial::REST];
+    const float m = row.m, e_y = __expf(p.label_logit - m), d = rest + e_y;
+    const float dmlm = kind & MLM_ROW ? drows[0] : 0.0f;
+    const float pull = dmlm * 2 * a.z_loss * (logf(d) + m), smooth = dmlm * a.label_smoothing;
+    const float at_y = (pull * e_y - dmlm * rest) / d + smooth - smooth / count;
     const float per_e = (dmlm + pull) / d, everywhere = smooth / count;
     float dkl[1 + K];
 #pragma unroll
-    for (int k = 0; k < K; ++k) dkl[k] = kind & 2 ? drows[(1 + k) * a.N] * a.inv_t : 0.0f;
+    for (int k = 0; k < K; ++k) dkl[k] = kind & KL_ROW ? drows[(1 + k) * a.N] * a.inv_t : 0.0f;
     for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS) {
         float x[QUAD], y[QUAD], g[QUAD], q[QUAD];
-        load_logits(z + v, n - v, a.cap, x);
+        load_logits(z + v, n - v, a.softcap, x);
 #pragma unroll
         for (int i = 0; i < QUAD; ++i) q[i] = __expf((x[i] - m) * a.inv_t);
         whole_exp(x, m, q, a.inv_t, g);
 #pragma unroll
-        for (int i = 0; i < QUAD; ++i) g[i] = per_e * g[i] - everywhere;  // (4), (8)
+        for (int i = 0; i < QUAD; ++i) g[i] = per_e * g[i] - everywhere;  // (4), (9)
         if (place_of(label, v) < QUAD)
 #pragma unroll
             for (int i = 0; i < QUAD; ++i)
@@ -225,22 +230,25 @@ __device__ inline void gradient_pass(const STUDENT* z, const TEACHER* u, int n, 
         for (int i = 0; i < QUAD; ++i) q[i] *= row.inv_d_t;
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            load_logits(u + k * a.span + v, n - v, a.teacher_cap, y);
+            load_logits(u + k * a.span + v, n - v, a.teacher_softcap, y);
 #pragma unroll
             for (int i = 0; i < QUAD; ++i)
-                if (kind & 2) g[i] += dkl[k] * row.difference(k, x[i], y[i], q[i], a.inv_t);  // (5)
+                if (kind & KL_ROW)
+                    g[i] += dkl[k] * row.difference(k, x[i], y[i], q[i], a.inv_t);  // (5)
         }
-        if (CAPPED && a.cap != 0)
+        if (CAPPED && a.softcap != 0)
 #pragma unroll
-            for (int i = 0; i < QUAD; ++i) g[i] *= 1 - (x[i] / a.cap) * (x[i] / a.cap);  // (6)
+            for (int i = 0; i < QUAD; ++i)
+                g[i] *= 1 - (x[i] / a.softcap) * (x[i] / a.softcap);  // (6)
         store_quad(dstudent + v, g, n - v);
     }
 }
 
-// the state and the gradient of a row that does not count; its logits are not read
+// the state and the gradient of a row without a term; its logits are not read
 __device__ inline void pass_over(const RowsArgs& a, i64 row, int first, int n) {
-    if (a.sums && first == 0 && threadIdx.x < 8 + 6 * K)
-        a.state[threadIdx.x * a.N + row] = threadIdx.x == 3 ? minus_inf() : 0.0f;
+    constexpr u32 label_logit = static_cast<u32>(StudentSums::label_logit);
+    if (a.sums && first == 0 && threadIdx.x < STUDENT_SUMS + TEACHER_SUMS * K)
+        a.state[threadIdx.x * a.N + row] = threadIdx.x == label_logit ? minus_inf() : 0.0f;
     const float zeros[QUAD] = {};
     if (a.grad)
         for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS)
@@ -265,14 +273,14 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
         fetch(u + k * a.span, a.teacher[k] + row * a.teacher_stride[k] + first, n);
-    // int64: a label of another slice of the vocabulary may be anything
-    const i64 given = kind & 1 ? a.labels[row] : -1;
-    // counted from this block's first column, as the passes do; negative: not here
+    // int64: a label on another slice of the vocabulary may be any number
+    const i64 given = kind & MLM_ROW ? a.labels[row] : -1;
+    // counted from this block's first column, as in the passes; negative if it is not in the row
     const int label = given >= 0 && given < a.V ? static_cast<int>(given) - first : -1;
 
     Partial p = nothing_seen(a.V);
     if (a.sums) {
-        // the student is summed while the teachers are on their way
+        // the student is summed while the teachers' rows are being copied
         wait_copies(K);
         __syncthreads();
         student_pass(z, first, n, label, a, p);
@@ -291,17 +299,16 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
         __syncthreads();
         cluster_arrive();
     }
-    // the gradient may overwrite logits of other blocks: all have fetched theirs
+    // the gradient may overwrite logits of other blocks: after this all have copied theirs
     cluster_wait();
     if (!a.grad) return;
     Softmaxes both(p, a.inv_t);
-    // a narrower gradient has no such digits
-    const float count = a.sums ? a.V : a.state[7 * a.N + row];
-    // a narrower gradient has no such digits, and a slice of the vocabulary not the whole sum
+    const float count = a.sums ? a.V : number(a.state + row, StudentSums::columns, a.N);
+    // a narrower gradient lacks those digits; over a slice of the vocabulary the sum is not 0
     const bool corrects = K > 0 && sizeof(GRAD) == 4 && count == a.V;
     if (corrects) correct(both, z, u, n, a, scratch);
     gradient_pass(z, u, n, label, kind, p, both, a, a.drows + row, count,
                   a.dstudent + row * a.dstudent_stride + first);
-    // no block may end while others read what it summed
+    // no block may end while others read its sums
     if (corrects) cluster_wait();
 }

@@ -1,9 +1,11 @@
-// What the row kernel is told, and what it knows of a row: sums that merge, in the order of
-// growkern/ops/loss/rows/state.py. Letters: N rows, V vocabulary, K teachers, S = 8 + 6 K numbers.
+// Arguments of the loss's row kernel on a GPU, and the sums it keeps of a row.
+//
+// growkern/ops/loss/rows/state.py explains the numbers of a row; a test compares the names below
+// with those there. Letters: N rows, V vocabulary, K teachers, S numbers of a row.
 #pragma once
 #include "device.h"
 
-// what the launch decides (growkern/ops/loss/rows/on_cuda.py); these let the file compile by itself
+// set by the launch (growkern/ops/loss/rows/on_cuda.py); with these values the file compiles alone
 #ifndef TEACHERS
 #define TEACHERS 1      // K
 #define STUDENT float   // types of the logits and of the gradient: float, bf16, f16
@@ -11,7 +13,7 @@
 #define GRAD float
 #define CLUSTER 8       // blocks that share a row
 #define THREADS 256     // of a block
-#define CAPPED 0        // whether any logits are
+#define CAPPED 0        // whether any logits are capped
 #define PARTS 0         // whether entropy and top-1 agreement are wanted
 #endif
 
@@ -20,12 +22,20 @@ namespace growkern {
 constexpr int K = TEACHERS, MAX_TEACHERS = 4;
 static_assert(K <= MAX_TEACHERS && CLUSTER <= 32 && THREADS % 32 == 0, "see rows/on_cuda.py");
 
-// mirrored field by field in growkern/ops/loss/rows/on_cuda.py; strides are in elements
+// the rows of the state: StudentSums, then TeacherSums of each teacher
+enum class StudentSums { maximum, rest, sum_t, label_logit, moment, best, sum_z, columns };
+enum class TeacherSums { maximum, sum_t, cross, best, centre, spread };
+constexpr int STUDENT_SUMS = 8, TEACHER_SUMS = 6;
+
+// bits of `kind`: which terms a row has
+constexpr i32 MLM_ROW = 1, KL_ROW = 2;
+
+// mirrored in growkern/ops/loss/rows/on_cuda.py; strides are in elements
 struct RowsArgs {
     const STUDENT* student;                // (N, V)
     const TEACHER* teacher[MAX_TEACHERS];  // (N, V) each
     const i64* labels;                     // (N,)
-    const i32* kind;                       // (N,) bits: 1 the label counts, 2 the teachers do
+    const i32* kind;                       // (N,)
     const float* drows;                    // (1 + K, N) with `grad`
     float* state;                          // (S, N)  out with `sums`, else in
     GRAD* dstudent;                        // (N, V)  out with `grad`; may begin where student does
@@ -33,15 +43,32 @@ struct RowsArgs {
     i64 N;
     i32 V;
     i32 span;  // columns of a block, a multiple of 8: of 16 bytes in every type
-    i32 sums, grad;
-    float inv_t, cap, teacher_cap, smoothing, z_loss;  // caps of 0: none
+    i32 sums, grad;                          // `Steps` of rows/state.py
+    float inv_t, softcap, teacher_softcap;  // 1 / temperature; a cap of 0 is none
+    float label_smoothing, z_loss;
 };
 
-// sums over some columns of a row, first of a thread, then of a block, at last of the cluster
+// a number of a row's state; `state` points to the row's first number
+__device__ inline float& number(float* state, StudentSums s, i64 N) {
+    return state[static_cast<int>(s) * N];
+}
+__device__ inline float& number(float* state, int k, TeacherSums s, i64 N) {
+    return state[(STUDENT_SUMS + TEACHER_SUMS * k + static_cast<int>(s)) * N];
+}
+
+// sums over some columns of a row: of a thread, then of a block, then of the cluster
 struct Partial {
-    float m[1 + K], best[1 + K];  // of the student, then of the teachers; m = -inf: none seen yet
-    float z_y;
-    float sums[4 + 2 * K];  // rest, d_t, moment, sum_z, then d and cross of each teacher
+    // in `sums`; SUM_T and CROSS are those of teacher 0, which those of other teachers follow
+    enum { REST, STUDENT_SUM_T, MOMENT, SUM_Z, SUM_T, CROSS };
+
+    float m[1 + K], best[1 + K];  // of the student, then of the teachers; m is -inf at the start
+    float label_logit;
+    float sums[4 + 2 * K];
+
+    __device__ float& sum_t(int k) { return sums[SUM_T + 2 * k]; }
+    __device__ float& cross(int k) { return sums[CROSS + 2 * k]; }
+    __device__ float sum_t(int k) const { return sums[SUM_T + 2 * k]; }
+    __device__ float cross(int k) const { return sums[CROSS + 2 * k]; }
 };
 constexpr int PARTIAL_FLOATS = sizeof(Partial) / sizeof(float);
 
@@ -50,7 +77,7 @@ struct Scratch {
     Partial slice, row;
 };
 
-// so that exp(-inf - base) is 0 where there is no finite logit yet
+// a base with which exp(-inf - base) is 0 while there is no finite logit
 __device__ inline float base_of(float m) { return m == minus_inf() ? 0.0f : m; }
 
 struct OverBlock {
@@ -63,10 +90,10 @@ struct OverWarp {
     __device__ void reduce(float (&x)[n]) const { reduce_warp<Op>(x); }
 };
 
-// what the threads of a block, or the lanes of a warp, have seen together: all of them get it
+// merges the sums of the threads of a block, or the lanes of a warp; all of them get the result
 template <class Threads>
 __device__ inline void merge(Partial& p, float inv_t, int V, const Threads& threads) {
-    float top[2 + K] = {p.z_y}, best[1 + K];
+    float top[2 + K] = {p.label_logit}, best[1 + K];
 #pragma unroll
     for (int j = 0; j <= K; ++j) top[1 + j] = p.m[j];
     threads.template reduce<Max>(top);
@@ -76,18 +103,18 @@ __device__ inline void merge(Partial& p, float inv_t, int V, const Threads& thre
         const float near_t = __expf(below * inv_t);
         if (j == 0) {
             const float near = __expf(below);
-            p.sums[0] *= near;
-            p.sums[1] *= near_t;
-            p.sums[2] *= near;
+            p.sums[Partial::REST] *= near;
+            p.sums[Partial::STUDENT_SUM_T] *= near_t;
+            p.sums[Partial::MOMENT] *= near;
         } else {
-            p.sums[2 + 2 * j] *= near_t;
-            p.sums[3 + 2 * j] *= near_t;
+            p.sum_t(j - 1) *= near_t;
+            p.cross(j - 1) *= near_t;
         }
         best[j] = p.m[j] == top[1 + j] ? p.best[j] : V;
         p.m[j] = top[1 + j];
     }
     threads.template reduce<Sum>(p.sums);
-    p.z_y = top[0];
+    p.label_logit = top[0];
     if (PARTS) {
         threads.template reduce<Min>(best);
 #pragma unroll
@@ -95,18 +122,18 @@ __device__ inline void merge(Partial& p, float inv_t, int V, const Threads& thre
     }
 }
 
-// a part that has seen nothing
+// the sums of no columns
 __device__ inline Partial nothing_seen(int V) {
     Partial p;
 #pragma unroll
     for (int j = 0; j <= K; ++j) p.m[j] = minus_inf(), p.best[j] = V;
-    p.z_y = minus_inf();
+    p.label_logit = minus_inf();
 #pragma unroll
     for (int i = 0; i < 4 + 2 * K; ++i) p.sums[i] = 0;
     return p;
 }
 
-// merges the blocks' parts; leaves the cluster's barrier half passed, for the caller to wait
+// merges the sums of the cluster's blocks. The caller must then wait at the cluster's barrier
 __device__ inline void merge_cluster(Partial& p, const RowsArgs& a, Scratch& scratch) {
     if (threadIdx.x == 0) scratch.slice = p;
     cluster_arrive();
@@ -122,33 +149,43 @@ __device__ inline void merge_cluster(Partial& p, const RowsArgs& a, Scratch& scr
         merge(p, a.inv_t, a.V, OverWarp{});
         if (threadIdx.x == 0) scratch.row = p;
     }
-    // no block may end while others read its slice: all have once the second half is passed
+    // no block may end while others read its slice: all have done so when the caller has waited
     cluster_arrive();
     __syncthreads();
     p = scratch.row;
 }
 
 __device__ inline void store_state(const Partial& p, const RowsArgs& a, float* state) {
-    const float student[8] = {base_of(p.m[0]), p.sums[0], p.sums[1], p.z_y,
-                              p.sums[2],       p.best[0], p.sums[3], static_cast<float>(a.V)};
-    for (int j = 0; j < 8; ++j) state[j * a.N] = student[j];
+    using S = StudentSums;
+    number(state, S::maximum, a.N) = base_of(p.m[0]);
+    number(state, S::rest, a.N) = p.sums[Partial::REST];
+    number(state, S::sum_t, a.N) = p.sums[Partial::STUDENT_SUM_T];
+    number(state, S::label_logit, a.N) = p.label_logit;
+    number(state, S::moment, a.N) = p.sums[Partial::MOMENT];
+    number(state, S::best, a.N) = p.best[0];
+    number(state, S::sum_z, a.N) = p.sums[Partial::SUM_Z];
+    number(state, S::columns, a.N) = static_cast<float>(a.V);
     for (int k = 0; k < K; ++k) {
-        const float teacher[6] = {base_of(p.m[1 + k]), p.sums[4 + 2 * k], p.sums[5 + 2 * k],
-                                  p.best[1 + k],       0,                 0};
-        for (int j = 0; j < 6; ++j) state[(8 + 6 * k + j) * a.N] = teacher[j];
+        using T = TeacherSums;
+        number(state, k, T::maximum, a.N) = base_of(p.m[1 + k]);
+        number(state, k, T::sum_t, a.N) = p.sum_t(k);
+        number(state, k, T::cross, a.N) = p.cross(k);
+        number(state, k, T::best, a.N) = p.best[1 + k];
+        number(state, k, T::centre, a.N) = 0;
+        number(state, k, T::spread, a.N) = 0;
     }
 }
 
-// what the gradient needs of a state
-__device__ inline Partial load_state(const RowsArgs& a, const float* state) {
+// the sums of a stored state that the gradient needs
+__device__ inline Partial load_state(const RowsArgs& a, float* state) {
     Partial p = nothing_seen(a.V);
-    p.m[0] = state[0];
-    p.sums[0] = state[a.N];
-    p.sums[1] = state[2 * a.N];
-    p.z_y = state[3 * a.N];
+    p.m[0] = number(state, StudentSums::maximum, a.N);
+    p.sums[Partial::REST] = number(state, StudentSums::rest, a.N);
+    p.sums[Partial::STUDENT_SUM_T] = number(state, StudentSums::sum_t, a.N);
+    p.label_logit = number(state, StudentSums::label_logit, a.N);
     for (int k = 0; k < K; ++k) {
-        p.m[1 + k] = state[(8 + 6 * k) * a.N];
-        p.sums[4 + 2 * k] = state[(9 + 6 * k) * a.N];
+        p.m[1 + k] = number(state, k, TeacherSums::maximum, a.N);
+        p.sum_t(k) = number(state, k, TeacherSums::sum_t, a.N);
     }
     return p;
 }

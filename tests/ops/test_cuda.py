@@ -17,8 +17,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.nvrtc import Grid
 from growkern.ops.loss.rows.on_cuda import RowsArgs, plan, rows_kernel
-from growkern.ops.loss.rows.options import Maths, Rows
-from growkern.ops.loss.rows.state import Steps, n_numbers
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
 from tests.ops.cuda_emulator import emulate
 from tests.ops.loss_inputs import make_logits
 

@@ -12,9 +12,7 @@ from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_reference
 from growkern.ops.loss.rows import on_cuda
 from growkern.ops.loss.rows.on_cuda import cluster_size, rows_on_cuda
-from growkern.ops.loss.rows.options import Maths, Rows
-from growkern.ops.loss.rows.read import read_slices
-from growkern.ops.loss.rows.state import Steps, n_numbers, terms
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers, read_slices, terms
 from tests.numerics import assert_no_worse_than_eager
 from tests.ops.cuda_emulator import emulate
 from tests.ops.loss_inputs import IGNORED, make_logits, relative_error

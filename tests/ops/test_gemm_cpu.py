@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from growkern.ops.backend import native
-from growkern.ops.loss.linear.gemm_compiled import AVX512, gemm_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear.gemm import AVX512, gemm_cpu, has_bfloat16, multiplies
 from tests.ops.loss_inputs import relative_error
 
 pytestmark = pytest.mark.usefixtures("several_threads")

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import growkern
-from growkern.ops.loss.linear import sweep as sweep_module
+from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Settings, Sizes
-from growkern.ops.loss.rows.labels import checked_labels, row_kinds
-from growkern.ops.loss.rows.options import Maths, Options
+from growkern.ops.loss.rows.options import Options, checked_labels, row_kinds
+from growkern.ops.loss.rows.state import Maths
 from tests.ops.loss_inputs import BACKENDS, make_logits
 from tests.ops.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 
@@ -169,8 +169,8 @@ def test_a_step_asks_the_gpu_nothing(beta, tile, device):
     grads = [torch.zeros_like(x) for x in student]
     kind = torch.tensor([3, 0, 3, 2, 1, 3], dtype=torch.int32, device=device)
     weights = torch.rand(2, 6, device=device)
-    maths = list(Maths(2.0, beta=beta, label_smoothing=0.1))
-    sizes = list(Sizes(17, 17, chunk_bytes=600, max_rows=5, vocab_tile=tile))
+    maths = Maths(2.0, beta=beta, label_smoothing=0.1)
+    sizes = Sizes(17, 17, chunk_bytes=600, max_rows=5, vocab_tile=tile)
     settings = Settings(sizes, maths, True, False, [True] * 3, torch.float32, "", "triton")
 
     def kernel(rows, state_SN, steps, drows_SN=None, dstudent_NV=None):
@@ -179,12 +179,12 @@ def test_a_step_asks_the_gpu_nothing(beta, tile, device):
                 out.fill_(1.0)
 
     with (
-        mock.patch.object(sweep_module, "may_ask", lambda device: False),
-        mock.patch.dict(sweep_module.ROW_FUNCTIONS, {"triton": kernel}),
+        mock.patch.object(op_module, "may_ask", lambda device: False),
+        mock.patch.dict(op_module.ROW_FUNCTIONS, {"triton": kernel}),
         NoQuestions(),
     ):
         heads = [student, teachers[0]]
-        rows = sweep_module.sweep(heads, (labels, kind, weights), settings, grads)
+        rows = op_module.sweep(heads, (labels, kind, weights), settings, grads)
     assert rows.shape == (4, 6) and all(g.abs().sum() > 0 for g in grads)
 
 

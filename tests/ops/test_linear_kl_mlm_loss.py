@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.ops.backend import native
-from growkern.ops.loss.linear import sweep as sweep_module
-from growkern.ops.loss.linear.heads import Settings, Sizes, _has_fast_float64
+from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear.gemm import chunk_size
+from growkern.ops.loss.linear.heads import Settings, Sizes, _has_fast_float64, as_arguments
 from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.state import Maths
 from tests.ops.loss_inputs import (
     BACKENDS,
     IGNORED,
@@ -232,7 +233,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
     expected = loss_and_grads(student, teachers, labels, backend="reference")
     broken = [x.clone() for x in student]
     broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
+    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
         actual = loss_and_grads(broken, teachers, labels, backend=backend)
     assert_same(actual, expected)
     assert (actual[1][0][labels == IGNORED] == 0).all()
@@ -245,7 +246,7 @@ def test_compaction_without_asking_how_many(backend, device):
     """The path a GPU takes: places by prefix sum, unused ones read and write a spare row."""
     student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
     expected = loss_and_grads(student, teachers, labels, backend="reference")
-    with mock.patch.object(sweep_module, "may_ask", lambda device: False):
+    with mock.patch.object(op_module, "may_ask", lambda device: False):
         for max_rows in (None, 12, 8):
             actual = loss_and_grads(
                 student, teachers, labels, backend=backend, max_rows=max_rows, chunk_bytes=1400
@@ -276,7 +277,7 @@ def test_frozen_parts_cost_no_gemm(backend, device):
 def test_alpha_zero_runs_no_teacher_gemm(device):
     student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
     for alpha, gemms in ((0.0, 1), (0.5, 2), (torch.tensor(0.0), 2)):
-        with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
+        with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
             call(student, teachers, labels, alpha=alpha)
         assert project.call_count == gemms
 
@@ -393,9 +394,9 @@ def test_opcheck(per_row, dtype, backend, device):
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
     weights = torch.rand(2, 4, device=device)
     anchor = torch.zeros(0, device=device, requires_grad=True)
-    sizes = list(Sizes(vocab=9, columns=9))
-    settings = Settings(sizes, list(Maths(2.0)), False, per_row, [True] * 3, dtype, "", backend)
-    inputs = (student, teachers[0], labels, kind, weights, anchor, *settings)
+    sizes = Sizes(vocab=9, columns=9)
+    settings = Settings(sizes, Maths(2.0), False, per_row, [True] * 3, dtype, "", backend)
+    inputs = (student, teachers[0], labels, kind, weights, anchor, *as_arguments(settings))
     library.opcheck(linear_kl_mlm_op, inputs)
     grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
     inputs = (torch.tensor(2.0, device=device), grads, anchor.detach(), torch.float16)
@@ -448,7 +449,7 @@ def test_compiles_whole_and_once_for_every_alpha_and_size(device, backend="aot_e
 def test_chunks_follow_the_memory_and_the_rows():
     def size(rows, widths, element=4, **limits):
         sizes = Sizes(32_000, 32_000, **limits)
-        return sweep_module.chunk_size(rows, widths, torch.zeros(1, 768), element, sizes)
+        return chunk_size(rows, widths, torch.zeros(1, 768), element, sizes)
 
     assert size(1000, [768, 512], chunk_bytes=100 * 32_000 * 8) == (100, 0)
     # equal chunks, not one ragged end

@@ -7,10 +7,10 @@ from torch import library
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops.loss.linear import sweep as sweep_module
-from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments
 from growkern.ops.loss.linear.op import anchor_of
-from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from tests.ops.loss_inputs import BACKENDS, IGNORED, relative_error
@@ -365,7 +365,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, device):
     expected = loss_and_grads(student, topk, labels, backend="reference")
     broken = [x.clone() for x in student]
     broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(sweep_module, "project", wraps=sweep_module.project) as project:
+    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
         actual = loss_and_grads(broken, topk, labels, backend=backend)
     assert_same(actual, expected)
     if device == "cpu":
@@ -379,7 +379,7 @@ def test_compaction_without_asking_how_many(backend, device):
     options = {"label_smoothing": 0.1}
     expected = loss_and_grads(student, topk, labels, backend="reference", **options)
     options |= {"backend": backend, "chunk_bytes": 700}
-    with mock.patch.object(sweep_module, "may_ask", lambda device: False):
+    with mock.patch.object(op_module, "may_ask", lambda device: False):
         for max_rows in (None, 12, 8):
             actual = loss_and_grads(student, topk, labels, max_rows=max_rows, **options)
             assert_same(actual, expected)
@@ -552,13 +552,11 @@ def test_opcheck(per_row, backend, device):
     student = [x.requires_grad_() for x in student]
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
     weights = torch.rand(3, 4, device=device)
-    sizes = list(Sizes(9, 9, total=9))
-    settings = Settings(
-        sizes, [*Maths(2.0), 0.0], True, per_row, [True] * 3, torch.float32, "", backend
-    )
+    sizes = Sizes(9, 9, total=9)
+    settings = Settings(sizes, Maths(2.0), True, per_row, [True] * 3, torch.float32, "", backend)
     rows = (labels.clamp(min=0), kind, weights)
     flat = [x for pair in zip(*topk, strict=True) for x in pair]
-    inputs = (student, flat, *rows, anchor_of(student), *settings)
+    inputs = (student, flat, *rows, anchor_of(student), *as_arguments(settings))
     library.opcheck(topk_kl_mlm_op, inputs)
 
 
@@ -623,7 +621,7 @@ GOOD = {
         ({"teacher_topk_logprobs": torch.full((4, 2), float("nan"))}, "NaN"),
         (
             {"teacher_topk_logprobs": torch.full((4, 2), -torch.inf), "tail": "renormalise"},
-            "no mass",
+            "nothing to renormalise",
         ),
         ({"tail": "drop"}, "tail must be"),
         ({"tail": "renormalise", "divergence": "reverse"}, "infinite with tail='renormalise'"),

@@ -52,12 +52,16 @@ def describe_backends() -> list[Backend]:
     return [_describe(name) for name in BACKENDS]
 
 
+# torch.compile cannot trace how the library is loaded, and a loss asks inside a compiled step
+@torch.compiler.assume_constant_result
+def _has_library() -> bool:
+    return native.loaded() is not None
+
+
 def choose_backend(
     requested: str | None,
     device: torch.device,
     supported: Sequence[str] = BACKENDS,
-    *,
-    library: bool = True,
 ) -> str:
     """The backend that runs an op on tensors of a device.
 
@@ -67,7 +71,6 @@ def choose_backend(
             not been measured yet.
         device: of the tensors.
         supported: the backends that the op has for these dtypes; "reference" is always one.
-        library: whether the op's "cpu" backend needs the compiled library. False: it is PyTorch.
 
     Returns:
         a name of BACKENDS.
@@ -78,7 +81,7 @@ def choose_backend(
     if not requested:
         # torch.compile traces this inside a compiled step: nothing that it cannot trace
         wanted = "cpu" if device.type == "cpu" else "triton"
-        live = (not library or _describe("cpu").live) if wanted == "cpu" else HAS_TRITON
+        live = _has_library() if wanted == "cpu" else HAS_TRITON
         return wanted if wanted in supported and live else "reference"
     if requested not in BACKENDS:
         raise GrowthError(f"backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")
@@ -87,7 +90,7 @@ def choose_backend(
             f"backend={requested!r} does not do this operation: use {' or '.join(supported)}"
         )
     found = _describe(requested)
-    if not found.live and (requested != "cpu" or library):
+    if not found.live:
         raise GrowthError(f"backend={requested!r} cannot run here: {found.reason}")
     on_cpu = device.type == "cpu"
     wants_cpu = {"cpu": True, "cuda": False, "triton": _interpreted()}.get(requested, on_cpu)

@@ -10,7 +10,7 @@ try:
     import triton.language as tl
 except ImportError:  # no Triton on this platform: the other backends answer
     triton = None
-    tl = SimpleNamespace(constexpr=None)  # annotations of kernel arguments name it
+    tl = SimpleNamespace(constexpr=int)  # kernel modules name it outside of kernels too
 
 HAS_TRITON = triton is not None
 if HAS_TRITON:

@@ -11,7 +11,7 @@ from growkern.package import folders
 
 FILE_NAME = "libgrowkern.so"
 # what growkern_abi() of csrc/cpu/native.cpp returns
-ABI = 2
+ABI = 3
 # the numbers of csrc/cpu/native.h are indices into this
 ISA_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

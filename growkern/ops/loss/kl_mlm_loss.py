@@ -1,4 +1,4 @@
-"""KL to frozen teachers plus cross-entropy of the labels, on logits that exist.
+"""KL to frozen teachers plus cross-entropy of the labels, from logits.
 
 For a row with student logits z, logits u_k and weights w_k (sum 1) of K teachers, label y,
 temperature T and inheritance rate alpha (Qin et al. 2022, Knowledge Inheritance, Eq. 2-4):
@@ -12,58 +12,65 @@ temperature T and inheritance rate alpha (Qin et al. 2022, Knowledge Inheritance
     dKL_k/dz = (q_T - p_k) / T                                                              (5)
 
 M are the rows whose label is not ignored, K those of `kl_rows`. With a softcap c the logits are
-c * tanh(z / c) and the gradient gains the factor 1 - tanh(z / c)^2 (6).
-A GPU's exp is good to 4e-7 only, so there (5) is p_k * expm1(log q_T - log p_k) / T where the two
-are close: a grown student starts beside its teacher.
+c * tanh(z / c), and the gradient is multiplied by
 
-In place of the forward KL of (2) stands, with m = beta p + (1 - beta) q_T and its gradient,
+    1 - tanh(z / c)^2                                                                       (6)
+
+The exp of a GPU is only good to 4e-7. There (5) is p_k * expm1(log q_T - log p_k) / T where q_T and
+p_k are close, as they are when a grown student starts beside its teacher.
+
+The forward KL of (2) can be replaced by the generalised Jensen-Shannon divergence of Agarwal et al.
+2024 (GKD). With m = beta p + (1 - beta) q_T it is
 
     JSD      = beta * sum_v p log(p / m) + (1 - beta) * sum_v q_T log(q_T / m)              (7)
-    dJSD/dz  = (1 - beta) * q_T * (log(q_T / m) - sum_v q_T log(q_T / m)) / T               (9)
+    dJSD/dz  = (1 - beta) * q_T * (log(q_T / m) - sum_v q_T log(q_T / m)) / T               (8)
 
-after Agarwal et al. 2024 (GKD): symmetric at beta = 0.5, over beta it tends to the forward KL as
-beta goes to 0, over 1 - beta to the reverse KL sum_v q_T log(q_T / p) as beta goes to 1. The
-reverse KL is (9) with m = p, without its factor 1 - beta.
+It is symmetric at beta = 0.5. JSD / beta tends to the forward KL as beta goes to 0, and
+JSD / (1 - beta) to the reverse KL, sum_v q_T log(q_T / p), as beta goes to 1. The reverse KL itself
+has the gradient (8) with m = p and without the factor 1 - beta.
+
 Label smoothing e and a z-loss c change the MLM term to
 
-    MLM = lse(z) - (1 - e) z[y] - e * mean_v z + c * lse(z)^2                               (8)
+    MLM = lse(z) - (1 - e) z[y] - e * mean_v z + c * lse(z)^2                               (9)
 
-Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms and
-S numbers of a row.
-Read on in this order: reference, public function; then `rows/op.py`, `rows/state.py`, and
-`rows/triton_kernel.py` for a GPU, `rows/on_cpu.py` for a CPU.
+Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms.
+
+Reading order: the reference and the public function here, then `rows/options.py` (arguments),
+`rows/op.py` (custom op), `rows/state.py` (the numbers of a row), and the row function of a backend:
+`rows/on_cpu.py`, `csrc/cpu/kl_mlm.h` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, `rows/on_triton.py`
+and `rows/triton_kernel.py` for a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.rows.labels import (
-    check_labels,
-    check_row_weights,
-    checked_labels,
-    row_kinds,
-    term_weights,
-)
 from growkern.ops.loss.rows.op import kl_mlm_rows_op
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
-    KL_ROW,
-    MLM_ROW,
     LossParts,
-    Maths,
     as_teachers,
+    check_labels,
     check_options,
+    check_row_weights,
     check_vocabulary,
+    checked_labels,
     outcome,
+    row_kinds,
+    term_weights,
 )
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
 from growkern.ops.loss.rows.vocab_parallel import check_shard, refuse_sharded_reference
+
+# logits of a teacher that the reference widens at a time: 128 MiB in float64
+REFERENCE_ELEMENTS = 1 << 24
 
 # ---------------------------------------------------------------- reference
 
@@ -75,15 +82,19 @@ def kl_mlm_rows_reference(
     kind_N: Tensor,
     maths: Maths,
 ) -> Tensor:
-    """Plain PyTorch definition: (8), then (2) or (7) per teacher, entropy, top-1 per teacher.
+    """Plain PyTorch definition of the terms: (9), (2) or (7) per teacher, entropy, top-1 agreement
+    per teacher.
 
-    Any float dtype, differentiable in `student_NV`; (2 + 2K, N), 0 outside a row's kind. In
-    float64 but for half precision: of float32 the difference (5) leaves 1e-5 of itself.
+    Half precision is computed in float32, all other dtypes in float64: in float32 the difference
+    (5) would keep five digits. Differentiable in `student_NV`.
+
+    Returns:
+        (R, N); 0 where a row has no such term.
     """
 
     def capped(x: Tensor, cap: float, live_N: Tensor) -> Tensor:
         x = x.to(torch.float32 if x.element_size() == 2 else torch.float64)
-        # what stands in other rows, NaN maybe, reaches no gradient
+        # other rows may hold NaN, which must not reach a gradient
         x = torch.where(live_N[:, None], x, 0)
         return cap * torch.tanh(x / cap) if cap else x
 
@@ -108,21 +119,37 @@ def kl_mlm_rows_reference(
 
 
 def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
-    """(2), (7) or the reverse KL, (N,)."""
+    """(2), (7) or the reverse KL, (N,), from log-probabilities."""
 
     def kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
         a_NV = log_a_NV.exp()
-        # the factor, not the product: what is masked there gives no gradient of 0 * inf
+        # masks the factor, not the product: a masked product would have the gradient 0 * inf
         return (a_NV * torch.where(a_NV > 0, log_a_NV - log_b_NV, 0)).sum(-1)
 
     if beta in (0.0, 1.0):
         return kl(log_p_NV, log_q_NV) if beta == 0 else kl(log_q_NV, log_p_NV)
-    # where both are -inf so is m, but logaddexp would give NaN for its gradient
+    # where both are -inf, m is too, but the gradient of logaddexp would be NaN
     neither_NV = torch.maximum(log_p_NV, log_q_NV) == -math.inf
     log_p0_NV, log_q0_NV = (x.masked_fill(neither_NV, 0) for x in (log_p_NV, log_q_NV))
     log_m_NV = torch.logaddexp(log_p0_NV + math.log(beta), log_q0_NV + math.log1p(-beta))
     log_m_NV = log_m_NV.masked_fill(neither_NV, -math.inf)
     return beta * kl(log_p_NV, log_m_NV) + (1 - beta) * kl(log_q_NV, log_m_NV)
+
+
+def in_row_blocks(terms_of: Callable[[slice], Tensor], N: int, vocab: int) -> Tensor:
+    """The reference's terms of N rows, (R, N), a block of rows at a time to bound its memory.
+
+    Args:
+        terms_of: the terms (R, n) of a slice of rows. Backward calls it again for each block.
+        N: number of rows.
+        vocab: columns of a row.
+    """
+    # a compiled graph plans its own memory, and its number of rows may vary
+    if torch.compiler.is_compiling() or N * vocab <= REFERENCE_ELEMENTS:
+        return terms_of(slice(0, N))
+    size = max(1, REFERENCE_ELEMENTS // vocab)
+    blocks = [slice(start, min(N, start + size)) for start in range(0, N, size)]
+    return torch.cat([checkpoint(terms_of, rows, use_reentrant=False) for rows in blocks], 1)
 
 
 # ------------------------------------------------------------------- public
@@ -155,50 +182,53 @@ def kl_mlm_loss(
 ) -> Tensor | tuple[Tensor, LossParts]:
     """Cross-entropy of the labels mixed with the KL divergence to one or more frozen teachers.
 
-    Equation (3) of this module, after Qin et al. 2022 (Knowledge Inheritance). Nothing is shifted:
-    for a causal model align logits and labels before the call.
+    Equation (3) of this module, after Qin et al. 2022 (Knowledge Inheritance). The loss does not
+    shift labels: for a causal model, align logits and labels before the call.
 
     Args:
         student_logits: logits being trained, (..., V), any float dtype.
         teacher_logits: frozen logits (..., V_k), a list of them, or None with ``alpha=0.0``.
         labels: integer token ids, (...); ``ignore_index`` outside the MLM mask.
-        alpha: weight of the KL term, 0 to 1. The float 0 reads no teacher, the float 1 no label.
-            Or a 0-d tensor: under torch.compile one graph serves all its values, and nothing
-            waits for it. A changing float needs ``dynamic=True`` for that and compiles anew at 0
-            and 1.
+        alpha: weight of the KL term, 0 to 1. At the float 0 no teacher is read, at the float 1 no
+            label. With a 0-d tensor, torch.compile makes one graph for all values, and nothing
+            waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
+            compiled again at 0 and 1.
         temperature: T of (2) and (3).
-        divergence: "forward", KL(teacher || student) of (2); "reverse", KL(student || teacher),
-            infinite where the teacher alone rules a token out; or "jsd", (7) with 0 < ``beta`` < 1,
-            by default 0.5. T^2 of (3) multiplies each.
-        kl_rows: rows that carry the KL term: "labels" (those of the MLM mask), "all", or a bool
+        divergence: "forward", KL(teacher || student) of (2). "reverse", KL(student || teacher): it
+            is infinite if the teacher gives probability 0 to a token and the student does not.
+            "jsd", (7) with 0 < ``beta`` < 1. T^2 of (3) multiplies each.
+        beta: of "jsd". Default: 0.5.
+        ignore_index: the label of rows without the MLM term.
+        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
-        row_weights: float, (...): multiplies both terms of a row; counts and parts know nothing
-            of it.
-        vocab_size: columns from here on are padding on either side: they count as -inf and get a
-            gradient of exactly 0. Default: all, which must then be equally many everywhere.
+        row_weights: float, (...): multiplies both terms of a row. Row counts and `LossParts` do
+            not use it.
+        vocab_size: columns from here on are padding, of student and teachers: they count as -inf
+            and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
-        label_smoothing, z_loss: e in [0, 1) and c of (8); `LossParts.mlm` includes both.
-        reduction: "mean" divides each term by its number of rows, "sum" by nothing, "none" gives
-            the loss per row, (...).
-        num_items: divides instead of the local counts (gradient accumulation): one number for
-            both terms, or (rows of the MLM term, rows of the KL term).
+        label_smoothing, z_loss: e in [0, 1) and c of (9); `LossParts.mlm` includes both.
+        reduction: "mean" divides each term by its number of rows, "sum" does not divide, "none"
+            returns the loss per row, (...).
+        num_items: the divisor of "mean" instead of the local counts, for gradient accumulation:
+            one number for both terms, or (rows of the MLM term, rows of the KL term).
         return_parts: also return `LossParts`.
-        group: a process group whose ranks hold neighbouring slices of the columns of all logits,
-            in the order of their ranks, equally wide or not. Every rank gives all rows and the same
-            options, and gets the same loss and its own slice's gradient. A few numbers per row
-            cross the network.
+        group: a process group whose ranks hold neighbouring slices of the columns of all logits, in
+            the order of the ranks. Slices may differ in width. Every rank passes all rows and the
+            same options, and gets the same loss and the gradient of its own slice. The ranks
+            exchange a few numbers per row.
         vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
-        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
-            only: not measured yet). Default: what fits the device.
+        backend: "reference", "cpu" (the compiled library), "triton" or "cuda" (CUDA C++ for sm_90
+            and later; only on request, as it has not been measured yet). Default: the fastest for
+            the device; "reference" where the compiled library or Triton is missing.
 
     Returns:
-        The loss, 0-d (or (...) with "none"), float32 (float64 for float64 logits); with
-        ``return_parts`` a tuple of it and `LossParts`. 0 when no row counts.
+        The loss: 0-d, or (...) with "none"; float32, or float64 for float64 logits. It is 0 if no
+        row has a term. With ``return_parts``, a tuple of the loss and `LossParts`.
 
     Raises:
-        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad; on
-            a CPU also a label outside the vocabulary, which a GPU asserts without waiting.
+        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad. On
+            a CPU also a label outside the vocabulary; a GPU asserts that without waiting.
     """
     teachers = as_teachers(teacher_logits, alpha)
     options = check_options(
@@ -208,7 +238,7 @@ def kl_mlm_loss(
     )  # fmt: skip
     _check_logits(student_logits, teachers)
     shard = check_shard(group, vocab_start, vocab_size)
-    chosen = choose_backend(backend, student_logits.device, library=False)
+    chosen = choose_backend(backend, student_logits.device)
     refuse_sharded_reference(chosen, shard.group)
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
@@ -217,19 +247,22 @@ def kl_mlm_loss(
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
 
     N = labels_N.numel()
-    # not -1: a rank may hold no column
+    # -1 instead of N would fail on a rank without columns
     student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
     if chosen == "reference":
-        z_NV, *u_NV = (x[:, :vocab] for x in (student_NV, *teachers_NV))
-        rows_SN = kl_mlm_rows_reference(z_NV, u_NV, labels_N, kind_N, options.maths)
-        rows_SN = rows_SN.to(acc_torch_dtype(student_NV))
+
+        def terms_of(rows: slice) -> Tensor:
+            z_NV, *u_NV = (x[rows, :vocab] for x in (student_NV, *teachers_NV))
+            return kl_mlm_rows_reference(z_NV, u_NV, labels_N[rows], kind_N[rows], options.maths)
+
+        rows_RN = in_row_blocks(terms_of, N, vocab).to(acc_torch_dtype(student_NV))
     else:
         here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
-        rows_SN, _ = kl_mlm_rows_op(student_NV, teachers_NV, *here, shard.group, chosen)
-    weight_WN = term_weights(kind_N, options, rows_SN.dtype)
-    loss_N = (weight_WN * rows_SN[: 1 + len(teachers)]).sum(0)
+        rows_RN, _ = kl_mlm_rows_op(student_NV, teachers_NV, *here, shard.group, chosen)
+    weight_WN = term_weights(kind_N, options, rows_RN.dtype)
+    loss_N = (weight_WN * rows_RN[: 1 + len(teachers)]).sum(0)
     loss = loss_N if reduction == "none" else loss_N.sum()
-    return outcome(loss, rows_SN, kind_N, options, labels.shape)
+    return outcome(loss, rows_RN, kind_N, options, labels.shape)
 
 
 def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:

@@ -4,26 +4,32 @@ The loss of `kl_mlm_loss` on the logits of two linear heads
 
     z = X W^T + b        u_k = X_k W_k^T + b_k                                              (1)
 
-without ever holding those logits: rows that carry neither term never reach a GEMM, the others
-come by in chunks, and while a chunk of logits exists its gradient is written over it and
+without holding all of them. Rows without a term never reach a GEMM. The others are processed in
+chunks: while the logits of a chunk exist, their gradient is written over them, and
 
     dX = dz W        dW = dz^T X        db = sum_rows dz                                    (2)
 
-are taken from it. So a chunk costs its three (plus one per teacher) GEMMs once, in forward;
-backward multiplies by the incoming scalar. With reduction="none" the rows' gradients are known
+are computed from it. So a chunk costs its three GEMMs (plus one per teacher) once, in forward, and
+backward only multiplies by the incoming scalar. With reduction="none" the rows' gradients are known
 only in backward, which then repeats the sweep.
 
-Logits leave the GEMM in float32 also for bfloat16 inputs: beside a close teacher bfloat16 logits
-carry 69-80 % error into the KL gradient at 1 % drift, float32 logits 0.2 %. For float32 inputs the
-GEMM of the logits is what is left, 8e-5 at 1 % drift: there they can be float64.
+Logits leave the GEMM in float32, for bfloat16 inputs too. Beside a close teacher (1 % drift)
+bfloat16 logits would give the KL gradient an error of 69-80 %; float32 logits give 0.2 %. For
+float32 inputs the GEMM of the logits is the largest error, 8e-5: there the logits can be float64.
 
-Shape letters used in this file: N rows, R live rows, C rows of one chunk, H student width, V
-vocabulary, K teachers, W = 1 + K terms, S statistics per row.
-Read on in this order: reference, public function; then `linear/op.py` and
-`linear/sweep.py`.
+Shape letters used in this file: N rows, H student width, V vocabulary, K teachers, W = 1 + K
+terms, R = 2 W terms and measurements of a row.
+
+Reading order: the reference and the public function here, on top of `kl_mlm_loss.py` (equations and
+reference of the rows); then `rows/options.py` and `linear/heads.py` (arguments),
+`backend/choose.py`, `linear/op.py` (chunks, sweep and custom op), `linear/gemm.py`, `rows/op.py`
+(the table of row functions), `rows/state.py` (the numbers of a row), and a backend's row function:
+`rows/on_cpu.py`, `csrc/cpu/kl_mlm.h` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, 12 files in all;
+`rows/on_triton.py` and `rows/triton_kernel.py` for a GPU, 11 in all. Heads that are spread over
+ranks use `rows/vocab_parallel.py` too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,19 +37,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.loss.kl_mlm_loss import kl_mlm_rows_reference
-from growkern.ops.loss.linear.heads import Head, Settings, checked_heads, settings_of
+from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference
+from growkern.ops.loss.linear.heads import (
+    Head,
+    Settings,
+    as_arguments,
+    checked_heads,
+    settings_of,
+)
 from growkern.ops.loss.linear.op import anchor_of, linear_kl_mlm_op
-from growkern.ops.loss.rows.labels import check_row_weights, row_inputs
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
     LossParts,
-    Maths,
     as_teachers,
     check_options,
+    check_row_weights,
     check_vocabulary,
     outcome,
+    row_inputs,
 )
+from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.rows.vocab_parallel import refuse_sharded_reference
 
 # ---------------------------------------------------------------- reference
@@ -58,7 +71,7 @@ def linear_kl_mlm_rows_reference(
     maths: Maths,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Plain PyTorch definition: (1) in `dtype`, then the rows of `kl_mlm_loss`."""
+    """Plain PyTorch definition: (1) in `dtype`, then the reference of `kl_mlm_loss`, (R, N)."""
 
     def logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
         bias = bias_V[:vocab].to(dtype) if bias_V.numel() else None
@@ -105,10 +118,10 @@ def linear_kl_mlm_loss(
     vocab_start: int | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LossParts]:
-    """`kl_mlm_loss` of the logits ``hidden @ weight.T + bias``, which never exist all at once.
+    """`kl_mlm_loss` of the logits ``hidden @ weight.T + bias``, without holding all of them.
 
-    Options that are not listed here are those of `kl_mlm_loss`. Under autocast the student's and
-    the teachers' heads run in autocast's dtype, as `torch.nn.functional.linear` would.
+    Options that are not listed here are those of `kl_mlm_loss`. Under autocast the heads of student
+    and teachers run in autocast's dtype, as `torch.nn.functional.linear` would.
 
     Args:
         student_hidden: (..., H), float.
@@ -118,36 +131,34 @@ def linear_kl_mlm_loss(
         labels: integer token ids, (...).
         student_bias, teacher_bias: (V,), (V_k,), optional. A list may hold None.
         chunk_bytes: memory for the logits of one chunk, student and teachers together. Default:
-            rows enough that accumulating dW costs under a tenth of the chunk's GEMMs.
-        max_rows: the most rows that carry a term. Without it a GPU, which must not be asked how
-            many there are, reserves work for all N. More rows than this are an error.
-        vocab_tile: columns per tile of the vocabulary, for when chunks of whole rows need too much
-            memory: logits are then computed twice, first for the rows' sums, then for the
-            gradient (three times for "reverse" and "jsd"). Default: whole rows, unless
-            ``chunk_bytes`` holds fewer than 32 of them.
-        logits_dtype: what logits are computed and kept in. Default: float32, float64 for float64
-            inputs and, beside a teacher, for float32 ones where float64 GEMMs are fast: a CPU, an
-            A100, H100, H200 or B200. Their KL gradient is then within 1e-5 of exact at 1 % drift,
-            where float32 logits leave 7e-5, for up to 1.4 times the time on a CPU
+            enough rows that accumulating dW takes under a tenth of the time of the chunk's GEMMs.
+        max_rows: the largest number of rows with a term; more are an error. Without it a GPU
+            reserves work for all N rows, because reading their number would make it wait.
+        vocab_tile: columns per tile of the vocabulary, if chunks of whole rows need too much
+            memory. Logits are then computed twice, for the rows' sums and for the gradient (three
+            times for "reverse" and "jsd"). Default: whole rows, unless ``chunk_bytes`` holds fewer
+            than 32 of them.
+        logits_dtype: dtype of the logits. Default: float32, or float64 for float64 inputs. With a
+            teacher, float32 inputs get float64 logits too where float64 GEMMs are fast: on a CPU,
+            an A100, H100, H200 or B200. The KL gradient is then within 1e-5 of exact at 1 % drift
+            instead of 7e-5. It takes up to 1.4 times the time on a CPU
             (`python -m bench.bench_linear_kl_mlm_loss` has both) and twice the memory of a chunk.
-            Elsewhere it has to be asked for.
-        group, vocab_start: as `kl_mlm_loss`, with slices of the rows of every head and whole hidden
-            states. The gradient of the student's hidden states is added up over the ranks here,
-            that of its weight and bias is the slice's. Heads that are DTensors with Shard(0) on
-            a one-dimensional mesh need neither, and beside them teachers may be whole. FSDP's are
-            such DTensors too, but every rank has rows of its own: call this from the forward of a
-            module that `fully_shard` wraps, where the head is whole.
-        backend: "reference", "cpu", "triton" or "cuda" (CUDA C++ for sm_90 and later, on request
-            only: not measured yet). Default: what fits the device.
+        group, vocab_start: as in `kl_mlm_loss`, with slices of the rows of every head and whole
+            hidden states. The gradient of the student's hidden states is summed over the ranks;
+            that of its weight and bias belongs to the slice. Heads that are DTensors with Shard(0)
+            on a one-dimensional mesh need neither argument, and teachers beside them may be whole.
+            FSDP's heads are such DTensors, but every rank has rows of its own: call the loss from
+            the forward of a module that `fully_shard` wraps, where the head is whole.
+        backend: as in `kl_mlm_loss`.
 
     Returns:
-        As `kl_mlm_loss`. Gradients reach hidden states, weight and bias as far as each requires
-        one: a frozen head or trunk costs no GEMM.
+        As `kl_mlm_loss`. Hidden states, weight and bias get a gradient if they require one: a
+        frozen head or trunk costs no GEMM.
 
     Raises:
-        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad; on
-            a CPU also a label outside the vocabulary, or other rows on other ranks of the group,
-            which a GPU asserts without waiting.
+        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad. On
+            a CPU also a label outside the vocabulary, or different rows on the ranks of the group;
+            a GPU asserts those without waiting.
     """
     hiddens = as_teachers(teacher_hidden, alpha)
     options = check_options(
@@ -159,14 +170,14 @@ def linear_kl_mlm_loss(
         (student_hidden, student_weight, student_bias), hiddens, teacher_weight, teacher_bias,
         (group, vocab_start, vocab_size),
     )  # fmt: skip
-    chosen = choose_backend(backend, labels.device, library=False)
+    chosen = choose_backend(backend, labels.device)
     refuse_sharded_reference(chosen, shard.group)
     vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
     rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
     settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen)
-    loss, rows_SN = linear_loss_and_rows(student, teachers, rows, settings)
-    return outcome(loss, rows_SN, rows[1], options, labels.shape)
+    loss, rows_RN = linear_loss_and_rows(student, teachers, rows, settings)
+    return outcome(loss, rows_RN, rows[1], options, labels.shape)
 
 
 def linear_loss_and_rows(
@@ -175,14 +186,28 @@ def linear_loss_and_rows(
     rows: tuple[Tensor, Tensor, Tensor],
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
+    """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
     if settings.backend == "reference":
-        labels_N, kind_N, weight_WN = rows
-        rows_SN = linear_kl_mlm_rows_reference(
-            student, teachers, labels_N, kind_N, settings.sizes[0], Maths(*settings.maths),
-            settings.logits_dtype,
-        ).to(weight_WN.dtype)  # fmt: skip
-        loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
-        return loss_N if settings.per_row else loss_N.sum(), rows_SN
+
+        def terms_of(some: slice) -> Tensor:
+            heads = [(x[some], weight, bias) for x, weight, bias in (student, *teachers)]
+            return linear_kl_mlm_rows_reference(
+                heads[0], heads[1:], rows[0][some], rows[1][some], settings.sizes.vocab,
+                settings.maths, settings.logits_dtype,
+            )  # fmt: skip
+
+        return reference_loss(terms_of, rows[2], settings)
     flat = [x for teacher in teachers for x in teacher]
-    loss, rows_SN, *_ = linear_kl_mlm_op(list(student), flat, *rows, anchor_of(student), *settings)
-    return loss, rows_SN
+    arguments = (*rows, anchor_of(student), *as_arguments(settings))
+    loss, rows_RN, *_ = linear_kl_mlm_op(list(student), flat, *arguments)
+    return loss, rows_RN
+
+
+def reference_loss(
+    terms_of: Callable[[slice], Tensor], weight_WN: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """The loss and the rows' terms, from a function that gives the terms of a slice of rows."""
+    W, N = weight_WN.shape
+    rows_RN = in_row_blocks(terms_of, N, settings.sizes.vocab).to(weight_WN.dtype)
+    loss_N = (weight_WN * rows_RN[:W]).sum(0)
+    return loss_N if settings.per_row else loss_N.sum(), rows_RN

@@ -1,32 +1,84 @@
-"""The GEMMs of the linear loss: narrow factors, wide sums, and no wide copy of a head.
+"""Matrix products of the linear loss, the sums of its gradients, and the size of a chunk.
+
+Factors may be narrower than the sums, and no wide copy of a head is made. On a CPU with AVX-512 the
+compiled library multiplies such factors (`csrc/cpu/gemm.h`). Elsewhere a head is converted a few
+rows at a time.
 
 Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: C rows of one
-chunk, H width, V vocabulary.
+chunk, H width, V vocabulary; M, K and N, rows, depth and columns of any product.
 """
 
-from collections.abc import Iterator
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.linear.gemm_compiled import gemm_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear.heads import Sizes
+from growkern.ops.loss.rows.vocab_parallel import add_up
 
-# of the head, upcast at a time. In a CPU's cache it costs 10 % of the GEMM, through memory 60 %; a
-# GPU needs tiles that fill it
+# bytes of a head that are converted at a time. On a CPU this costs 10 % of the GEMM if the piece
+# stays in cache, 60 % through memory. A GPU needs pieces large enough to fill it
 TILE_BYTES, GPU_TILE_BYTES = 4 << 20, 256 << 20
+
+# GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
+# 4 TB/s). For a CPU: 100 GFLOP/s beside 6 GB/s of read-modify-write on two cores, and twice the
+# GFLOP/s in bfloat16
+BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8, ("cpu", 2): 28}
+CPU_BALANCE = 16
+
+# chunks of fewer rows than this waste the GEMMs: it is better to cut the vocabulary
+LEAST_ROWS = 32
+
+AVX512, AVX512_BF16 = (native.ISA_NAMES.index(f"AVX-512{rest}") for rest in ("", " with bfloat16"))
+
+# ------------------------------------------------------------------------- sizes
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
-    """What dlogits are rounded to for dX and dW: the inputs' own dtype, if it has a GEMM here."""
+    """The dtype to which dlogits are rounded for dX and dW.
+
+    It is the dtype of the inputs, or wider on a CPU without a GEMM for it.
+    """
     if x.device.type == "cpu" and (x.dtype != torch.bfloat16 or not has_bfloat16()):
         return acc_torch_dtype(x)
     return x.dtype
 
 
+def chunk_size(
+    rows: int, head_widths: Sequence[int], x: Tensor, element: int, sizes: Sizes
+) -> tuple[int, int]:
+    """Rows per chunk and columns per tile (0: all).
+
+    A chunk has as many rows as `chunk_bytes` holds, or enough to make accumulating dW cheap. A
+    chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
+    second takes under a tenth of the time of the first from C = 80 H balance / (6 H + 2 sum H_k)
+    on. `element` is the size of a logit in bytes.
+    """
+    H, *others = head_widths
+    balance = BALANCE.get((x.device.type, gemm_dtype(x).itemsize), CPU_BALANCE)
+    size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
+    tile = sizes.vocab_tile or sizes.columns
+    held = sizes.chunk_bytes // (element * len(head_widths))  # logits of each head
+    if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
+        size = max(1, held // tile)
+    elif held:
+        size = min(size, max(LEAST_ROWS, math.isqrt(held)))
+        tile = max(1, held // min(size, rows))
+    n_chunks = -(-max(rows, 1) // size)
+    return max(1, -(-rows // n_chunks)), tile if tile < sizes.columns else 0
+
+
+# ---------------------------------------------------------------------- products
+
+
 def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
-    """(1) into `z_CV`, accumulated and left in its dtype."""
+    """Write (1) to `z_CV`, computed in its dtype. A bias without elements is none."""
     if x_CH.is_cuda and x_CH.element_size() == 2 and z_CV.dtype == torch.float32:
         torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
     elif _in_library(weight_VH, z_CV):
@@ -40,7 +92,7 @@ def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> No
 
 
 def add_dx(dz_CV: Tensor, weight_VH: Tensor, dx_CH: Tensor) -> None:
-    """dX of (2), added to `dx_CH`."""
+    """Add dX of (2) to `dx_CH`."""
     if not dx_CH.is_cpu:
         torch.addmm(dx_CH, dz_CV, weight_VH, **_out_dtype(dz_CV, dx_CH), out=dx_CH)
     elif _in_library(weight_VH, dx_CH):
@@ -51,12 +103,12 @@ def add_dx(dz_CV: Tensor, weight_VH: Tensor, dx_CH: Tensor) -> None:
 
 
 def add_dw(dz_CV: Tensor, x_CH: Tensor, dw_VH: Tensor, *, fresh: bool) -> None:
-    """dW of (2), added to `dw_VH`, or written over it if `fresh`."""
+    """Add dW of (2) to `dw_VH`; if `fresh`, write it over whatever is there."""
     if _in_library(x_CH, dw_VH):
         gemm_cpu(dz_CV.t(), x_CH, dw_VH, add=not fresh)
         return
     x_CH = x_CH.to(dw_VH.dtype) if dw_VH.is_cpu else x_CH
-    beta = 0 if fresh else 1  # 0: not even a NaN of `dw_VH` is read
+    beta = 0 if fresh else 1  # 0: even a NaN in `dw_VH` is not read
     torch.addmm(dw_VH, dz_CV.t(), x_CH, beta=beta, **_out_dtype(dz_CV, dw_VH), out=dw_VH)
 
 
@@ -69,7 +121,7 @@ def _out_dtype(factor: Tensor, total: Tensor) -> dict[str, Any]:
 
 
 def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The head in `dtype`, a few rows at a time unless it already is."""
+    """The head in `dtype`: whole if it already is in it, else a few rows at a time."""
     V, H = weight_VH.shape
     if weight_VH.dtype == dtype:
         yield slice(0, V), weight_VH
@@ -80,3 +132,136 @@ def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
     for start in range(0, V, size):
         tile = slice(start, min(V, start + size))
         yield tile, buffer[: tile.stop - start].copy_(weight_VH[tile])
+
+
+# -------------------------------------------------------------------------- sums
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` itself if it is of that dtype, else fresh memory of its shape."""
+    if x.dtype == dtype:
+        return x
+    fresh = torch.empty_like(x, dtype=dtype)
+    native.advise_huge_pages(fresh)
+    return fresh
+
+
+class GradientSums:
+    """Sums dX, dW and db of (2) over chunks; dW and db in float32 or wider.
+
+    Chunks bring columns 0 .. vocab - 1 of dW and db; the other columns are 0.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], vocab: int, padded: bool) -> None:
+        self.grads, self.first_chunk = grads, True
+        dx, *by_column = grads
+        self.wanted = any(grad is not None for grad in grads)
+        self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
+        self.dw, self.db = (x if x is None else _in_dtype(x, acc_torch_dtype(x)) for x in by_column)
+        # the first chunk writes the rest: clearing 94 MiB would take as long as adding a chunk
+        for total in (self.dw, self.db):
+            if total is not None:
+                total[vocab:].zero_()
+        self.dx_CH: Tensor | None = None
+
+    def add(self, dz_CV: Tensor, x_CH: Tensor, weight_VH: Tensor, columns: slice) -> None:
+        acc = acc_torch_dtype(x_CH)
+        if self.dx is not None:
+            if self.dx_CH is None:
+                self.dx_CH = x_CH.new_zeros(x_CH.shape, dtype=acc)
+            add_dx(dz_CV, weight_VH[columns], self.dx_CH)
+        if self.dw is not None:
+            add_dw(dz_CV, x_CH, self.dw[columns], fresh=self.first_chunk)
+        if self.db is not None:
+            db = dz_CV.sum(0, dtype=acc)
+            self.db[columns] = db if self.first_chunk else db.add_(self.db[columns])
+
+    def store_rows(self, rows_C: Tensor, group: str, unscale: Tensor | None) -> None:
+        """Store dX of rows whose tiles have all been added, summed over the ranks of `group`."""
+        self.first_chunk = False
+        if self.dx is None or self.dx_CH is None:
+            return
+        if group:
+            add_up(self.dx_CH, group)
+        dx_CH = self.dx_CH if unscale is None else self.dx_CH * unscale
+        self.dx.index_copy_(0, rows_C, dx_CH.to(self.dx.dtype))
+        self.dx_CH = None
+
+    def store(self, unscale: Tensor | None) -> None:
+        """Round the sums to the memory of the gradients."""
+        dx, *by_column = self.grads
+        if dx is not None and self.dx is not None and self.dx is not dx:
+            dx.copy_(self.dx[:-1])
+        for total, grad in zip((self.dw, self.db), by_column, strict=True):
+            if total is None or grad is None:
+                continue
+            if unscale is not None:
+                total *= unscale
+            if total is not grad:
+                grad.copy_(total)
+
+
+# -------------------------------------------------------------- compiled library
+
+_SIZES = ("m", "n", "k", "a_m", "a_k", "b_k", "b_n", "c_m")
+_NUMBERS = ("a_type", "b_type", "product", "add", "threads", "isa")
+
+
+class GemmArgs(ctypes.Structure):
+    """struct GemmArgs of `csrc/cpu/gemm.h`."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in "abc"]
+        + [(name, ctypes.c_int64) for name in _SIZES]
+        + [(name, ctypes.c_int32) for name in _NUMBERS]
+    )
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16, at twice the rate of float32."""
+    return AVX512_BF16 in native.available_isas()
+
+
+def multiplies(factor: torch.dtype, total: torch.dtype) -> bool:
+    """Whether the library multiplies such factors into sums of the wider dtype `total`.
+
+    It has no products of equal dtypes: PyTorch's BLAS is as fast there.
+    """
+    narrow = factor in (torch.float16, torch.bfloat16, torch.float32) and factor != total
+    wide = total in (torch.float32, torch.float64)
+    return narrow and wide and AVX512 in native.available_isas()
+
+
+def gemm_cpu(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
+    """Write ``a @ b`` to `out_MN`, or add it; for dtypes that `multiplies` names.
+
+    Two bfloat16 tensors are multiplied by the processor's own instructions if it has them. All
+    other products are computed in the dtype of `out_MN`.
+
+    Raises:
+        MemoryError: there is no memory for the packed factors.
+    """
+    lib = native.loaded()
+    assert lib is not None
+    a_MK, b_KN = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
+    own = has_bfloat16() and a_MK.dtype == b_KN.dtype == torch.bfloat16
+    own = own and out_MN.dtype == torch.float32
+    (m, n), (a_m, a_k), (b_k, b_n) = out_MN.shape, a_MK.stride(), b_KN.stride()
+    args = GemmArgs(
+        a=a_MK.data_ptr(),
+        b=b_KN.data_ptr(),
+        c=out_MN.data_ptr(),
+        **{"m": m, "n": n, "k": a_MK.shape[1], "c_m": out_MN.stride(0)},
+        **{"a_m": a_m, "a_k": a_k, "b_k": b_k, "b_n": b_n},
+        a_type=native.TYPES[a_MK.dtype],
+        b_type=native.TYPES[b_KN.dtype],
+        product=native.TYPES[torch.bfloat16 if own else out_MN.dtype],
+        add=add,
+        threads=torch.get_num_threads(),
+        isa=lib.growkern_best_isa(),
+    )
+    status = lib.growkern_gemm(ctypes.byref(args))
+    if status == 1:
+        raise MemoryError("no memory for the packed factors of a matrix product")
+    if status:
+        raise RuntimeError("this processor has no instructions for such a matrix product")

@@ -1,4 +1,4 @@
-"""What the linear loss is called with: the heads of everybody, checked, and its limits.
+"""Arguments of the linear loss: the checked heads of student and teachers, and its settings.
 
 Shape letters used in this file: N rows, H width, V vocabulary, K teachers.
 """
@@ -12,38 +12,57 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.loss.rows.options import Options
+from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.rows.vocab_parallel import Shard, check_shard, is_dtensor, local, shard_of
 
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
-# compute capabilities of GPUs with float64 GEMMs half as fast as float32 ones or faster, from data
-# sheets: A100, H100 and H200, B200. On others they take 32 or 64 times as long
+# compute capabilities of GPUs whose float64 GEMMs have at least half the speed of float32 ones,
+# from data sheets: A100, H100 and H200, B200. On other GPUs they take 32 or 64 times as long
 FAST_FLOAT64 = frozenset({(8, 0), (9, 0), (10, 0)})
 
 
 class Sizes(NamedTuple):
-    """The vocabulary, and what bounds the memory of a call: 0 for what is not limited."""
+    """The vocabulary, and the limits on the memory of a call (0: no limit)."""
 
     vocab: int  # columns from here on are padding
-    columns: int  # about as many, but the same on all ranks of a group
+    columns: int  # about `vocab`, but the same on all ranks of a group
     chunk_bytes: int = 0
     max_rows: int = 0
     vocab_tile: int = 0
-    start: int = 0  # the first column here among those of all ranks
+    start: int = 0  # the first column here, counted over all ranks
     total: int = 0  # columns of all ranks
 
 
 class Settings(NamedTuple):
-    """All of a call that is not a tensor, in the order of the custom op's arguments."""
+    """The arguments of a call that are no tensors.
 
-    sizes: Sequence[int]  # `Sizes`
-    maths: Sequence[float]  # `Maths`
+    A custom op takes only plain lists: `as_arguments` makes those, and `from_arguments` gives the
+    names back.
+    """
+
+    sizes: Sizes
+    maths: Maths
     parts: bool
-    per_row: bool  # the loss of every row, and no gradient yet
-    want: Sequence[bool]  # dX, dW, db
+    per_row: bool  # return the loss of every row, and no gradient yet
+    want: Sequence[bool]  # whether dX, dW and db are wanted
     logits_dtype: torch.dtype
-    group: str  # of the ranks that hold the other columns; "": none
+    group: str  # name of the process group with the other columns; "": none
     backend: str
+    drop_tail: bool = False  # of the top-k loss: tail="renormalise"
+
+
+def as_arguments(settings: Settings) -> list[Any]:
+    """The arguments of a custom op: sizes, maths, switches, want, logits_dtype, group, backend."""
+    sizes, maths, parts, per_row, want, *others, drop_tail = settings
+    return [list(sizes), list(maths), [parts, per_row, drop_tail], want, *others]
+
+
+def from_arguments(arguments: Sequence[Any]) -> Settings:
+    """The inverse of `as_arguments`."""
+    sizes, maths, (parts, per_row, drop_tail), want, dtype, group, backend = arguments
+    numbers = Sizes(*sizes), Maths(*maths)
+    return Settings(*numbers, parts, per_row, want, dtype, group, backend, drop_tail)
 
 
 def _checked(limits: dict[str, int | None]) -> dict[str, int]:
@@ -61,21 +80,25 @@ def settings_of(
     limits: dict[str, int | None],
     logits_dtype: torch.dtype | None,
     backend: str,
-    *more: float,
+    drop_tail: bool = False,
 ) -> Settings:
-    """What the custom op is called with; `more` follows the numbers of `Maths`."""
+    """The settings of a call; `limits` are chunk_bytes, max_rows and vocab_tile.
+
+    Raises:
+        GrowthError: a limit is no positive integer, or the logits' dtype does not fit.
+    """
     total = shard.vocab or vocab
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     logits_dtype = check_logits_dtype(logits_dtype, student[0], bool(options.teacher_weights))
     return Settings(
-        list(sizes), [*options.maths, *more], options.parts, options.reduction == "none", want,
-        logits_dtype, shard.group, backend,
+        sizes, options.maths, options.parts, options.reduction == "none", want, logits_dtype,
+        shard.group, backend, drop_tail,
     )  # fmt: skip
 
 
 def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:
-    """The slice of the vocabulary that is here: as DTensors say, or group, start, vocab_size."""
+    """The slice of the vocabulary on this rank, from DTensors or from group, start, vocab_size."""
     group, start, vocab_size = given
     if not any(is_dtensor(x) for x in weights):
         return check_shard(group, start, vocab_size)
@@ -84,12 +107,12 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
     if not is_dtensor(weights[0]):
         raise GrowthError(
             "a teacher's head is a DTensor and the student's is not: cut the student's as well, or "
-            "give the teacher's full_tensor()"
+            "pass the teacher's full_tensor()"
         )
     group, start, V = shard_of(weights[0])
     if any(shard_of(x)[1] != start for x in weights if is_dtensor(x)):
         raise GrowthError(
-            f"heads of {[len(x) for x in weights]} rows are cut at different ones: pad all to one "
+            f"heads of {[len(x) for x in weights]} rows are cut at different rows: pad all to one "
             "size"
         )
     return check_shard(group, start, vocab_size or V)
@@ -98,7 +121,7 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
 def check_logits_dtype(
     asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
 ) -> torch.dtype:
-    """The dtype logits are computed and kept in; labels alone lose no digits in the least one."""
+    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits."""
     least = acc_torch_dtype(student_NH)
     if asked not in (None, least, torch.float64):
         raise GrowthError(
@@ -106,14 +129,14 @@ def check_logits_dtype(
             f"got {asked}"
         )
     if asked is None and has_teacher and least == student_NH.dtype:
-        # a GEMM in float32 leaves 8e-5 in the KL gradient at 1 % drift, one in float64 under 1e-5
+        # error of the KL gradient at 1 % drift: 8e-5 after a GEMM in float32, under 1e-5 in float64
         asked = torch.float64 if _has_fast_float64(student_NH.device) else None
     return asked or least
 
 
 @torch.compiler.assume_constant_result
 def _has_fast_float64(device: torch.device) -> bool:
-    """A graph that is being traced cannot ask a GPU what it is, so that it counts as a constant."""
+    """Whether float64 GEMMs are fast. A traced graph cannot query the GPU: it gets a constant."""
     if device.type == "cpu":
         return True
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
@@ -127,9 +150,14 @@ def checked_heads(
     biases: Any,
     sharding: tuple[Any, int | None, int | None],
 ) -> tuple[list[Head], Shard]:
-    """Checked (hidden (N, H), weight, bias) of the student and each teacher, as autocast casts.
+    """Checked (hidden (N, H), weight, bias) of the student and of each teacher, and the slice.
 
-    Of sharded heads, what this rank holds; `sharding` is group, vocab_start and vocab_size.
+    Under autocast they have its dtype. Sharded heads give this rank's rows. `sharding` is group,
+    vocab_start and vocab_size.
+
+    Raises:
+        GrowthError: shapes, dtypes, devices or slices that do not fit, or a teacher that requires
+            grad.
     """
     K = len(hiddens)
     named = []
@@ -152,7 +180,7 @@ def checked_heads(
     heads: list[Head] = []
     for name, *given in named:
         if is_dtensor(student[1]) and not is_dtensor(given[1]):
-            # a teacher that every rank has whole
+            # every rank has the whole teacher
             columns = slice(shard.start, shard.start + len(local(student[1])))
             given = [given[0], *(x if x is None else x[columns] for x in given[1:])]
         hidden, weight, bias = (local(x) for x in given)

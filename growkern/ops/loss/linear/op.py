@@ -1,21 +1,201 @@
-"""The custom op of the linear loss, its gradients and their refusal to be differentiated again.
+"""The custom op of the linear loss: one sweep over its live rows, chunk by chunk, and autograd.
 
-Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, H
-width, V vocabulary, K teachers, W = 1 + K terms, S statistics per row.
+Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
+rows (on a GPU: places for them), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K
+terms, T = 2 W numbers of a row that `terms` gives, S numbers of its state.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch.nn import functional as F
 
+from growkern.errors import GrowthError
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.loss.linear.heads import Settings
-from growkern.ops.loss.linear.sweep import Chunk, sweep
-from growkern.ops.loss.rows.options import refuse_second_derivative
+from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
+from growkern.ops.loss.linear.heads import Settings, as_arguments, from_arguments
+from growkern.ops.loss.rows.op import ROW_FUNCTIONS, refuse_second_derivative
+from growkern.ops.loss.rows.state import (
+    Rows,
+    Steps,
+    n_numbers,
+    needs_second_reading,
+    read_slices,
+    terms,
+)
 
-# ----------------------------------------------------------------------- op
+# ------------------------------------------------------------------------- chunk
+
+
+def may_ask(device: torch.device) -> bool:
+    """Whether the number of live rows may be read: on a GPU that would wait for the stream."""
+    return device.type == "cpu"
+
+
+def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
+    """Indices of the rows with a term, (R,), and R. The index N marks an unused place.
+
+    On a GPU their number is not read: a prefix sum puts them into `max_rows` (or N) places.
+
+    Raises:
+        GrowthError: on a CPU, more rows than `max_rows` have a term. A GPU asserts it.
+    """
+    N = kind_N.numel()
+    live_N = kind_N > 0
+    if may_ask(kind_N.device):
+        rows_R = live_N.nonzero().squeeze(1)
+        if max_rows and rows_R.numel() > max_rows:
+            raise GrowthError(
+                f"{rows_R.numel()} rows have a term, max_rows={max_rows}: raise max_rows"
+            )
+        return rows_R, rows_R.numel()
+    R = min(max_rows, N) if max_rows else N
+    place_N = live_N.cumsum(0) - 1
+    if max_rows:
+        torch._assert_async(live_N.sum() <= R, "more rows have a term than max_rows")
+    # the place behind the last one takes the rows without a term
+    rows_R = torch.full((R + 1,), N, dtype=torch.int64, device=kind_N.device)
+    place_N = torch.where(live_N, place_N.clamp(max=R), R)
+    rows_R.scatter_(0, place_N, torch.arange(N, device=kind_N.device))
+    return rows_R[:R], R
+
+
+class Chunk:
+    """Some rows of all heads, whose logits are computed tile by tile.
+
+    `memory` has, per head, a flat tensor for logits of `shape` and one more number.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[Sequence[Tensor]],
+        rows_C: Tensor,
+        row_inputs: Sequence[Tensor],
+        settings: Settings,
+        memory: Sequence[Tensor],
+        shape: tuple[int, int],
+    ) -> None:
+        # an unused place reads the last row
+        self.source_C = rows_C.clamp(max=len(heads[0][0]) - 1)
+        self.hidden = [head[0].index_select(0, self.source_C) for head in heads]
+        self.heads, self.settings = heads, settings
+        self.labels_C, self.kind_C, self.drows_WC = row_inputs
+        # a tile takes the first columns of every row of its buffer
+        self.buffers = [flat[:-1].view(shape)[: len(rows_C)] for flat in memory]
+        self.computed: slice | None = None  # the columns that the buffers hold
+
+    def tile(self, columns: slice) -> Rows:
+        """The logits of some columns, computed unless the buffers still hold them."""
+        logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
+        if self.computed != columns:
+            for x_CH, (_, weight, bias), z_CV in zip(self.hidden, self.heads, logits, strict=True):
+                project(x_CH, weight[columns], bias[columns], z_CV)
+            self.computed = columns
+        z_CV, *teachers_CV = logits
+        labels_C = self.labels_C - columns.start
+        V = z_CV.shape[1]
+        maths, parts = self.settings.maths, self.settings.parts
+        return Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, parts)
+
+    def place(self, z_CV: Tensor) -> Tensor:
+        """Where the gradient overwrites the logits: a narrower one takes the start of each row."""
+        dtype = gemm_dtype(self.hidden[0])
+        return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
+
+    def read(self, tiles: Sequence[slice], wanted: bool) -> None:
+        """Fill the state; if `wanted`, `write` does it for whole rows, with the gradient."""
+        K, group = len(self.heads) - 1, self.settings.group
+        self.run = ROW_FUNCTIONS[self.settings.backend]
+        self.state_SC = self.buffers[0].new_empty(n_numbers(K), len(self.kind_C))
+        whole = len(tiles) == 1 and not group
+        second = needs_second_reading(K, self.settings.maths)
+        self.steps = Steps(sums=whole, diverge=whole and second)
+        if not whole:
+            read_slices(self.run, functools.partial(map, self.tile, tiles), group, self.state_SC)
+        elif not wanted:
+            self.run(self.tile(tiles[0]), self.state_SC, self.steps)
+
+    def write(self, columns: slice) -> Tensor:
+        """The gradient of some columns, in the memory of their logits."""
+        rows = self.tile(columns)
+        dz_CV = self.place(rows.student_NV)
+        self.computed = None
+        self.run(rows, self.state_SC, self.steps._replace(grad=True), self.drows_WC, dz_CV)
+        return dz_CV
+
+    def terms(self) -> Tensor:
+        """The rows' terms, (T, C), after all reading and writing."""
+        return terms(self.state_SC, self.kind_C, self.settings.maths, self.settings.parts)
+
+
+# ------------------------------------------------------------------------- sweep
+
+
+def sweep(
+    heads: Sequence[Sequence[Tensor]],
+    row_inputs: Sequence[Tensor],
+    settings: Settings,
+    grads: Sequence[Tensor | None],
+    make_chunk: Callable[..., Chunk] = Chunk,
+) -> Tensor:
+    """Return the terms of all rows, (T, N), and fill `grads`: dX (zeros on entry), dW and db.
+
+    Args:
+        heads: (hidden, weight, bias) of the student and of each teacher.
+        row_inputs: labels (N,), kinds (N,) and term weights (W, N).
+        settings: of the call.
+        grads: memory for each gradient, or None if it is not wanted.
+        make_chunk: `Chunk` or a subclass.
+    """
+    labels_N, kind_N, weight_WN = row_inputs
+    x_NH, (W, N) = heads[0][0], weight_WN.shape
+    sizes = settings.sizes
+    rows_R, R = live_rows(kind_N, sizes.max_rows)
+    widths = [head[0].shape[1] for head in heads]
+    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
+    vocab = sizes.vocab
+    size = size or max(vocab, 1)
+    tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
+    shape = (min(C, R), tiles[0].stop)
+    memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
+    for flat in memory:
+        advise_huge_pages(flat)
+    sums = GradientSums(grads, vocab if R else 0, not may_ask(x_NH.device))
+    # an unused place reads row N, of kind 0, and writes there
+    weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
+    padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
+    terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
+    for rows_C in rows_R.split(C) if R else ():
+        inputs_C = [x[..., rows_C] for x in padded]
+        chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
+        chunk.read(tiles, sums.wanted)
+        # backwards, as the buffers still hold the logits of the last tile
+        for columns in reversed(tiles) if sums.wanted else ():
+            sums.add(chunk.write(columns), chunk.hidden[0], heads[0][1], columns)
+        terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
+        sums.store_rows(rows_C, settings.group, unscale)
+    sums.store(unscale)
+    return terms_TP[:, :N]
+
+
+def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Row weights times a power of two, for float16 gradients, and the inverse factor.
+
+    float16 has no numbers under 6e-8. A row's gradient is at most its weight and, beside a close
+    teacher, 1e-6 of it: weights near 2^12 keep both inside float16. The float32 sums are multiplied
+    by the inverse.
+    """
+    if dtype != torch.float16:
+        return weight_WN, None
+    power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
+    return weight_WN * power.exp2(), (-power).exp2()
+
+
+# ---------------------------------------------------------------------------- op
 
 
 @library.custom_op("growkern::linear_kl_mlm", mutates_args=())
@@ -28,19 +208,19 @@ def linear_kl_mlm_op(
     anchor: Tensor,
     sizes: list[int],
     maths: list[float],
-    parts: bool,
-    per_row: bool,
+    switches: list[bool],
     want: list[bool],
     logits_dtype: torch.dtype,
     group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, rows, dX, dW, db. Heads are (hidden, weight, bias), a missing bias has no elements.
+    """Loss, terms of the rows, dX, dW, db.
 
-    `want` asks for dX, dW, db; what is not wanted comes back empty. `per_row` gives the loss of
-    every row and no gradient. `anchor` is `anchor_of` of the student.
+    Heads are (hidden, weight, bias); a missing bias has no elements. A gradient that is not wanted
+    comes back empty. With `per_row` the loss is that of every row, and there is no gradient.
+    `anchor` is `anchor_of` of the student. After it come the arguments of `as_arguments`.
     """
-    settings = Settings(sizes, maths, parts, per_row, want, logits_dtype, group, backend)
+    settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
     heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
     return swept(heads, (labels_N, kind_N, weight_WN), settings)
 
@@ -51,7 +231,7 @@ def swept(
     settings: Settings,
     make_chunk: Callable[..., Chunk] = Chunk,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, rows, dX, dW, db of one sweep over `heads`, the student's first."""
+    """The outputs of the op, from one sweep over `heads`, the student's first."""
     labels_N, _, weight_WN = row_inputs
     outputs = cleared_outputs(heads[0], weight_WN, settings.per_row, settings.want)
     loss, rows_SN, *grads = outputs
@@ -72,7 +252,7 @@ def empty_outputs(
     W, N = weight_WN.shape
     loss = weight_WN.new_empty((N,) if per_row else ())
     rows_SN = weight_WN.new_empty(2 * W, N)
-    # a loss scaler acts in backward: until then float16 gradients would fall under 6e-8
+    # a loss scaler multiplies in backward: until then float16 gradients would fall under 6e-8
     dtype = weight_WN.dtype if student[0].dtype == torch.float16 else student[0].dtype
     dx, dw, db = (
         torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -84,7 +264,7 @@ def empty_outputs(
 
 
 def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`empty_outputs`, but for dW and db, which a sweep writes whole, filled with zeros."""
+    """`empty_outputs` filled with zeros, except dW and db: a sweep writes those whole."""
     outputs = empty_outputs(*arguments)
     loss, rows_SN, dx, dw, _ = outputs
     advise_huge_pages(dw)
@@ -94,19 +274,19 @@ def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 @linear_kl_mlm_op.register_fake
-def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *settings) -> tuple:
-    _, _, _, per_row, want, *_ = settings
-    return empty_outputs(student, weight_WN, per_row, want)
+def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
+    settings = from_arguments(arguments)
+    return empty_outputs(student, weight_WN, settings.per_row, settings.want)
 
 
 @library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
 def linear_kl_mlm_backward_op(
     dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The gradients of forward times the incoming scalar: new tensors, so it can run twice.
+    """The gradients of forward times the incoming scalar: new tensors, so backward can run twice.
 
-    `anchor` ties them to the student under create_graph, so that a second derivative is refused
-    and not silently zero.
+    `anchor` connects them to the student under create_graph, so that a second derivative is refused
+    instead of being zero.
     """
     scaled = [torch.empty_like(grad) for grad in grads]
     for x, grad in zip(scaled, grads, strict=True):
@@ -124,17 +304,18 @@ def _(dloss, grads, anchor, dtype) -> list:
 
 
 def anchor_of(student: Sequence[Tensor]) -> Tensor:
-    """No elements, but a function of the whole student: saved for backward it holds no memory."""
+    """A tensor without elements that depends on the whole student: saving it takes no memory."""
     return torch.cat([x[:0].reshape(0) for x in student])
 
 
 def setup_context(ctx, inputs, output) -> None:
-    student, teachers, labels_N, kind_N, weight_WN, anchor, *settings = inputs
+    """Save the inputs of `backward_of`."""
+    student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments = inputs
     _, rows_SN, *grads = output
     ctx.mark_non_differentiable(rows_SN, *grads)
     ctx.set_materialize_grads(False)
     ctx.n_teachers, ctx.dtype = len(teachers), student[0].dtype
-    ctx.settings = Settings(*settings)
+    ctx.settings, ctx.n_arguments = from_arguments(arguments), len(arguments)
     if ctx.settings.per_row:
         ctx.save_for_backward(anchor, labels_N, kind_N, weight_WN, *student, *teachers)
     else:
@@ -142,10 +323,10 @@ def setup_context(ctx, inputs, output) -> None:
 
 
 def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """The backward of `op`: what forward has found, or, for losses per row, another sweep."""
+    """The backward of `op`: the gradients from forward, or for losses per row another sweep."""
 
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        none = [None] * (4 + len(Settings._fields))
+        none = [None] * (4 + ctx.n_arguments)
         if dloss is None:
             return [None] * 3, [None] * ctx.n_teachers, *none
         anchor, *saved = ctx.saved_tensors
@@ -154,7 +335,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             settings = ctx.settings._replace(parts=False, per_row=False)
             with torch.no_grad():
                 rows = (labels_N, kind_N, weight_WN * dloss)
-                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *settings)
+                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
         grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
         wanted = zip(grads, ctx.settings.want, strict=True)

@@ -1,7 +1,7 @@
-"""The rows of the KL + MLM loss in CUDA C++: lays the arguments out for csrc/cuda/kl_mlm_rows.cu.
+"""The rows of the KL + MLM loss in CUDA C++: launches `csrc/cuda/kl_mlm_rows.cu`.
 
-The row stays in the shared memory of a thread-block cluster between the sums and the gradient, so
-that both cost one reading of the logits. Needs clusters: sm_90 or later. Not measured yet.
+Between the sums and the gradient the row stays in the shared memory of a thread-block cluster, so
+that both need one reading of the logits. Clusters need sm_90 or later. Not measured yet.
 
 Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of a row.
 """
@@ -15,19 +15,18 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
-from growkern.ops.loss.rows.options import Rows
-from growkern.ops.loss.rows.state import Steps
+from growkern.ops.loss.rows.state import Rows, Steps
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 THREADS = 256
 MAX_TEACHERS = 4
 CLUSTERS = (1, 2, 4, 8, 16)
-# of shared memory: what the device keeps for itself in every block
+# shared memory that the device reserves in every block
 RESERVED_BYTES = 1024
 
 
 class RowsArgs(ctypes.Structure):
-    """struct RowsArgs."""
+    """struct RowsArgs of `csrc/cuda/kl_mlm_state.h`."""
 
     _fields_ = (
         ("student", ctypes.c_void_p),
@@ -38,13 +37,13 @@ class RowsArgs(ctypes.Structure):
         ("teacher_stride", ctypes.c_int64 * MAX_TEACHERS),
         ("N", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("V", "span", "sums", "grad")),
-        *((name, ctypes.c_float) for name in ("inv_t", "cap", "teacher_cap")),
-        *((name, ctypes.c_float) for name in ("smoothing", "z_loss")),
+        *((name, ctypes.c_float) for name in ("inv_t", "softcap", "teacher_softcap")),
+        *((name, ctypes.c_float) for name in ("label_smoothing", "z_loss")),
     )
 
 
 class Plan(NamedTuple):
-    """One launch; `tensors` are those whose addresses are in `args`."""
+    """One launch; `tensors` are those with their addresses in `args`."""
 
     kernel: Kernel
     grid: Grid
@@ -53,20 +52,22 @@ class Plan(NamedTuple):
 
 
 def _span(V: int, cluster: int) -> int:
-    """Columns of a block: a multiple of 8, which is of 16 bytes in every type."""
+    """Columns of a block: a multiple of 8, so a multiple of 16 bytes in every type."""
     return -(-V // (8 * cluster)) * 8
 
 
 def shared_bytes(V: int, cluster: int, sizes: Sequence[int]) -> int:
-    """What a block of the cluster holds: its columns of every tensor, then struct Scratch."""
+    """Shared memory of a block of the cluster: its columns of every tensor, and struct Scratch."""
     K = len(sizes) - 1
     floats = THREADS // 32 * (4 + 2 * K) + 2 * (2 * (1 + K) + 1 + 4 + 2 * K)
     return _span(V, cluster) * sum(sizes) + 4 * floats
 
 
 def cluster_size(V: int, sizes: Sequence[int], limit: int) -> int:
-    """The fewest blocks that share a row of `sizes` bytes a column such that two fit on a
-    multiprocessor: one sums while the other waits for memory. Else the fewest that fit; 0: none do.
+    """The number of blocks that share a row, for tensors of `sizes` bytes a column.
+
+    The smallest number with which two blocks fit on a multiprocessor: one computes while the other
+    waits for memory. If there is none, the smallest number that fits at all, or 0.
     """
     for room in ((limit - RESERVED_BYTES) // 2, limit):
         for cluster in CLUSTERS:
@@ -78,9 +79,12 @@ def cluster_size(V: int, sizes: Sequence[int], limit: int) -> int:
 def refusal(
     student_NV: Tensor, teachers_NV: Sequence[Tensor], vocab: int, beta: float, limit: int
 ) -> str:
-    """Why the kernel cannot take these rows, given the shared memory of a block; empty: it can."""
+    """Why the kernel cannot process these rows; empty if it can.
+
+    `limit` is the shared memory of a block in bytes.
+    """
     if beta != 0:
-        return "does the forward divergence only"
+        return "has the forward divergence only"
     if len({x.dtype for x in teachers_NV}) > 1:
         return "takes teachers of one dtype"
     if any(x.dtype not in TYPES for x in (student_NV, *teachers_NV)):
@@ -95,12 +99,12 @@ def refusal(
 
 
 def rows_kernel(macros: dict[str, str | int]) -> Kernel:
-    # what is below 1e-38 does not count; to keep it costs three instructions for each exp
+    # numbers below 1e-38 become 0: keeping them costs three instructions per exp
     return Kernel("kl_mlm_rows", tuple(macros.items()), ("--ftz=true",))
 
 
 def _place(x_NV: Tensor) -> tuple[int, int]:
-    """Where rows begin, and how far they are apart, in bytes."""
+    """Address of the first row and distance between rows, in bytes."""
     return x_NV.data_ptr(), x_NV.stride(0) * x_NV.element_size()
 
 
@@ -112,9 +116,9 @@ def plan(
     dstudent_NV: Tensor | None,
     limit: int,
 ) -> Plan:
-    """What `rows_on_cuda` launches where a block may have `limit` bytes of shared memory."""
+    """The launch of `rows_on_cuda` where a block may have `limit` bytes of shared memory."""
     _, _, labels_N, kind_N, vocab, maths, parts = rows
-    # a kernel in Triton takes them in any integer type
+    # the Triton kernel takes any integer type, this one does not
     labels_N, kind_N = labels_N.long().contiguous(), kind_N.int().contiguous()
     student_NV, *teachers_NV = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
@@ -124,7 +128,6 @@ def plan(
     room = shared_bytes(vocab, cluster, sizes)
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
-    caps = (maths.softcap, maths.teacher_softcap)
     tensors = (student_NV, *teachers_NV, grad_NV)
     macros: dict[str, str | int] = {
         "TEACHERS": len(teachers_NV),
@@ -133,28 +136,30 @@ def plan(
         "GRAD": TYPES[grad_NV.dtype],
         "CLUSTER": cluster,
         "THREADS": THREADS,
-        "CAPPED": int(any(caps)),
+        "CAPPED": int(bool(maths.softcap or maths.teacher_softcap)),
         "PARTS": int(parts),
-        # blocks begin at multiples of 8 columns, of which the narrowest type has 16 bytes
+        # blocks begin at multiples of 8 columns, which are 16 bytes of the narrowest type
         "ALIGNED": aligned(2 * vocab, *(n for x in tensors for n in _place(x))),
     }
-    every = ctypes.c_void_p * MAX_TEACHERS, ctypes.c_int64 * MAX_TEACHERS
     args = RowsArgs(
-        student_NV.data_ptr(),
-        every[0](*(x.data_ptr() for x in teachers_NV)),
-        *(x.data_ptr() for x in (labels_N, kind_N, drows_SN, state_SN, grad_NV)),
-        student_NV.stride(0),
-        grad_NV.stride(0),
-        every[1](*(x.stride(0) for x in teachers_NV)),
-        N,
-        vocab,
-        _span(vocab, cluster),
-        steps.sums,
-        steps.grad,
-        1 / maths.temperature,
-        *caps,
-        maths.label_smoothing,
-        maths.z_loss,
+        student=student_NV.data_ptr(),
+        teacher=(ctypes.c_void_p * MAX_TEACHERS)(*(x.data_ptr() for x in teachers_NV)),
+        labels=labels_N.data_ptr(),
+        kind=kind_N.data_ptr(),
+        drows=drows_SN.data_ptr(),
+        state=state_SN.data_ptr(),
+        dstudent=grad_NV.data_ptr(),
+        student_stride=student_NV.stride(0),
+        dstudent_stride=grad_NV.stride(0),
+        teacher_stride=(ctypes.c_int64 * MAX_TEACHERS)(*(x.stride(0) for x in teachers_NV)),
+        **{"N": N, "V": vocab, "span": _span(vocab, cluster)},
+        sums=steps.sums,
+        grad=steps.grad,
+        inv_t=1 / maths.temperature,
+        softcap=maths.softcap,
+        teacher_softcap=maths.teacher_softcap,
+        label_smoothing=maths.label_smoothing,
+        z_loss=maths.z_loss,
     )
     tensors += (labels_N, kind_N, drows_SN, state_SN)
     return Plan(rows_kernel(macros), Grid(N * cluster, THREADS, room, cluster), args, tensors)
@@ -167,17 +172,19 @@ def rows_on_cuda(
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
 ) -> None:
-    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` asks.
+    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` says.
+
+    Arguments as in `rows_on_cpu`.
 
     Raises:
-        GrowthError: what the kernel has not: see `refusal`.
+        GrowthError: the kernel cannot process these rows, see `refusal`.
     """
     device = rows.student_NV.device
     found = why_not() or _too_old(device)
     limit = 0 if found else shared_limit(device)
     found = found or refusal(rows.student_NV, rows.teachers_NV, rows.vocab, rows.maths.beta, limit)
     if found:
-        raise GrowthError(f"backend='cuda' {found}: leave backend away, Triton does it")
+        raise GrowthError(f"backend='cuda' {found}: use backend='triton', which has no such limit")
     if dstudent_NV is not None and dstudent_NV.shape[1] > rows.vocab:
         dstudent_NV[:, rows.vocab :] = 0
     if rows.student_NV.shape[0] and rows.vocab:

@@ -1,4 +1,9 @@
-"""The ways in which the losses launch their kernel, to be run or compiled without a GPU."""
+"""The rows of the KL + MLM loss in Triton: launches the row kernel.
+
+`aot_cases` lists launches that can be compiled without a GPU.
+
+Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of a row.
+"""
 
 from typing import Any
 
@@ -7,8 +12,7 @@ from torch import Tensor
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.loss.rows.options import Maths, Rows
-from growkern.ops.loss.rows.state import Steps, clear
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
 
 # 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
@@ -18,12 +22,17 @@ MAX_REGISTERS = 128
 
 
 def most_columns(ACC: Any) -> int:
-    """Of a block. exp in float64 takes twenty registers beside the two of each element."""
+    """Columns of a block. In float64 exp takes twenty registers beside the two per element."""
     return MAX_BLOCK_V // (4 if ACC is tl.float64 else 1)
 
 
+def maths_constant(maths: Maths) -> tuple[float, ...]:
+    """MATHS of the kernels: the fields of `maths`, with 1 / temperature for the temperature."""
+    return tuple(maths._replace(temperature=1 / maths.temperature))
+
+
 def _constants(maths: Maths, steps: Steps, parts: bool) -> dict[str, Any]:
-    return {"MATHS": (1 / maths.temperature, *maths[1:]), "STEPS": (*steps, parts)}
+    return {"MATHS": maths_constant(maths), "STEPS": (*steps, parts)}
 
 
 def rows_on_triton(
@@ -33,7 +42,10 @@ def rows_on_triton(
     drows_SN: Tensor | None = None,
     dstudent_NV: Tensor | None = None,
 ) -> None:
-    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` asks."""
+    """Fill `state_SN` and, given the gradient of the terms, `dstudent_NV`, as `steps` says.
+
+    Arguments as in `rows_on_cpu`.
+    """
     _, _, labels_N, kind_N, vocab, maths, parts = rows
     student_NV, *teachers_NV = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
@@ -71,9 +83,9 @@ def rows_on_triton(
 
 
 def aot_cases() -> list[AotCase]:
-    """All passes at once on float32 logits, as the linear loss launches them, and one by one."""
+    """All steps in one launch on float32 logits, as the linear loss needs, and single steps."""
     whole, jsd = Steps(sums=True, grad=True), Steps(sums=True, diverge=True, grad=True)
-    every = Maths(2.0, 30.0, 30.0, 0.5, 0.1, 1e-4)
+    every = Maths(2.0, 30.0, 30.0, beta=0.5, label_smoothing=0.1, z_loss=1e-4)
     ways = [
         ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
         ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),

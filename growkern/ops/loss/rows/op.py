@@ -1,18 +1,35 @@
-"""The custom op of the loss on ready logits, its gradient and the refusal of a second one.
+"""The row functions of all backends, and the custom op of the loss on logits.
 
-Shape letters used in this file: N rows, V vocabulary, K teachers, R = 2 + 2 K terms and S numbers
-of a row.
+Shape letters used in this file: N rows, V vocabulary, K teachers, R = 2 + 2 K terms, S numbers of a
+row.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, library
 
+from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.rows.options import Maths, Rows, refuse_second_derivative
-from growkern.ops.loss.rows.read import ROW_FUNCTIONS, read_rows, state_dtype
-from growkern.ops.loss.rows.state import Steps, n_numbers, terms
+from growkern.ops.loss.rows.on_cpu import rows_on_cpu
+from growkern.ops.loss.rows.on_cuda import rows_on_cuda
+from growkern.ops.loss.rows.on_triton import rows_on_triton
+from growkern.ops.loss.rows.state import (
+    Maths,
+    RowFunction,
+    Rows,
+    Steps,
+    n_numbers,
+    read_rows,
+    terms,
+)
+
+ROW_FUNCTIONS: dict[str, RowFunction] = {
+    "cpu": rows_on_cpu,
+    "triton": rows_on_triton,
+    "cuda": rows_on_cuda,
+}
 
 # ----------------------------------------------------------------------- op
 
@@ -29,7 +46,10 @@ def kl_mlm_rows_op(
     group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The terms of every row, (R, N), and the state backward needs, (S, N)."""
+    """The terms of every row, (R, N), and the state that backward needs, (S, N).
+
+    `maths` are the fields of `Maths`.
+    """
     rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), parts)
     terms_RN, state_SN = _empty_rows(student_NV, teachers_NV, backend)
     read_rows(ROW_FUNCTIONS[backend], rows, group, state_SN)
@@ -37,12 +57,22 @@ def kl_mlm_rows_op(
     return terms_RN, state_SN
 
 
+def _state_dtype(student_NV: Tensor, backend: str) -> torch.dtype:
+    """The dtype of the sums of given logits.
+
+    A CPU sums float32 logits in float64: in float32, q - p of (5) would keep only five digits at
+    1 % drift. A GPU keeps them in other ways (`rows/triton_kernel.py`).
+    """
+    is_wide = backend == "cpu" and student_NV.dtype == torch.float32
+    return torch.float64 if is_wide else acc_torch_dtype(student_NV)
+
+
 def _empty_rows(
     student_NV: Tensor, teachers_NV: Sequence[Tensor], backend: str
 ) -> tuple[Tensor, Tensor]:
     K, N, acc = len(teachers_NV), student_NV.shape[0], acc_torch_dtype(student_NV)
     terms_RN = student_NV.new_empty(2 + 2 * K, N, dtype=acc)
-    return terms_RN, student_NV.new_empty(n_numbers(K), N, dtype=state_dtype(student_NV, backend))
+    return terms_RN, student_NV.new_empty(n_numbers(K), N, dtype=_state_dtype(student_NV, backend))
 
 
 @kl_mlm_rows_op.register_fake
@@ -62,6 +92,7 @@ def kl_mlm_rows_backward_op(
     maths: list[float],
     backend: str,
 ) -> Tensor:
+    """The gradient of the student's logits, (N, V)."""
     dstudent_NV = torch.empty_like(student_NV, memory_format=torch.contiguous_format)
     rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), False)
     ROW_FUNCTIONS[backend](rows, state_SN, Steps(grad=True), dterms_RN, dstudent_NV)
@@ -90,6 +121,18 @@ def _backward(ctx, dterms_RN, _) -> tuple:
         dterms_RN, student_NV, teachers_NV, labels_N, kind_N, state_SN, *ctx.options
     )
     return (dstudent_NV, [None] * len(teachers_NV), *[None] * 7)
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    """The backward of every backward op: the gradient comes from a kernel, without a graph.
+
+    Raises:
+        GrowthError: always.
+    """
+    raise GrowthError(
+        "this loss can be differentiated once only: for the gradient of a gradient "
+        "(create_graph=True) use backend='reference', which is plain PyTorch"
+    )
 
 
 kl_mlm_rows_op.register_autograd(_backward, setup_context=_setup_context)

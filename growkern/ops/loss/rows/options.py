@@ -1,6 +1,9 @@
-"""What the doors of the KL + MLM loss share: checks of the options, and the parts.
+"""Arguments that the three losses share: their checks, the weights of rows, and the result.
 
-Shape letters used in this file: N rows (tokens), V vocabulary, K teachers.
+Options come first, then labels and rows, then the returned loss and its parts.
+
+Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, W = 1 + K terms, L ranks
+that hold slices of the vocabulary.
 """
 
 import math
@@ -8,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard
+from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
+from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
 
 IGNORE_INDEX = -100
-MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row carries; 0 costs nothing
 REDUCTIONS = ("mean", "sum", "none")
 DIVERGENCES = ("forward", "reverse", "jsd")
 
@@ -22,39 +26,16 @@ DIVERGENCES = ("forward", "reverse", "jsd")
 class LossParts(NamedTuple):
     """Detached 0-d measurements of the pass that computed the loss.
 
-    ``mlm`` and ``kl`` are means over their rows before ``alpha`` weighs them, ``top1_agreement``
-    is the share of KL rows whose likeliest token student and teacher agree on, ``entropy`` the
-    student's mean entropy in nats over all rows that count. ``kl`` and ``top1_agreement`` are
-    None when no teacher ran, and 0 where a tensor ``alpha`` is 0.
+    ``mlm`` and ``kl`` are means over their rows, before ``alpha`` weighs them. ``top1_agreement``
+    is the share of KL rows where student and teacher have the same likeliest token. ``entropy`` is
+    the student's mean entropy in nats, over all rows with a term. ``kl`` and ``top1_agreement`` are
+    None without a teacher, and 0 where a tensor ``alpha`` is 0.
     """
 
     mlm: Tensor
     kl: Tensor | None
     top1_agreement: Tensor | None
     entropy: Tensor
-
-
-class Maths(NamedTuple):
-    """The numbers of a row's terms; a custom op takes them as a list of floats."""
-
-    temperature: float = 1.0
-    softcap: float = 0.0  # 0: none
-    teacher_softcap: float = 0.0
-    beta: float = 0.0  # of the divergence: 0 forward, 1 reverse, between them Jensen-Shannon
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-
-
-class Rows(NamedTuple):
-    """What the row functions of every backend work on."""
-
-    student_NV: Tensor
-    teachers_NV: Sequence[Tensor]
-    labels_N: Tensor  # columns of these logits; one outside of them is on another slice
-    kind_N: Tensor
-    vocab: int  # columns from here on are padding
-    maths: Maths
-    parts: bool  # whether entropy and top-1 agreement are wanted
 
 
 class Options(NamedTuple):
@@ -69,8 +50,15 @@ class Options(NamedTuple):
     row_weights: Tensor | None
 
 
+# ----------------------------------------------------------------------- options
+
+
 def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
-    """One teacher, many or none, as a list; empty once ``alpha`` is the float 0."""
+    """One teacher, several or none, as a list; empty if ``alpha`` is the float 0.
+
+    Raises:
+        GrowthError: `alpha` is outside 0..1, or needs a teacher and there is none.
+    """
     if isinstance(alpha, Tensor):
         if alpha.ndim != 0 or alpha.requires_grad:
             raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
@@ -88,7 +76,8 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
 
 
 def _check_number(name: str, x: Any, inside: Callable[[Any], bool], must: str) -> None:
-    # what is no number, not what is one: a traced one has a type of its own
+    # known non-numbers are refused instead of known numbers accepted: when torch.compile traces a
+    # call, a number has a type of its own
     if x is None or isinstance(x, (str, list, tuple, dict)) or not inside(x):
         raise GrowthError(f"{name} must {must}, got {x!r}")
 
@@ -110,6 +99,12 @@ def check_options(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Options:
+    """The options of `kl_mlm_loss`, checked; `row_weights` is the result of `check_row_weights`.
+
+    Raises:
+        GrowthError: an option is out of range, or does not go with another one.
+    """
+
     def positive(x: float) -> bool:
         # a comparison, as math.isinf cannot be traced
         return 0 < x < math.inf
@@ -123,33 +118,30 @@ def check_options(
     _check_num_items(num_items, reduction)
     _check_number("label_smoothing", label_smoothing, lambda x: 0 <= x < 1, "lie in [0, 1)")
     _check_number("z_loss", z_loss, lambda x: 0 <= x < math.inf, "be 0 or more")
-    if teacher_weights is None or n_teachers == 0:
-        weights = (1.0 / n_teachers,) * n_teachers if n_teachers else ()
-    else:
-        weights = tuple(float(w) for w in teacher_weights)
-        # written so that NaN fails
-        if len(weights) != n_teachers or not (min(weights) >= 0 and abs(sum(weights) - 1) <= 1e-6):
-            raise GrowthError(
-                f"teacher_weights must be {n_teachers} numbers (one per teacher), none negative, "
-                f"that sum to 1, got {weights}"
-            )
-    return Options(
-        alpha,
-        Maths(
-            # nothing is taken at T without a teacher
-            float(temperature) if n_teachers else 1.0,
-            float(softcap or 0.0),
-            float(teacher_softcap or 0.0),
-            _beta(divergence, beta),
-            float(label_smoothing),
-            float(z_loss),
-        ),
-        weights,
-        reduction,
-        num_items,
-        parts,
-        row_weights,
+    maths = Maths(
+        # without a teacher nothing is computed at the temperature
+        temperature=float(temperature) if n_teachers else 1.0,
+        softcap=float(softcap or 0.0),
+        teacher_softcap=float(teacher_softcap or 0.0),
+        beta=_checked_beta(divergence, beta),
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
     )
+    weights = _checked_teacher_weights(teacher_weights, n_teachers)
+    return Options(alpha, maths, weights, reduction, num_items, parts, row_weights)
+
+
+def _checked_teacher_weights(given: Sequence[float] | None, n_teachers: int) -> tuple[float, ...]:
+    if given is None or n_teachers == 0:
+        return (1.0 / n_teachers,) * n_teachers if n_teachers else ()
+    weights = tuple(float(w) for w in given)
+    # written so that NaN fails
+    if len(weights) != n_teachers or not (min(weights) >= 0 and abs(sum(weights) - 1) <= 1e-6):
+        raise GrowthError(
+            f"teacher_weights must be {n_teachers} numbers (one per teacher), none negative, "
+            f"that sum to 1, got {weights}"
+        )
+    return weights
 
 
 def _check_num_items(num_items: Any, reduction: str) -> None:
@@ -158,7 +150,7 @@ def _check_num_items(num_items: Any, reduction: str) -> None:
     if reduction != "mean":
         raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
     counts = num_items if isinstance(num_items, (tuple, list)) else (num_items,) * 2
-    # a tensor's value is not asked for: that would wait for a GPU
+    # the value of a tensor is not read: that would wait for a GPU
     right = [
         x.numel() == 1
         if isinstance(x, Tensor)
@@ -172,7 +164,8 @@ def _check_num_items(num_items: Any, reduction: str) -> None:
         )
 
 
-def _beta(divergence: str, beta: float | None) -> float:
+def _checked_beta(divergence: str, beta: float | None) -> float:
+    """`Maths.beta`."""
     if divergence not in DIVERGENCES:
         raise GrowthError(f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
     if divergence != "jsd":
@@ -191,7 +184,11 @@ def _beta(divergence: str, beta: float | None) -> float:
 def check_vocabulary(
     vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard = WHOLE
 ) -> int:
-    """The number of real columns here; what lies beyond is padding on either side."""
+    """The number of columns here that are not padding, given the widths of all logits.
+
+    Raises:
+        GrowthError: the widths differ, and `vocab_size` does not say what is padding.
+    """
     widths = (student, *teachers)
     if shard.group:
         here = max(0, shard.vocab - shard.start)
@@ -216,8 +213,167 @@ def check_vocabulary(
     return vocab_size
 
 
+# --------------------------------------------------------------- labels and rows
+
+
+def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
+    """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
+
+    Raises:
+        GrowthError: labels are no integers, or have another shape.
+    """
+    if not isinstance(labels, Tensor):
+        raise GrowthError(f"labels must be a tensor, got {type(labels).__name__}")
+    if labels.shape != rows:
+        raise GrowthError(
+            f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
+            "does not shift: align causal labels before the call"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise GrowthError(f"labels must be integer token ids, got {labels.dtype}")
+    if not isinstance(ignore_index, int):
+        raise GrowthError(f"ignore_index must be an integer, got {ignore_index!r}")
+    return labels.reshape(-1).long()
+
+
+def row_kinds(
+    labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
+) -> Tensor:
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32.
+
+    Raises:
+        GrowthError: `kl_rows` is neither a known name nor a bool mask of the labels' shape.
+    """
+    labelled_N = labels_N != ignore_index
+    if isinstance(kl_rows, Tensor):
+        if kl_rows.dtype != torch.bool or kl_rows.numel() != labels_N.numel():
+            raise GrowthError(
+                f"kl_rows must be a bool mask of the labels' shape ({labels_N.numel()} rows), got "
+                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
+            )
+        kl_N = kl_rows.reshape(-1)
+    elif kl_rows in ("labels", "all"):
+        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
+    else:
+        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
+    kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
+    # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
+    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
+        kind_N += MLM_ROW * labelled_N.int()
+    if options.teacher_weights:
+        if isinstance(options.alpha, Tensor):
+            # at 0 the term is left out, also where it is infinite
+            kl_N = kl_N & (options.alpha.to(kl_N.device) != 0)
+        kind_N += KL_ROW * kl_N.int()
+    return kind_N
+
+
+def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Row weights as (N,)."""
+    if weights is None:
+        return None
+    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
+        raise GrowthError(
+            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
+            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)
+
+
+def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """The factors in (3) of each row's MLM and of each teacher's KL, (W, N)."""
+    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
+    n_mlm: Any = 1
+    n_kl: Any = 1
+    if options.reduction == "mean":
+        if options.num_items is None:
+            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
+        elif isinstance(options.num_items, (tuple, list)):
+            n_mlm, n_kl = options.num_items
+        else:
+            n_mlm = n_kl = options.num_items
+    alpha = options.alpha
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(device=kind_N.device, dtype=dtype)
+    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
+    one_N = torch.ones_like(kind_N, dtype=dtype)
+    # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
+    weights = [torch.where(mlm_N, one_N * row_N * (1 - alpha) / n_mlm, 0)]
+    kl_weight_N = torch.where(kl_N, one_N * row_N * alpha / n_kl, 0)
+    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
+    return torch.stack(weights).to(dtype)
+
+
+def row_inputs(
+    labels: Tensor,
+    hidden: Tensor,
+    kl_rows: str | Tensor,
+    ignore_index: int,
+    options: Options,
+    vocab: int,
+    shard: Shard,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checked labels (N,), counted from the first column here; kinds (N,); term weights (W, N).
+
+    `vocab` counts the columns here. The weights have the dtype of sums over rows of `hidden`.
+    """
+    labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
+    kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    labels_N = labels_N - shard.start
+    return labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden))
+
+
+# an op, so that a compiled graph checks the values too
+@library.custom_op("growkern::checked_labels", mutates_args=())
+def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> Tensor:
+    """The same labels, (N,) int64; `vocab` counts the columns of all ranks of `group`.
+
+    Raises:
+        GrowthError: on a CPU, when the label of a row with an MLM term is not in 0..vocab-1, or
+            the ranks have different rows. On a GPU the check is a device assertion, as in
+            PyTorch's own losses: nothing waits for it.
+    """
+    on_cpu = labels_N.device.type == "cpu"
+    if group:
+        counts_L2 = _counts(labels_N, group)
+        is_same = (counts_L2 == counts_L2[:1]).all()
+        if on_cpu and not is_same:
+            raise GrowthError(
+                "the ranks of the group have different rows or labels (numbers of rows: "
+                f"{counts_L2[:, 0].tolist()}): every rank must pass the same ones. FSDP gives each "
+                "rank rows of its own: call the loss from the forward of a module that fully_shard "
+                "wraps, where the head is whole"
+            )
+        torch._assert_async(is_same, "the ranks of the group have different rows or labels")
+    inside_N = ((labels_N >= 0) & (labels_N < vocab)) | ((kind_N & MLM_ROW) == 0)
+    if on_cpu and not inside_N.all():
+        row = int((~inside_N).nonzero()[0])
+        raise GrowthError(
+            f"the label of row {row} is {int(labels_N[row])}, outside 0..{vocab - 1}: give rows "
+            "without a label ignore_index"
+        )
+    torch._assert_async(inside_N.all(), f"a label is outside 0..{vocab - 1}")
+    return labels_N.clone()
+
+
+@checked_labels.register_fake
+def _(labels_N, kind_N, vocab, group) -> Tensor:
+    return torch.empty_like(labels_N)
+
+
+def _counts(labels_N: Tensor, group: str) -> Tensor:
+    """Each rank's number of rows and a checksum of its labels, (L, 2) int64."""
+    order_N = torch.arange(1, 2 * len(labels_N), 2, device=labels_N.device)
+    mine_2 = torch.stack([torch.ones_like(labels_N).sum(), (labels_N * order_N).sum()])
+    return gather(mine_2, group)
+
+
+# ------------------------------------------------------------------------ result
+
+
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
-    """Means over the rows of `rows_SN`: mlm, kl per teacher, entropy, top-1 per teacher."""
+    """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     rows_SN = rows_SN.detach()
     K = len(options.teacher_weights)
     n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
@@ -235,14 +391,6 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
 def outcome(
     loss: Tensor, rows_SN: Tensor, kind_N: Tensor, options: Options, shape: torch.Size
 ) -> Tensor | tuple[Tensor, LossParts]:
-    """What a door returns; `shape` is that of the labels."""
+    """The return value of a loss; `shape` is that of the labels."""
     loss = loss.reshape(shape) if options.reduction == "none" else loss
     return (loss, loss_parts(rows_SN, kind_N, options)) if options.parts else loss
-
-
-def refuse_second_derivative(*_: Any) -> Any:
-    """The backward of every backward op: gradients come from a kernel, not from a graph."""
-    raise GrowthError(
-        "this loss can be differentiated once only: for the gradient of a gradient "
-        "(create_graph=True) use backend='reference', which is plain PyTorch"
-    )

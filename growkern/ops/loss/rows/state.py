@@ -1,77 +1,154 @@
-"""What is known of a row after its logits have been read: a few numbers, and the row's terms.
+"""The numbers that are kept of a row, and how they become the terms of the loss.
 
-The numbers of two slices of the vocabulary give those of both, whether the slices are tiles that
-one device takes in turn or columns that several hold. Equations are numbered in `kl_mlm_loss.py`.
+A reading of a row's logits leaves a few sums, the state. States of slices of the vocabulary merge
+into the state of the whole row. A slice may be a tile that one device processes in turn, or the
+columns that one rank of a process group holds.
 
-Shape letters used in this file: N rows, K teachers, L slices, S = 8 + 6 K numbers of a row:
+The compiled library, Triton and CUDA keep the same numbers in the same order: see the enums of
+`csrc/cpu/kl_mlm.h` and `csrc/cuda/kl_mlm_state.h`, and the constants of `rows/triton_kernel.py`.
+A test compares them. Equations are numbered in `kl_mlm_loss.py`.
 
-    0 m        the student's maximum, 0 if there is no finite logit
-    1 rest     sum exp(z - m) beside the label
-    2 d_T      sum exp((z - m) / T)
-    3 z_y      the label's logit, -inf if the slice does not hold it
-    4 moment   sum exp(z - m) z, if the entropy is wanted
-    5 best     the column of the first maximum, if agreement is wanted
-    6 sum_z    sum z, if labels are smoothed
-    7 count    the number of columns
-
-and for teacher k at 8 + 6 k: maximum m_u; d_u, sum exp((u - m_u) / T); cross, the sum of
-exp((u - m_u) / T) (u - z) / T for (2); best; then centre, sum q log(q / m), and spread,
-sum p log(p / m), of (7), which take a second reading: they need the sums of the whole row.
+Shape letters used in this file: N rows, V columns of a slice, K teachers, L slices, W = 1 + K
+terms, S numbers of a row.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from growkern.ops.loss.rows.options import KL_ROW, MLM_ROW, Maths
+from growkern.ops.loss.rows.vocab_parallel import add_up, gather
 
-STUDENT_NUMBERS, TEACHER_NUMBERS = 8, 6
+# -------------------------------------------------------------------------- rows
+
+MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row has; a row of kind 0 is not read
+
+
+class Maths(NamedTuple):
+    """The numbers in the formulas of a row's terms. Custom ops take them as a list of floats."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0  # 0: none
+    teacher_softcap: float = 0.0  # 0: none
+    beta: float = 0.0  # 0: forward KL, 1: reverse KL, between them Jensen-Shannon
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Rows(NamedTuple):
+    """The rows that a row function works on."""
+
+    student_NV: Tensor
+    teachers_NV: Sequence[Tensor]
+    labels_N: Tensor  # columns of these logits; a label outside of them is on another slice
+    kind_N: Tensor
+    vocab: int  # columns from here on are padding
+    maths: Maths
+    parts: bool  # whether entropy and top-1 agreement are wanted
 
 
 class Steps(NamedTuple):
-    """What one call of a row function does; in one call it needs the whole vocabulary."""
+    """What one call of a row function does. More than one step needs the whole vocabulary."""
 
-    sums: bool = False  # fill the state but for centre and spread
+    sums: bool = False  # fill the state except centre and spread
     diverge: bool = False  # fill centre and spread
-    grad: bool = False
+    grad: bool = False  # write the gradient
+
+
+# (rows, state_SN, steps, drows_WN, dstudent_NV): fills the state and, given the gradient of the
+# terms, writes that of the student's logits
+RowFunction: TypeAlias = Callable[..., None]
+
+# ------------------------------------------------------------------------- state
+
+
+class StudentSums(NamedTuple):
+    """The numbers of a row that do not depend on a teacher: the first rows of a state."""
+
+    maximum: Tensor  # m, the largest logit; 0 if none is finite
+    rest: Tensor  # sum of exp(z - m) over all columns except the label
+    sum_t: Tensor  # sum of exp((z - m) / T)
+    label_logit: Tensor  # -inf if the slice does not hold the label
+    moment: Tensor  # sum of exp(z - m) z, if the entropy is wanted
+    best: Tensor  # column of the first maximum, if the agreement is wanted
+    sum_z: Tensor  # sum of z, if labels are smoothed
+    columns: Tensor  # number of columns
+
+
+class TeacherSums(NamedTuple):
+    """The numbers of a row and one teacher: they follow in the state, teacher after teacher.
+
+    Centre and spread need the sums of the whole row, and so a second reading of the logits.
+    """
+
+    maximum: Tensor  # m_u, as the student's
+    sum_t: Tensor  # sum of exp((u - m_u) / T)
+    cross: Tensor  # sum of exp((u - m_u) / T) (u - z) / T, for (2)
+    best: Tensor  # as the student's
+    centre: Tensor  # sum of q log(q / m), for (7)
+    spread: Tensor  # sum of p log(p / m), for (7)
+
+
+class State(NamedTuple):
+    """Views of the rows of a state; (N,) each, or (L, N) of the states of several slices."""
+
+    student: StudentSums
+    teachers: list[TeacherSums]
+
+
+def unpack(state_SN: Tensor) -> State:
+    """The named rows of a state (S, N), or of states (S, L, N)."""
+    size, each = len(StudentSums._fields), len(TeacherSums._fields)
+    teachers = [state_SN[k : k + each] for k in range(size, len(state_SN), each)]
+    return State(StudentSums(*state_SN[:size]), [TeacherSums(*rows) for rows in teachers])
 
 
 def n_numbers(n_teachers: int) -> int:
-    return STUDENT_NUMBERS + TEACHER_NUMBERS * n_teachers
+    """S, the number of rows of a state."""
+    return len(StudentSums._fields) + len(TeacherSums._fields) * n_teachers
 
 
 def clear(state_SN: Tensor) -> None:
-    """The state of rows nobody has read."""
+    """Make `state_SN` the state of rows that have not been read."""
     state_SN.zero_()
-    state_SN[3] = float("-inf")
-
-
-def needs_second_reading(n_teachers: int, maths: Maths) -> bool:
-    """Whether the divergence needs centre and spread: all but the forward one do."""
-    return n_teachers > 0 and maths.beta != 0
+    unpack(state_SN).student.label_logit.fill_(float("-inf"))
 
 
 def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
-    """The state of all slices together, (S, N); columns are in the order of the slices."""
-    parts = list(states_LSN.unbind(1))
-    m_LN, rest, d_t, z_y, moment, best, sum_z, count = parts[:STUDENT_NUMBERS]
-    before = count.cumsum(0) - count  # columns of the slices in front
-    m, near, near_t, first = _together(m_LN, d_t, maths.temperature)
-    merged = [m, (rest * near).sum(0), (d_t * near_t).sum(0), z_y.amax(0)]
-    merged += [(moment * near).sum(0), _pick(best + before, first), sum_z.sum(0), count.sum(0)]
-    for k in range(STUDENT_NUMBERS, len(parts), TEACHER_NUMBERS):
-        m_LN, d_u, cross, best, centre, spread = parts[k : k + TEACHER_NUMBERS]
-        m, _, near_t, first = _together(m_LN, d_u, maths.temperature)
-        merged += [m, (d_u * near_t).sum(0), (cross * near_t).sum(0), _pick(best + before, first)]
-        merged += [centre.sum(0), spread.sum(0)]
+    """The state of all slices together, (S, N). The slices are in the order of their columns."""
+    student, teachers = unpack(states_LSN.transpose(0, 1))
+    columns_before = student.columns.cumsum(0) - student.columns
+    m, near, near_t, first = _common_maximum(student.maximum, student.sum_t, maths.temperature)
+    merged: list[Tensor] = [
+        *StudentSums(
+            maximum=m,
+            rest=(student.rest * near).sum(0),
+            sum_t=(student.sum_t * near_t).sum(0),
+            label_logit=student.label_logit.amax(0),
+            moment=(student.moment * near).sum(0),
+            best=_pick(student.best + columns_before, first),
+            sum_z=student.sum_z.sum(0),
+            columns=student.columns.sum(0),
+        )
+    ]
+    for teacher in teachers:
+        m, _, near_t, first = _common_maximum(teacher.maximum, teacher.sum_t, maths.temperature)
+        merged += TeacherSums(
+            maximum=m,
+            sum_t=(teacher.sum_t * near_t).sum(0),
+            cross=(teacher.cross * near_t).sum(0),
+            best=_pick(teacher.best + columns_before, first),
+            centre=teacher.centre.sum(0),
+            spread=teacher.spread.sum(0),
+        )
     return torch.stack(merged)
 
 
-def _together(m_LN: Tensor, d_LN: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """The common maximum, what brings sums to it (at temperatures 1 and T), the slice it is in."""
-    # the 0 that stands for the maximum of a slice without a finite logit is none
-    m_LN = m_LN.masked_fill(d_LN == 0, float("-inf"))
+def _common_maximum(m_LN: Tensor, sum_LN: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """The maximum, the factors that rescale sums to it (at 1 and T), and the slice it is in."""
+    # a slice without a finite logit has no maximum, and 0 in its place
+    m_LN = m_LN.masked_fill(sum_LN == 0, float("-inf"))
     m, first = m_LN.max(0)
     m = m.masked_fill(m == float("-inf"), 0)
     return m, (m_LN - m).exp(), ((m_LN - m) / temperature).exp(), first
@@ -81,48 +158,105 @@ def _pick(x_LN: Tensor, slice_N: Tensor) -> Tensor:
     return x_LN.gather(0, slice_N[None]).squeeze(0)
 
 
-def add_second_reading(state_SN: Tensor, partial_SN: Tensor) -> None:
+# ----------------------------------------------------------------------- reading
+
+
+def needs_second_reading(n_teachers: int, maths: Maths) -> bool:
+    """Whether the divergence needs centre and spread: every one except the forward KL does."""
+    return n_teachers > 0 and maths.beta != 0
+
+
+def read_rows(run: RowFunction, rows: Rows, group: str, state_SN: Tensor) -> None:
+    """Fill the state from the logits of the whole vocabulary, or of one rank's columns."""
+    second = needs_second_reading(len(rows.teachers_NV), rows.maths)
+    if group:
+        read_slices(run, lambda: (rows,), group, state_SN)
+    else:
+        run(rows, state_SN, Steps(sums=True, diverge=second))
+
+
+def read_slices(
+    run: RowFunction, slices: Callable[[], Iterable[Rows]], group: str, state_SN: Tensor
+) -> None:
+    """Fill the state from slices that come one at a time, here and on the ranks of `group`."""
+    merged_SN = state_SN.clone()
+    clear(merged_SN)
+    for rows in slices():
+        run(rows, state_SN, Steps(sums=True))
+        merged_SN = merge(torch.stack([merged_SN, state_SN]), rows.maths)
+    if group:
+        merged_SN = merge(gather(merged_SN, group), rows.maths)
+    if needs_second_reading(len(rows.teachers_NV), rows.maths):
+        second_SN = torch.zeros_like(merged_SN)
+        for rows in slices():
+            state_SN.copy_(merged_SN)
+            run(rows, state_SN, Steps(diverge=True))
+            _add_second_reading(second_SN, state_SN)
+        if group:
+            add_up(second_SN, group)
+        _add_second_reading(merged_SN, second_SN)
+    state_SN.copy_(merged_SN)
+
+
+def _add_second_reading(state_SN: Tensor, slice_SN: Tensor) -> None:
     """Add the centre and spread of one more slice."""
-    for k in range(STUDENT_NUMBERS, len(state_SN), TEACHER_NUMBERS):
-        state_SN[k + 4 : k + 6] += partial_SN[k + 4 : k + 6]
+    pairs = zip(unpack(state_SN).teachers, unpack(slice_SN).teachers, strict=True)
+    for total, teacher in pairs:
+        total.centre.add_(teacher.centre)
+        total.spread.add_(teacher.spread)
+
+
+# ------------------------------------------------------------- from state to loss
 
 
 def label_gradient(state_SN: Tensor, dmlm_N: Tensor, maths: Maths) -> tuple[Tensor, Tensor, Tensor]:
-    """(4) and (8) of whole rows, (N,) each, in three parts.
+    """(4) and (9) of whole rows, in three parts of shape (N,).
 
-    The factor of exp(z - m) beside the label, what stands there at the label, and what is taken
-    from every column.
+    The factor of exp(z - m) at every column except the label, the number that replaces that
+    product at the label, and the number that is subtracted at every column.
     """
-    m, rest, _, z_y = state_SN[:4]
-    e_y = (z_y - m).exp()
-    d = rest + e_y
-    pull = dmlm_N * 2 * maths.z_loss * (d.log() + m) if maths.z_loss else torch.zeros_like(d)
+    student = unpack(state_SN).student
+    e_y = (student.label_logit - student.maximum).exp()
+    d = student.rest + e_y
+    from_z_loss = torch.zeros_like(d)
+    if maths.z_loss:
+        from_z_loss = dmlm_N * 2 * maths.z_loss * (d.log() + student.maximum)
     smooth = dmlm_N * maths.label_smoothing
-    at_y = (pull * e_y - dmlm_N * rest) / d + smooth
-    everywhere = smooth / state_SN[7] if maths.label_smoothing else smooth
-    return (dmlm_N + pull) / d, at_y, everywhere
+    at_label = (from_z_loss * e_y - dmlm_N * student.rest) / d + smooth
+    everywhere = smooth / student.columns if maths.label_smoothing else smooth
+    return (dmlm_N + from_z_loss) / d, at_label, everywhere
 
 
 def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor:
-    """mlm, divergence per teacher, entropy, top-1 per teacher: (2 + 2K, N), 0 outside the kind."""
-    m, rest, d_t, z_y, moment, best, sum_z, count = state_SN[:STUDENT_NUMBERS]
+    """MLM, divergence per teacher, entropy, top-1 agreement per teacher: (2 W, N).
+
+    Rows without a term have 0 there. `parts` says whether the last two are wanted.
+    """
+    student, teachers = unpack(state_SN)
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    d = rest + (z_y - m).exp()
+    m, beta = student.maximum, maths.beta
+    d = student.rest + (student.label_logit - m).exp()
     lse = d.log() + m
-    mlm = lse - z_y  # (1)
+    mlm = lse - student.label_logit  # (1)
     if maths.label_smoothing:
-        mlm = mlm + maths.label_smoothing * (z_y - sum_z / count)  # (8)
+        mean_z = student.sum_z / student.columns
+        mlm = mlm + maths.label_smoothing * (student.label_logit - mean_z)  # (9)
     if maths.z_loss:
-        mlm = mlm + maths.z_loss * lse.square()  # (8)
+        mlm = mlm + maths.z_loss * lse.square()  # (9)
     rows, agreement = [torch.where(mlm_N, mlm, 0)], []
-    beta = maths.beta
-    for k in range(STUDENT_NUMBERS, len(state_SN), TEACHER_NUMBERS):
-        m_u, d_u, cross, best_u, centre, spread = state_SN[k : k + TEACHER_NUMBERS]
+    for teacher in teachers:
         if beta == 0:
-            value = cross / d_u + ((m - m_u) / maths.temperature + (d_t / d_u).log())  # (2)
+            log_ratio = (student.sum_t / teacher.sum_t).log()
+            shift = (m - teacher.maximum) / maths.temperature + log_ratio
+            value = teacher.cross / teacher.sum_t + shift  # (2)
+        elif beta == 1:
+            value = teacher.centre
         else:
-            value = centre if beta == 1 else beta * spread + (1 - beta) * centre  # (7)
+            value = beta * teacher.spread + (1 - beta) * teacher.centre  # (7)
         rows.append(torch.where(kl_N, value, 0))
-        agreement.append(((best == best_u) & kl_N & parts).to(value.dtype))
-    entropy = torch.where(kind_N > 0, lse - moment / d, 0) if parts else torch.zeros_like(m)
+        agrees = (student.best == teacher.best) & kl_N & parts
+        agreement.append(agrees.to(value.dtype))
+    entropy: Any = torch.zeros_like(m)
+    if parts:
+        entropy = torch.where(kind_N > 0, lse - student.moment / d, 0)
     return torch.stack([*rows, entropy, *agreement])

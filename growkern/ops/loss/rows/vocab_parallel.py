@@ -12,19 +12,23 @@ from growkern.errors import GrowthError
 
 
 class Shard(NamedTuple):
-    """Which columns of a vocabulary-parallel head are here."""
+    """The columns of a vocabulary-parallel head on this rank."""
 
     group: str  # name of the process group; "": there is none
     start: int  # the first column here
-    vocab: int  # real columns of all ranks together
-    each: int  # that of a rank, about: what all of them agree on
+    vocab: int  # columns of all ranks without padding
+    each: int  # columns of one rank, rounded up: the same number on all ranks
 
 
 WHOLE = Shard("", 0, 0, 0)
 
 
 def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
-    """The slice that `group`, a ProcessGroup, leaves to this rank."""
+    """The slice of this rank in `group`, a ProcessGroup or None.
+
+    Raises:
+        GrowthError: only some of the three are given, or `start` is negative.
+    """
     if group is None:
         if start is not None:
             raise GrowthError("vocab_start belongs to a group: pass group= as well")
@@ -41,7 +45,10 @@ def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
 
 def refuse_sharded_reference(backend: str, group: str) -> None:
     if backend == "reference" and group:
-        raise GrowthError("backend='reference' needs the whole vocabulary: it takes no group")
+        raise GrowthError(
+            "backend='reference' needs the whole vocabulary and takes no group; if it was chosen "
+            "because another backend is missing, `growkern info` says how to get that"
+        )
 
 
 def shard_of(weight: Any) -> tuple[Any, int, int]:
@@ -62,7 +69,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local(x: Any) -> Any:
-    """This rank's part of a DTensor, with the gradient's way back; anything else as it is."""
+    """This rank's part of a DTensor, differentiable; anything else as it is."""
     return x.to_local() if is_dtensor(x) else x
 
 

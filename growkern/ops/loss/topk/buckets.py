@@ -1,12 +1,12 @@
-"""What lies between the two readings of the logits: all that is about the teachers' tokens.
+"""Terms and gradients of a chunk's rows in the top-k loss, between the readings of its logits.
 
-Here the tokens that any teacher kept are one more slice of the vocabulary beside the tail, whose
-sums a reading has brought (`rows/state.py`). Few numbers, so all of it is in float64: q - p of
-two close distributions then keeps its digits as it stands.
+The tokens that any teacher kept are treated as one more slice of the vocabulary. The other slice is
+the tail, whose sums a reading has found (`rows/state.py`). These are few numbers, so all of it is
+computed in float64: there q - p of two close distributions keeps its digits.
 
 Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: C rows of one
-chunk, k entries of one teacher, U tokens of all of them, B = U + 1 with the tail in the last place,
-K teachers, T = 2 + 2 K numbers of a row.
+chunk, k entries of one teacher, U tokens of all teachers, B = U + 1 with the tail in the last
+place, K teachers, S numbers of a state, T = 2 + 2 K terms of a row.
 """
 
 import math
@@ -17,35 +17,55 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growkern.ops.loss.rows.options import KL_ROW, MLM_ROW, Maths
-from growkern.ops.loss.rows.state import label_gradient, merge, terms
+from growkern.ops.loss.rows.state import (
+    KL_ROW,
+    MLM_ROW,
+    Maths,
+    StudentSums,
+    label_gradient,
+    merge,
+    terms,
+    unpack,
+)
 
 INF = float("inf")
 
 
 class Kept(NamedTuple):
-    """What one teacher says of the rows: log p of its tokens and log P of (1)."""
+    """One teacher's probabilities of the rows."""
 
     ids_Ck: Tensor
-    place_Ck: Tensor  # of its tokens among the U
+    place_Ck: Tensor  # position of each id among the U tokens
     log_p_Ck: Tensor
-    log_tail_C: Tensor
+    log_tail_C: Tensor  # log P of (1)
+
+
+class TailFactors(NamedTuple):
+    """The gradient of the tail's columns, (C,) each, except for the factor of the softcap.
+
+    It is softmax exp(z - m) + softmax_t exp((z - m) / T) - everywhere. At the label `at_label`
+    replaces the first of the three.
+    """
+
+    maximum: Tensor  # m
+    softmax: Tensor
+    softmax_t: Tensor
+    at_label: Tensor
+    everywhere: Tensor
 
 
 class Solved(NamedTuple):
-    """The rows' numbers, and their gradient but for the factor of the softcap."""
+    """The rows' terms, and their gradient except for the factor of the softcap."""
 
-    terms_TC: Tensor  # mlm, divergence per teacher, entropy, top-1 per teacher
-    # of the tail, where the gradient is factor exp(z - m) + on_tail exp((z - m) / T) - everywhere,
-    # at the label at_label + on_tail exp((z - m) / T) - everywhere
-    tail_5C: Tensor  # m, factor, on_tail, at_label, everywhere
+    terms_TC: Tensor  # MLM, divergence per teacher, entropy, top-1 agreement per teacher
+    tail_5C: Tensor  # `TailFactors`
     tokens_CU: Tensor
 
 
 def union(ids: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Every token that a row has with any teacher, once, (C, U), and each teacher's places there.
+    """The tokens of all teachers, (C, U), and each teacher's positions among them.
 
-    In the place of a repetition stands -1.
+    A token that occurs again has -1 there, and the position of its first occurrence.
     """
     ids_CU = torch.cat(list(ids), 1)
     here_CU = torch.arange(ids_CU.shape[1], device=ids_CU.device).expand_as(ids_CU)
@@ -60,11 +80,11 @@ def union(ids: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def divergence(log_p_CB: Tensor, log_q_CB: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """D of (3), (C,), and its pull on every bucket, (C, B)."""
+    """D of (3), (C,), and (5), (C, B)."""
     p, q = log_p_CB.exp(), log_q_CB.exp()
 
     def mean(weight: Tensor, x: Tensor) -> Tensor:
-        # 0 * inf is 0 here, not NaN: what has no mass costs nothing
+        # 0 * inf counts as 0, not NaN: a token of probability 0 costs nothing
         return torch.where(weight > 0, weight * x, 0).sum(-1)
 
     if beta == 0:
@@ -81,7 +101,7 @@ def divergence(log_p_CB: Tensor, log_q_CB: Tensor, beta: float) -> tuple[Tensor,
 
 
 def first_top(values_Ck: Tensor, ids_Ck: Tensor) -> Tensor:
-    """The smallest id among those of the largest value, (C,): ties as argmax breaks them."""
+    """The smallest id among those of the largest value, (C,): argmax breaks ties like that."""
     beyond = torch.iinfo(torch.int64).max
     top = values_Ck == values_Ck.amax(-1, keepdim=True)
     return ids_Ck.masked_fill(~top, beyond).amin(-1)
@@ -95,21 +115,31 @@ def solve(
     maths: Maths,
     parts: bool,
 ) -> Solved:
-    """`tokens` are ids and logits (C, U), -inf if nowhere; `rows` labels, kinds and weights."""
+    """Terms and gradients of some rows.
+
+    Args:
+        tail_SC: state of the logits without the tokens.
+        tokens: ids and logits (C, U); -inf where the id is -1 or on no rank.
+        teachers: their probabilities.
+        rows: labels (C,), kinds (C,) and the gradient of the terms (1 + K, C).
+        maths: temperature, divergence and the options of the MLM term.
+        parts: whether entropy and top-1 agreement are wanted.
+    """
     tail_SC, (ids_CU, z_CU) = tail_SC.double(), tokens
     label_C, kind_C, drows_WC = rows
     mlm_C, kl_C = (kind_C & MLM_ROW) > 0, (kind_C & KL_ROW) > 0
     z_CU, is_label_CU = z_CU.double(), ids_CU == label_C[:, None]
     whole_SC = merge(torch.stack([tail_SC, _state(z_CU, is_label_CU, maths)]), maths)
-    m, _, d_t = whole_SC[:3]
-    m_tail, _, tail_t, _, _, best = tail_SC[:6]
-    has_tail = tail_t > 0
-    x_CB = torch.cat([z_CU, torch.where(has_tail, m_tail, -INF)[:, None]], 1)
-    log_q_CB = (x_CB - m[:, None]) / maths.temperature - d_t.log()[:, None]
-    log_q_CB[:, -1] += tail_t.log()
+    whole, tail = unpack(whole_SC).student, unpack(tail_SC).student
+    m, has_tail = whole.maximum, tail.sum_t > 0
+    x_CB = torch.cat([z_CU, torch.where(has_tail, tail.maximum, -INF)[:, None]], 1)
+    log_q_CB = (x_CB - m[:, None]) / maths.temperature - whole.sum_t.log()[:, None]
+    log_q_CB[:, -1] += tail.sum_t.log()
 
     mlm, entropy = terms(whole_SC, kind_C, maths, parts)
-    top_C = first_top(x_CB, torch.cat([ids_CU, best.long()[:, None]], 1)) if parts else None
+    top_C = None
+    if parts:
+        top_C = first_top(x_CB, torch.cat([ids_CU, tail.best.long()[:, None]], 1))
     values, agreement, on_CB = [], [], torch.zeros_like(x_CB)
     for kept, dkl_C in zip(teachers, drows_WC[1:], strict=True):
         value, pull_CB = _against(kept, log_q_CB, maths.beta)
@@ -120,38 +150,48 @@ def solve(
     on_CB.masked_fill_(~kl_C[:, None], 0)
 
     dmlm_C = torch.where(mlm_C, drows_WC[0].double(), 0)
-    factor, at_label, everywhere = label_gradient(whole_SC, dmlm_C, maths)
+    softmax, at_label, everywhere = label_gradient(whole_SC, dmlm_C, maths)
     on_tokens_CU = torch.where(
-        is_label_CU, at_label[:, None], factor[:, None] * (z_CU - m[:, None]).exp()
+        is_label_CU, at_label[:, None], softmax[:, None] * (z_CU - m[:, None]).exp()
     )
     on_tokens_CU += on_CB[:, :-1] - everywhere[:, None]
-    on_tail = torch.where(has_tail, on_CB[:, -1] / tail_t, 0)
-    factor = torch.where(has_tail, factor * (m_tail - m).exp(), 0)
+    factors = TailFactors(
+        maximum=tail.maximum,
+        softmax=torch.where(has_tail, softmax * (tail.maximum - m).exp(), 0),
+        softmax_t=torch.where(has_tail, on_CB[:, -1] / tail.sum_t, 0),
+        at_label=at_label,
+        everywhere=everywhere,
+    )
     return Solved(
         torch.stack([mlm, *values, entropy, *agreement]),
-        torch.stack([m_tail, factor, on_tail, at_label, everywhere]),
+        torch.stack(factors),
         on_tokens_CU,
     )
 
 
 def _state(z_CU: Tensor, is_label_CU: Tensor, maths: Maths) -> Tensor:
-    """The numbers of the tokens' slice, (8, C). Its columns are counted, and summed, elsewhere."""
+    """The state of the tokens' slice, without its columns: the tail's state has those of both."""
     m = z_CU.amax(-1)
     m = m.masked_fill(m == -INF, 0)
     x_CU = z_CU - m[:, None]
-    e_CU = x_CU.exp()
-    rest = e_CU.masked_fill(is_label_CU, 0).sum(-1)
-    d_t = (x_CU / maths.temperature).exp().sum(-1)
-    z_y = z_CU.masked_fill(~is_label_CU, -INF).amax(-1)
-    moment = torch.where(e_CU > 0, e_CU * z_CU, 0).sum(-1)
-    none = torch.zeros_like(m)
-    return torch.stack([m, rest, d_t, z_y, moment, none, none, none])
+    e_CU, none = x_CU.exp(), torch.zeros_like(m)
+    sums = StudentSums(
+        maximum=m,
+        rest=e_CU.masked_fill(is_label_CU, 0).sum(-1),
+        sum_t=(x_CU / maths.temperature).exp().sum(-1),
+        label_logit=z_CU.masked_fill(~is_label_CU, -INF).amax(-1),
+        moment=torch.where(e_CU > 0, e_CU * z_CU, 0).sum(-1),
+        best=none,
+        sum_z=none,
+        columns=none,
+    )
+    return torch.stack(sums)
 
 
 def _against(kept: Kept, log_q_CB: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """D of one teacher, and its pull on every token and on the tail, (C, B), by (4).
+    """D of one teacher, (C,), and T times (4) of every token and of the tail, (C, B).
 
-    Tokens of other teachers lie in this one's last bucket, together with the tail.
+    The tokens of other teachers are in this teacher's last bucket, together with the tail.
     """
     beside_CB = log_q_CB.scatter(1, kept.place_Ck, -INF)
     log_rest_C1 = beside_CB.logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The tail's gradient in Triton.
+"""The gradient of the tail in Triton.
 
 Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: N rows, V
 vocabulary.
@@ -9,9 +9,21 @@ from torch import Tensor
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, most_columns
-from growkern.ops.loss.rows.options import Rows
-from growkern.ops.loss.rows.triton_kernel import _load_logits, _zero_row
+from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
+from growkern.ops.loss.rows.state import Maths, Rows
+from growkern.ops.loss.rows.triton_kernel import (
+    INV_T,
+    LABEL_SMOOTHING,
+    MLM_ROW,
+    SOFTCAP,
+    load_logits,
+    zero_row,
+)
+
+# `TailFactors` of `topk/buckets.py`; a test compares them
+MAXIMUM, SOFTMAX, SOFTMAX_T, AT_LABEL, EVERYWHERE = map(tl.constexpr, range(5))
+# strides between rows
+STUDENT, DSTUDENT = map(tl.constexpr, range(2))
 
 
 @jit
@@ -19,56 +31,53 @@ def _tail_gradient_kernel(
     student_ptr,  # (N, V)  capped already
     labels_ptr,  # (N,)
     kind_ptr,  # (N,)
-    tail_ptr,  # (5, N)  as in `topk/buckets.py`
+    tail_ptr,  # (5, N)  `TailFactors`
     dstudent_ptr,  # (N, V)  out, may be the memory of the logits
     strides,  # rows of student, dstudent
     N,
     V,
-    MATHS: tl.constexpr,  # 1 / T, softcap (0: none), label smoothing
+    MATHS: tl.constexpr,  # as in `rows/triton_kernel.py`
     ACC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    INV_T: tl.constexpr = MATHS[0]
-    CAP: tl.constexpr = MATHS[1]
+    T_INV: tl.constexpr = MATHS[INV_T]
+    CAP: tl.constexpr = MATHS[SOFTCAP]
     # int64: n * stride passes 2**31 at 65k rows x 32k vocabulary
     n = tl.program_id(0).to(tl.int64)
-    student_ptr += n * strides[0]
-    dstudent_ptr += n * strides[1]
+    student_ptr += n * strides[STUDENT]
+    dstudent_ptr += n * strides[DSTUDENT]
     tail_ptr += n
     kind = tl.load(kind_ptr + n)
     if kind == 0:
-        _zero_row(dstudent_ptr, V, BLOCK_V)
+        zero_row(dstudent_ptr, V, BLOCK_V)
     else:
-        label = tl.where((kind & 1) != 0, tl.load(labels_ptr + n), -1)
-        m = tl.load(tail_ptr)
-        factor = tl.load(tail_ptr + N)
-        on_tail = tl.load(tail_ptr + 2 * N)
-        at_label = tl.load(tail_ptr + 3 * N)
-        everywhere = tl.load(tail_ptr + 4 * N)
+        label = tl.where((kind & MLM_ROW) != 0, tl.load(labels_ptr + n), -1)
+        m = tl.load(tail_ptr + N * MAXIMUM)
+        softmax = tl.load(tail_ptr + N * SOFTMAX)
+        softmax_t = tl.load(tail_ptr + N * SOFTMAX_T)
+        at_label = tl.load(tail_ptr + N * AT_LABEL)
+        everywhere = tl.load(tail_ptr + N * EVERYWHERE)
         for start in range(0, V, BLOCK_V):
             v = start + tl.arange(0, BLOCK_V)
-            s = _load_logits(student_ptr, v, V, 0, ACC)  # (BLOCK_V,)
+            s = load_logits(student_ptr, v, V, 0, ACC)  # (BLOCK_V,)
             e = tl.exp(s - m)
-            g = tl.where(v == label, at_label, factor * e)
-            if INV_T == 1:
-                g += on_tail * e
+            g = tl.where(v == label, at_label, softmax * e)
+            if T_INV == 1:
+                g += softmax_t * e
             else:
-                g += on_tail * tl.exp((s - m) * INV_T)
-            if MATHS[2] != 0:
+                g += softmax_t * tl.exp((s - m) * T_INV)
+            if MATHS[LABEL_SMOOTHING] != 0:
                 g -= everywhere
             if CAP != 0:
                 g *= 1 - (s / CAP) * (s / CAP)
-            # the gradient may be narrower than the logits it overwrites: all of this block is read
-            # before any of it is written, and a write never reaches past the block just read
+            # the gradient may overwrite the logits and be narrower than they are. All of this block
+            # is read before any of it is written, and no write reaches past the block just read
             tl.debug_barrier()
             tl.store(dstudent_ptr + v, g.to(dstudent_ptr.dtype.element_ty), mask=v < V)
 
 
 def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) -> None:
-    """Write the gradient of the tail, which may overwrite the logits; rows of kind 0 get zeros.
-
-    What comes out in the tokens' places is to be overwritten.
-    """
+    """As `tail_gradient_on_cpu`."""
     student_NV, _, labels_N, kind_N, V, maths, _ = rows
     if V == 0:
         return
@@ -87,19 +96,19 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
         (student_NV.stride(0), dstudent_NV.stride(0)),
         len(student_NV),
         V,
-        MATHS=(1 / maths.temperature, maths.softcap, maths.label_smoothing),
+        MATHS=maths_constant(maths),
         ACC=ACC,
         **choice,
     )
 
 
 def aot_cases() -> list[AotCase]:
-    """As the op launches it: plain, on float64 logits, and with all that the kernel knows."""
+    """As the op launches it: plain, on float64 logits, and with every option of the kernel."""
     ways = [
-        ("bf16 gradient", tl.float32, "fp32", "bf16", (0.5, 0.0, 0.0)),
-        ("temperature 1", tl.float32, "fp32", "bf16", (1.0, 0.0, 0.0)),
-        ("fp64 logits", tl.float64, "fp64", "fp32", (0.5, 0.0, 0.0)),
-        ("every option", tl.float32, "fp32", "fp32", (0.5, 30.0, 0.1)),
+        ("bf16 gradient", tl.float32, "fp32", "bf16", Maths(2.0)),
+        ("temperature 1", tl.float32, "fp32", "bf16", Maths()),
+        ("fp64 logits", tl.float64, "fp64", "fp32", Maths(2.0)),
+        ("every option", tl.float32, "fp32", "fp32", Maths(2.0, 30.0, label_smoothing=0.1)),
     ]
     return [
         AotCase(
@@ -115,7 +124,7 @@ def aot_cases() -> list[AotCase]:
                 "N": "i32",
                 "V": "i32",
             },
-            {"MATHS": maths, "ACC": ACC, "BLOCK_V": most_columns(ACC)},
+            {"MATHS": maths_constant(maths), "ACC": ACC, "BLOCK_V": most_columns(ACC)},
             ("N",),
             8,
             MAX_REGISTERS,

@@ -1,4 +1,4 @@
-"""A teacher that is k ids and log-probs per row: its checks, and its masses.
+"""Teachers that are k ids and log-probs per row: their checks, and their probabilities.
 
 Equations are numbered in `topk_kl_mlm_loss.py`. Shape letters used in this file: N rows, k entries
 per row.
@@ -12,26 +12,34 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.options import KL_ROW
+from growkern.ops.loss.rows.state import KL_ROW
 
 TAILS = ("bucket", "renormalise")
 _LOG_HALF = math.log(0.5)
 
 
 def check_tail(tail: str, beta: float) -> bool:
-    """Whether the tail is dropped."""
+    """Whether the k tokens get the teacher's remaining probability, and the tail none.
+
+    Raises:
+        GrowthError: `tail` is unknown, or does not go with the divergence.
+    """
     if tail not in TAILS:
         raise GrowthError(f"tail must be one of {TAILS}, got {tail!r}")
     if tail == "renormalise" and beta == 1:
         raise GrowthError(
-            "divergence='reverse' is infinite with tail='renormalise', which rules out all but the "
-            "k tokens: use tail='bucket'"
+            "divergence='reverse' is infinite with tail='renormalise', which gives probability 0 "
+            "to all but the k tokens: use tail='bucket'"
         )
     return tail == "renormalise"
 
 
 def check_topk(ids: Any, given: list[Tensor], hidden: Tensor, vocab: int) -> list[Tensor]:
-    """Checked ids and log-probs as (N, k), teacher after teacher; `given` are the log-probs."""
+    """Checked ids and log-probs as (N, k), teacher after teacher; `given` are the log-probs.
+
+    Raises:
+        GrowthError: shapes, dtypes or devices that do not fit, or log-probs that require grad.
+    """
     if not given:
         return []
     listed = list(ids) if isinstance(ids, (list, tuple)) else [ids]
@@ -72,9 +80,13 @@ def _check_pair(which: str, pair: tuple[Tensor, Tensor], hidden: Tensor, vocab: 
 def check_topk_values(
     pair: Sequence[Tensor], kind_N: Tensor, vocab: int, renormalise: bool
 ) -> None:
-    """Refuse what is no distribution on a CPU; a GPU is not asked, and asserts the range alone.
+    """Check that ids and log-probs are distributions; rows without the KL term are not checked.
 
-    Rows that carry no KL are not looked at.
+    A GPU only asserts that ids are inside the vocabulary, as nothing waits for the answer.
+
+    Raises:
+        GrowthError: on a CPU, ids outside of it or twice in a row, or log-probs that sum to more
+            than 1 or, with `renormalise`, to 0.
     """
     (ids_NK, logprobs_NK), kl_N = pair, (kind_N & KL_ROW) > 0
     inside_N = ((ids_NK >= 0) & (ids_NK < vocab)).all(-1)
@@ -92,7 +104,7 @@ def check_topk_values(
     refuse(~inside_N[rows_R], f"an id of teacher_topk_ids is outside 0..{vocab - 1}")
     in_order_RK = ids_RK.sort(-1).values
     twice_R = (in_order_RK[:, 1:] == in_order_RK[:, :-1]).any(-1)
-    refuse(twice_R, "an id of teacher_topk_ids stands there twice: its mass would count twice")
+    refuse(twice_R, "an id occurs twice in teacher_topk_ids: its probability would count twice")
     p_RK = logprobs_RK.exp()
     stored = logprobs_NK.dtype
     allowed_R = 1 + torch.finfo(stored).eps + _rounding(p_RK, stored)
@@ -102,24 +114,24 @@ def check_topk_values(
         "probabilities, normalised over the whole vocabulary at this temperature",
     )
     if renormalise:
-        refuse(p_RK.sum(-1) == 0, "no mass among the k entries, nothing to renormalise")
+        refuse(p_RK.sum(-1) == 0, "the k entries have probability 0: nothing to renormalise")
 
 
-def teacher_masses(
+def teacher_probabilities(
     pair: Sequence[Tensor], kl_N: Tensor, vocab: int, drop_tail: bool, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and log p, (N, k), and log P, (N,), of (1) in float64.
+    """Ids and log p, (N, k), and log P, (N,), of (1) in float64.
 
-    A row that carries no KL may hold anything: it gets k times -1, with no mass.
+    A row without the KL term may hold anything. Its ids become -1, with probability 0.
     """
     ids_NK, logprobs_NK = pair
     kl_N1 = kl_N[:, None]
     ids_NK = torch.where(kl_N1, ids_NK.long(), -1)
     log_p_NK = torch.where(kl_N1, logprobs_NK.double(), -math.log(vocab))
     log_sum_N = log_p_NK.logsumexp(-1)
-    # all of the vocabulary has no tail, whatever its stored numbers add up to
+    # with k = V there is no tail, whatever the stored numbers add up to
     whole = drop_tail or ids_NK.shape[1] == vocab
-    # in a bucket the sum is above 1 only by the rounding of what was stored
+    # else a sum above 1 comes from the rounding of the stored numbers
     excess_N = log_sum_N if whole else log_sum_N.clamp(min=0)
     log_p_NK = (log_p_NK - excess_N[:, None]).masked_fill(~kl_N1, -math.inf)
     log_sum_N = (log_sum_N - excess_N).masked_fill(~kl_N, 0)
@@ -127,12 +139,12 @@ def teacher_masses(
         log_sum_N > _LOG_HALF, (-log_sum_N.expm1()).log(), (-log_sum_N.exp()).log1p()
     )  # (2)
     if beta == 1 and not whole:
-        # what rounding has left of a tail would cost without limit
+        # the reverse KL has no limit as the tail goes to 0: it counts as no less than the rounding
         lost_N = _rounding(log_p_NK.exp(), logprobs_NK.dtype) / 2
         log_tail_N = torch.maximum(log_tail_N, lost_N.log())
     return ids_NK, log_p_NK, log_tail_N
 
 
 def _rounding(p_NK: Tensor, stored: torch.dtype) -> Tensor:
-    """Twice how far sum p may be off, (N,): log p is stored to half an eps of itself."""
+    """Twice the rounding error of sum p, (N,): log p is stored to half an eps of itself."""
     return torch.special.entr(p_NK).clamp(min=0).sum(-1) * torch.finfo(stored).eps
