@@ -100,7 +100,7 @@ PUBLIC_OPS = {
 # what a layer may import that is neither ours nor the standard library; the others are free
 THIRD_PARTY = {
     "errors": set(),
-    "package": set(),
+    "package": {"tomli"},
     "whole": set(),
     "ops": {"torch", "triton"},
     "families": {"tomli"},
