@@ -127,13 +127,15 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
 
 
-@pytest.mark.parametrize("block", code_blocks("python"), ids=lambda b: b.splitlines()[0])
-def test_readme_python_runs(block, tmp_path):
-    path = tmp_path / "block.py"
-    path.write_text(block)
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def test_readme_python_runs(tmp_path):
+    """Every block as a script of its own, in one process that imports PyTorch once."""
+    blocks = code_blocks("python")
+    assert blocks
+    for number, block in enumerate(blocks):
+        (tmp_path / f"block{number}.py").write_text(block)
+    code = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+    line = [sys.executable, "-c", code, *(f"block{i}.py" for i in range(len(blocks)))]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
