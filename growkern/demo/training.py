@@ -14,7 +14,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.demo.config import DemoConfig, Training
 from growkern.plot import Curve, curve_of
 from growkern.train.data import MaskedLMCollator, TokenBlocks
-from growkern.train.run import last_checkpoint, train_or_resume
+from growkern.train.run import train_or_resume
+from growkern.train.safety.checkpoints import last_checkpoint
 from growkern.train.trainer import TwoStageTrainer
 
 # called with the step, the number of steps, and the last validation loss or None
