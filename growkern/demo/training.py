@@ -73,7 +73,8 @@ def train_model(
         **trainer_options,
     )
     trainer.remove_callback(PrinterCallback)
-    checkpoint = last_checkpoint(directory)
+    trainer.resume_hint = "the same command again"
+    checkpoint = trainer.newest_whole_checkpoint()
     if checkpoint is not None and watch.reached(_history(checkpoint)):
         # it was interrupted after its last step, but before its result was stored
         trainer.state.log_history = _history(checkpoint)

@@ -233,6 +233,34 @@ class TwoStageTrainer(SafeTrainer):
             flops += sum(cost.forward(batch, length) for cost in self._teacher_costs)
         return flops
 
+    def flops_per_step(self, sequences: int, length: int, labelled: float) -> dict[str, float]:
+        """Estimate the FLOPs of one optimizer step.
+
+        Args:
+            sequences: in a step, of all processes together.
+            length: tokens per sequence.
+            labelled: share of the tokens with a label.
+
+        Returns:
+            For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
+            for "the teachers" (with teachers that run only).
+        """
+        rows = sequences * length * labelled
+        head = rows * self._cost.head_row(train=True)
+        flops = {}
+        if self.two_stage is not None and self.two_stage.stage1_steps:
+            block = self.two_stage.layers_per_block
+            depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
+            costs = [self._cost.train(sequences, length, depth, block) for depth in depths]
+            flops["stage 1"] = sum(costs) / len(costs) + head
+        flops["a full step"] = self._cost.train(sequences, length) + head
+        if self._teacher_costs:
+            flops["the teachers"] = sum(
+                cost.forward(sequences, length) + rows * cost.head_row(train=False)
+                for cost in self._teacher_costs
+            )
+        return flops
+
     def store_flos(self) -> None:
         """Add the FLOPs since the last call, those of the output projection included."""
         self.current_flos += float(self._row_flops)

@@ -118,7 +118,7 @@ def newest_whole(directory: Path) -> Path | None:
     Raises:
         GrowthError: there are checkpoints, but all of them are damaged.
     """
-    wrong = {}
+    wrong: dict[Path, str] = {}
     for checkpoint in checkpoints_in(directory):
         found = damage(checkpoint)
         if found is None:

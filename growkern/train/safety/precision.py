@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
 
-Precision = Literal["fp32", "bf16", "pure-bf16"]
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
 HALF = (torch.bfloat16, torch.float16)
 

@@ -10,15 +10,14 @@ import contextlib
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -26,20 +25,18 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.train.safety.checkpoints import (
     MANIFEST,
-    STAGING,
     close_staging,
     damage,
     last_checkpoint,
     newest_whole,
-    open_staging,
     publish,
     publish_into,
     rotate,
 )
 from growkern.train.safety.precision import set_precision
 from growkern.train.safety.signals import SignalWatch, interruption
+from growkern.train.safety.staging import write_together
 
-OnNonfinite = Literal["stop", "skip"]
 ON_NONFINITE = ("stop", "skip")
 FINAL = "model"
 # a model whose weights are broken would skip for ever
@@ -81,6 +78,7 @@ class SafeTrainer(Trainer):
         GrowthError: a value is not one of those above.
     """
 
+    control: Any
     # how to start the run again, for the line that a signal prints
     resume_hint = "trainer.train(resume_from_checkpoint=True)"
 
@@ -290,7 +288,7 @@ class SafeTrainer(Trainer):
             publish(staging / target.name, target)
             rotate(target, self.args.save_total_limit, best)
 
-        failure = self._staged(run, write, appear)
+        failure = write_together(self.accelerator, run, write, appear)
         self._saved_at = time.monotonic()
         if failure is None:
             if self.args.push_to_hub:
@@ -322,41 +320,6 @@ class SafeTrainer(Trainer):
             self._staging, self.state.best_global_step = None, best_step
             self.args.push_to_hub = push
 
-    def _staged(
-        self, run: Path, write: Callable[[Path], None], appear: Callable[[Path], None]
-    ) -> str | None:
-        """Write to a staging folder, then let its contents appear. All processes take part.
-
-        Args:
-            run: directory of the run.
-            write: writes to the staging folder; called by all processes.
-            appear: moves the contents to their place; called by the first process.
-
-        Returns:
-            None, or why a process could not write, the same for all. Nothing is left then.
-        """
-        first = self.is_world_process_zero()
-        failure = self._together(lambda: open_staging(run)) if first else self._together(None)
-        failure = failure or self._together(lambda: write(run / STAGING))
-        failure = failure or self._together((lambda: appear(run / STAGING)) if first else None)
-        if first:
-            close_staging(run)
-        return failure
-
-    def _together(self, work: Callable[[], Any] | None) -> str | None:
-        """Do something on this process; the first failure to write of any process, or None."""
-        failure = None
-        try:
-            if work is not None:
-                work()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            failure = _write_failure(error)
-            if failure is None:
-                raise
-        if self.accelerator.num_processes == 1:
-            return failure
-        return next((one for one in gather_object([failure]) if one is not None), None)
-
     def save_final_model(self, dtype: torch.dtype) -> None:
         """Save the model, its tokenizer and the log history to the output directory.
 
@@ -383,20 +346,11 @@ class SafeTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
 
-        failure = self._staged(run, write, lambda staging: publish_into(staging / FINAL, run))
+        failure = write_together(
+            self.accelerator, run, write, lambda staging: publish_into(staging / FINAL, run)
+        )
         if failure is not None:
             raise GrowthError(
                 f"the model was not saved ({failure}); {self._last_save()}; to go on: "
                 f"{self.resume_hint}"
             )
-
-
-def _write_failure(error: Exception) -> str | None:
-    """Why a disk took no more bytes, or None if the error is another one."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    text = " ".join(str(error).split())
-    if isinstance(error, SafetensorError):
-        return text
-    # of the C++ code that torch.save writes with
-    return "the disk takes no more bytes" if "PytorchStreamWriter" in text else None
