@@ -12,6 +12,9 @@ from safetensors import SafetensorError
 
 from growkern.train.safety.checkpoints import STAGING, close_staging, open_staging
 
+# in the messages of the C++ code that torch.save writes with, whatever the disk said
+TORCH_SAVE = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
+
 
 def write_together(
     accelerator: Accelerator,
@@ -65,5 +68,5 @@ def _write_failure(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, SafetensorError):
         return text
-    # of the C++ code that torch.save writes with
-    return "the disk takes no more bytes" if "PytorchStreamWriter" in text else None
+    of_torch_save = any(part in text for part in TORCH_SAVE)
+    return "the disk takes no more bytes" if of_torch_save else None

@@ -244,6 +244,9 @@ class SafeTrainer(Trainer):
             control.should_save = True
         self._report = None
         super()._maybe_log_save_evaluate(*args, **options)
+        if self._globalstep_last_logged == self.state.global_step:
+            # Trainer subtracts the sum from itself, which leaves NaN in all later lines
+            self._tr_loss.zero_()
         if self._stop:
             self._end_after_signal()
 
