@@ -1,4 +1,4 @@
-"""The error a user can act on."""
+"""The error a user can act on, and the warning."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class GrowthError(ValueError):
     """Input that cannot be used: names the tensor or field, what was found and how to mend it."""
+
+
+class GrowthWarning(UserWarning):
+    """Something the user should know of that does not stop the work."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.record.outputs import load_model
-from growkern.train.run import last_checkpoint
+from growkern.train.safety.checkpoints import last_checkpoint
 from growkern.whole import write_whole
 
 STATE_FILE = "trainer_state.json"

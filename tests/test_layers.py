@@ -75,6 +75,7 @@ PARTS = {
         "cached_teacher",
         "checks",
         "callbacks",
+        "safety",
         "trainer",
         "run",
     ),

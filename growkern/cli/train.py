@@ -1,5 +1,7 @@
 """The commands `growkern train` and `growkern plot`."""
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,21 +19,26 @@ def train(
         bool, typer.Option("--overwrite", help="Delete another run in the output directory.")
     ] = False,
 ) -> None:
-    """Train as RUN.toml says. Started again, it resumes from the last checkpoint."""
+    """Train as RUN.toml says. Started again, it resumes from the last checkpoint.
+
+    Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
+    """
     import torch.distributed as dist
 
     from growkern.train.run import train as start
+    from growkern.train.safety.signals import Terminated
 
-    result = start(run, overwrite=overwrite)
+    code = 0
+    try:
+        start(run, overwrite=overwrite)
+    except (KeyboardInterrupt, Terminated) as stop:
+        # a run that saved has said so
+        if str(stop):
+            print(f"growkern: {stop}", file=sys.stderr)
+        code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     if dist.is_initialized():
-        is_first = dist.get_rank() == 0
         dist.destroy_process_group()
-        if not is_first:
-            return
-    if result is None:
-        print("this run is finished already; nothing was done")
-    else:
-        print(f"{result.global_step} steps, mean training loss {result.training_loss:.4f}")
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -14,7 +14,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.demo.config import DemoConfig, Training
 from growkern.plot import Curve, curve_of
 from growkern.train.data import MaskedLMCollator, TokenBlocks
-from growkern.train.run import last_checkpoint, train_or_resume
+from growkern.train.run import train_or_resume
+from growkern.train.safety.checkpoints import last_checkpoint
 from growkern.train.trainer import TwoStageTrainer
 
 # called with the step, the number of steps, and the last validation loss or None
@@ -72,7 +73,8 @@ def train_model(
         **trainer_options,
     )
     trainer.remove_callback(PrinterCallback)
-    checkpoint = last_checkpoint(directory)
+    trainer.resume_hint = "the same command again"
+    checkpoint = trainer.newest_whole_checkpoint()
     if checkpoint is not None and watch.reached(_history(checkpoint)):
         # it was interrupted after its last step, but before its result was stored
         trainer.state.log_history = _history(checkpoint)

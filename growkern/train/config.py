@@ -142,12 +142,18 @@ class TrainingSection:
         schedule: of the rate after the warm-up.
         weight_decay: of AdamW.
         max_grad_norm: gradients with a larger norm are scaled down to it.
-        precision: "bf16" runs the model under bfloat16 autocast.
+        precision: of the arithmetic. Weights and optimizer state are float32 with "fp32" and with
+            "bf16" (bfloat16 autocast), whatever the dtype of the checkpoint. With "pure-bf16" they
+            are bfloat16 and small steps are lost.
         seed: of the data order, the masks and dropout.
         log_every: optimizer steps between two log lines.
         eval_every: optimizer steps between two evaluations; 0 evaluates at the end only.
-        save_every: optimizer steps between two checkpoints; 0 saves at the end only.
+        save_every: optimizer steps between two checkpoints; 0 goes by save_minutes alone.
+        save_minutes: minutes between two checkpoints; 0 goes by save_every alone. The end of a run
+            and SIGINT and SIGTERM always save.
         keep_checkpoints: older checkpoints are deleted.
+        on_nonfinite: "stop" ends the run with an error when a loss or a gradient is NaN or
+            infinite. "skip" leaves out the optimizer step and counts it.
         data_workers: processes that load data; 0 loads in the training process.
 
     Raises:
@@ -162,12 +168,14 @@ class TrainingSection:
     schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "pure-bf16"] = "fp32"
     seed: int = 0
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
+    save_minutes: float = 10.0
     keep_checkpoints: int = 2
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     data_workers: int = 0
 
     def __post_init__(self) -> None:
@@ -176,7 +184,7 @@ class TrainingSection:
                 raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be positive")
         for name in (
             *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"),
-            *("eval_every", "save_every", "data_workers"),
+            *("eval_every", "save_every", "save_minutes", "data_workers"),
         ):
             # written so that NaN fails
             if not 0 <= getattr(self, name) < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig
@@ -16,8 +17,12 @@ from transformers.models.auto.modeling_auto import (
 from growkern.errors import GrowthError
 
 
-def load_language_model(directory: Path) -> Any:
+def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
     """Load the model of a checkpoint directory in the class that its config names.
+
+    Args:
+        directory: of the checkpoint.
+        dtype: of the weights; None takes the one of the checkpoint.
 
     Raises:
         GrowthError: there is no checkpoint, its class is unknown to transformers, or its weights
@@ -29,9 +34,14 @@ def load_language_model(directory: Path) -> Any:
     if cls is None:
         raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
     try:
-        return cls.from_pretrained(directory)
+        return cls.from_pretrained(directory, dtype=dtype or "auto")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise GrowthError(f"{directory}: the weights cannot be loaded: {error}") from error
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype of a checkpoint's weights as its config names it; float32 if it names none."""
+    return AutoConfig.from_pretrained(directory).dtype or torch.float32
 
 
 def check_directory(directory: Path) -> None:

@@ -1,8 +1,9 @@
 """Trains a model as a run file says: `train(path)`.
 
 The output directory belongs to one run. It holds `run.json` (which run it is) and the checkpoints
-`checkpoint-<step>`. At the end it also holds the trained model, its tokenizer and the log history,
-`trainer_state.json`.
+`checkpoint-<step>`, with float32 weights. At the end it also holds the trained model in the dtype
+of the checkpoint that the run began with, its tokenizer, the log history `trainer_state.json`, and
+`manifest.json` with the checksums of these files. A run is finished if they are all as written.
 """
 
 import dataclasses
@@ -10,8 +11,7 @@ import glob
 import hashlib
 import json
 import os
-import re
-import shutil
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,41 @@ from growkern.errors import GrowthError
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
-from growkern.train.load import check_directory, check_fits, is_causal, load_language_model
+from growkern.train.load import (
+    check_directory,
+    check_fits,
+    is_causal,
+    load_language_model,
+    stored_dtype,
+)
+from growkern.train.safety.checkpoints import step_of
+from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
+from growkern.train.safety.messages import (
+    PRECISIONS,
+    describe_device,
+    describe_model,
+    describe_saving,
+    format_count,
+    print_lines,
+    resume_command,
+)
+from growkern.train.safety.precision import HALF
+from growkern.train.safety.signals import SignalWatch
 from growkern.train.trainer import TwoStageTrainer
-
-MARKER = "run.json"
 
 
 def train(
     path: str | Path, *, overwrite: bool = False, progress: bool = True
 ) -> TrainOutput | None:
-    """Train as a run file says, or resume the same run from its last checkpoint.
+    """Train as a run file says, or resume the same run from its last whole checkpoint.
 
     Under torchrun every process calls this function. Each batch is divided among the processes.
+    SIGINT and SIGTERM save a checkpoint and end the run.
 
     Args:
         path: the run file.
         overwrite: delete the output directory first if it holds another run.
-        progress: whether to show progress bars.
+        progress: whether to print a header, progress bars and an end.
 
     Returns:
         The output of `transformers.Trainer` (global_step, training_loss, metrics), or None when
@@ -49,8 +67,17 @@ def train(
 
     Raises:
         GrowthError: before any work, if the file, a path, a model or the directory cannot be used.
+            During the run, if a step is not finite or the model cannot be saved.
+        KeyboardInterrupt: SIGINT ended the run.
+        Terminated: SIGTERM ended the run.
     """
-    run, base = load_run(path), Path(path).parent
+    command = resume_command(Path(path))
+    with SignalWatch(f"stopped between two steps; to go on: {command}"):
+        return _train(Path(path), command, overwrite=overwrite, progress=progress)
+
+
+def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> TrainOutput | None:
+    run, base = load_run(path), path.parent
     _batch_of_a_process(run)
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
     for name in _checkpoint_directories(run):
@@ -61,41 +88,96 @@ def train(
             "pip install 'growkern[train]'"
         )
     output = base / run.output.directory
-    _check_output(output, [base / name for name in _input_directories(run)], texts)
+    check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = _identity(run, base, texts)
-    ours = _is_ours(output, identity, overwrite)
-    if ours and (output / TRAINER_STATE_NAME).is_file():
+    ours = is_ours(output, identity, overwrite)
+    if ours and is_finished(output):
+        if progress:
+            print_lines({"finished": f"{output} is trained already; nothing was done"})
         return None
 
     trainer = build_trainer(run, base, texts, progress=progress)
+    trainer.resume_hint = command
+    first = trainer.is_world_process_zero()
     # after all checks, so that a refused run deletes nothing
-    if not ours and trainer.is_world_process_zero():
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        (output / MARKER).write_text(json.dumps(identity, indent=1))
+    if not ours and first:
+        begin(output, identity)
     trainer.accelerator.wait_for_everyone()
-    result = train_or_resume(trainer)
-    trainer.save_model()
-    trainer.save_state()
+    checkpoint = trainer.newest_whole_checkpoint()
+    if progress and first:
+        print_lines(_header(run, base, trainer, checkpoint, command))
+    result = _train_from(trainer, checkpoint)
+    trainer.save_final_model(stored_dtype(base / run.model.path))
+    if progress and first:
+        print_lines(_end(output, trainer))
     return result
 
 
 def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
-    """Train from the start, or from the last complete checkpoint in the output directory.
+    """Train from the start, or from the last whole checkpoint in the output directory.
 
     Returns:
         The output of `transformers.Trainer`, or None when that checkpoint is the end of the run.
         The trainer then holds the weights and the log history of the checkpoint.
+
+    Raises:
+        GrowthError: there are checkpoints, but all of them are damaged.
     """
-    checkpoint = last_checkpoint(Path(trainer.args.output_dir))
+    return _train_from(trainer, trainer.newest_whole_checkpoint())
+
+
+def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutput | None:
     if checkpoint is None:
         return trainer.train()
     # at the end of the run Trainer itself would train one step too many
-    if _step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
-        return trainer.train(resume_from_checkpoint=str(checkpoint))
+    if step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
+        return trainer.train(resume_from_checkpoint=checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     return None
+
+
+def _header(
+    run: Run, base: Path, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
+) -> dict[str, str]:
+    """What the run is, before its first step."""
+    training, data = run.training, run.data
+    sequences = training.batch_size * training.accumulation
+    labelled = 1.0 if is_causal(trainer.model) else data.masking_probability
+    flops = trainer.flops_per_step(sequences, data.sequence_length, labelled)
+    dtype = str(stored_dtype(base / run.model.path)).removeprefix("torch.")
+    lines = {
+        "model": describe_model(trainer.model, base / run.model.path),
+        "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
+        "device": describe_device(trainer.args.device, trainer.args.world_size),
+        "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
+        "FLOPs": ", ".join(f"{format_count(n)} in {name}" for name, n in flops.items()),
+        "saves": describe_saving(
+            base / run.output.directory,
+            training.save_every,
+            training.save_minutes,
+            training.keep_checkpoints,
+        ),
+        "to resume": command,
+    }
+    if checkpoint is not None:
+        lines["resumes"] = f"from {checkpoint}"
+    return lines
+
+
+def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
+    """Where the model is, and what to do next."""
+    history = trainer.state.log_history
+    last = {name: line[name] for line in history for name in ("loss", "eval_loss") if name in line}
+    losses = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
+    lines = {
+        "finished": f"{trainer.state.global_step} steps, {losses}",
+        "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
+        "next": f"growkern plot {shlex.quote(str(output))}",
+    }
+    if trainer._skipped:
+        lines["skipped"] = f"{trainer._skipped} steps that were not finite"
+    return lines
 
 
 def build_trainer(
@@ -113,7 +195,8 @@ def build_trainer(
         GrowthError: the models, the tokenizer and the data do not fit together.
     """
     tokenizer = AutoTokenizer.from_pretrained(base / (run.model.tokenizer or run.model.path))
-    model = load_language_model(base / run.model.path)
+    half = stored_dtype(base / run.model.path) in HALF
+    model = load_language_model(base / run.model.path, torch.float32 if half else None)
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
     for directory in (base / run.model.path, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
@@ -137,68 +220,21 @@ def build_trainer(
         train_dataset=train_blocks,
         eval_dataset=eval_blocks,
         data_collator=collator,
+        precision=run.training.precision,
+        on_nonfinite=run.training.on_nonfinite,
+        save_minutes=run.training.save_minutes,
     )
-
-
-def last_checkpoint(directory: Path) -> Path | None:
-    """The latest complete checkpoint of a directory, or None."""
-    # the state file is written last: an interrupted checkpoint has none
-    whole = [
-        path
-        for path in directory.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and _is_json(path / TRAINER_STATE_NAME)
-    ]
-    return max(whole, key=_step_of, default=None)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
-    """Check that no input lies in the output directory, which overwriting would delete."""
-    inputs = [*models, *(file for files in texts.values() for file in files)]
-    for path in inputs:
-        if output.resolve() in (path.resolve(), *path.resolve().parents):
-            raise GrowthError(
-                f"output.directory {output} contains {path}, which the run reads: choose another "
-                "directory"
-            )
-
-
-def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the output directory holds this run (True) or may be made new (False).
-
-    Raises:
-        GrowthError: it holds something else.
-    """
-    if not output.is_dir() or not any(output.iterdir()):
-        return False
-    marker = output / MARKER
-    if not marker.is_file():
-        raise GrowthError(
-            f"{output} is not empty and not the directory of a run: choose another directory"
-        )
-    if _is_json(marker) and json.loads(marker.read_text()) == identity:
-        return True
-    if not overwrite:
-        raise GrowthError(f"{output} holds another run: choose another directory, or --overwrite")
-    return False
 
 
 def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:
     """The settings and a checksum of the inputs; two runs are the same if these are equal."""
     values = dataclasses.asdict(run)
     del values["output"]
-    for name in ("log_every", "keep_checkpoints", "data_workers"):
+    # what may change when a run is started again
+    for name in (
+        *("log_every", "save_every", "save_minutes", "keep_checkpoints"),
+        *("data_workers", "on_nonfinite"),
+    ):
         del values["training"][name]
     digest = hashlib.sha256()
     for files in texts.values():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from growkern.train.callbacks import LoopCallback
 from growkern.train.checks import as_list, check_arguments, check_block_size, choose_teachers
@@ -29,10 +29,11 @@ from growkern.train.head import (
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
 from growkern.train.meter import Meter
+from growkern.train.safety.trainer import SafeTrainer
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 
 
-class TwoStageTrainer(Trainer):
+class TwoStageTrainer(SafeTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. The loss is
@@ -49,8 +50,9 @@ class TwoStageTrainer(Trainer):
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, or a `TeacherCache`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
-        options: all other keyword arguments of `transformers.Trainer`. Collators may offer
-            `set_epoch` and `frozen`, see `growkern.train.data`.
+        options: all other keyword arguments of `SafeTrainer` (precision, on_nonfinite,
+            save_minutes) and of `transformers.Trainer`. Collators may offer `set_epoch` and
+            `frozen`, see `growkern.train.data`.
 
     Raises:
         GrowthError: models, teachers or arguments that cannot be trained this way.
@@ -229,6 +231,34 @@ class TwoStageTrainer(Trainer):
         flops = self._cost.train(batch, length, depth, trained)
         if alpha > 0:
             flops += sum(cost.forward(batch, length) for cost in self._teacher_costs)
+        return flops
+
+    def flops_per_step(self, sequences: int, length: int, labelled: float) -> dict[str, float]:
+        """Estimate the FLOPs of one optimizer step.
+
+        Args:
+            sequences: in a step, of all processes together.
+            length: tokens per sequence.
+            labelled: share of the tokens with a label.
+
+        Returns:
+            For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
+            for "the teachers" (with teachers that run only).
+        """
+        rows = sequences * length * labelled
+        head = rows * self._cost.head_row(train=True)
+        flops = {}
+        if self.two_stage is not None and self.two_stage.stage1_steps:
+            block = self.two_stage.layers_per_block
+            depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
+            costs = [self._cost.train(sequences, length, depth, block) for depth in depths]
+            flops["stage 1"] = sum(costs) / len(costs) + head
+        flops["a full step"] = self._cost.train(sequences, length) + head
+        if self._teacher_costs:
+            flops["the teachers"] = sum(
+                cost.forward(sequences, length) + rows * cost.head_row(train=False)
+                for cost in self._teacher_costs
+            )
         return flops
 
     def store_flos(self) -> None:

@@ -7,7 +7,6 @@ from transformers import TrainingArguments
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.data import MaskedLMCollator, TokenBlocks
-from growkern.train.run import last_checkpoint
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 
 STEPS = 10
@@ -102,13 +101,3 @@ def test_masks_differ_between_the_epochs_of_a_run(straight):
     labels = [b["labels"] for b in straight.data_collator.seen]
     masked = [torch.cat([x[x != -100] for x in labels[i : i + 5]]) for i in (0, 5)]
     assert masked[0].sort().values.tolist() != masked[1].sort().values.tolist()
-
-
-def test_a_checkpoint_cut_off_in_the_middle_is_passed_over(tmp_path):
-    for step in (2, 10, 30):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert last_checkpoint(tmp_path) is None
-    for step in (2, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    (tmp_path / "checkpoint-30" / "trainer_state.json").write_text('{"global_step": 3')
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"

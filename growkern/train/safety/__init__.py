@@ -1,0 +1,1 @@
+"""What keeps a training run: whole checkpoints, stops by signal, steps that must be finite."""

@@ -1,0 +1,247 @@
+"""Checkpoints of a run on disk: each is whole or not there, and is checked before it is trusted.
+
+A checkpoint is written to a staging folder inside the run's directory. A manifest with the size and
+the checksum of every file is written last, everything is synced, and one rename makes it appear as
+`checkpoint-<step>`. A process that is killed at any moment leaves whole checkpoints only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import xxhash
+from transformers.trainer import TRAINER_STATE_NAME
+
+from growkern.errors import GrowthError, GrowthWarning
+
+MANIFEST = "manifest.json"
+ALGORITHM = "xxh3_128"
+STAGING = ".saving"
+DAMAGED = "damaged-{}"
+BLOCK = 1 << 24
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step at which a checkpoint was saved, from its name."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints of a run, the latest step first. Their contents are not checked."""
+    found = [p for p in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The latest checkpoint that was written to its end, or None. Its contents are not checked."""
+    found = checkpoints_in(directory)
+    return next((path for path in found if (path / MANIFEST).is_file()), None)
+
+
+# ------------------------------------------------------------------- manifest
+
+
+def write_manifest(directory: Path) -> None:
+    """Record the size and the checksum of every file below a directory.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    record = {
+        "algorithm": ALGORITHM,
+        "files": {
+            path.relative_to(directory).as_posix(): {
+                "bytes": path.stat().st_size,
+                "checksum": _checksum(path),
+            }
+            for path in files
+        },
+    }
+    (directory / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def damage(directory: Path) -> str | None:
+    """Compare a directory with its manifest.
+
+    Returns:
+        The first difference as a phrase, or None if every file is as it was written.
+    """
+    try:
+        record = json.loads((directory / MANIFEST).read_bytes())
+        files = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
+        known = record["algorithm"] == ALGORITHM and TRAINER_STATE_NAME in files
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} cannot be read"
+    if not known:
+        return f"{MANIFEST} is not a manifest of a checkpoint"
+    for name, (size, checksum) in files.items():
+        path = directory / name
+        try:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} of {size} bytes"
+            if _checksum(path) != checksum:
+                return f"{name} was changed"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# -------------------------------------------------------------------- reading
+
+
+def newest_whole(directory: Path) -> Path | None:
+    """The latest checkpoint whose files are all as they were written.
+
+    Later ones that are damaged are renamed to `damaged-checkpoint-<step>`, with a warning.
+
+    Returns:
+        The checkpoint, or None if the directory has no checkpoints.
+
+    Raises:
+        GrowthError: there are checkpoints, but all of them are damaged.
+    """
+    wrong: dict[Path, str] = {}
+    for checkpoint in checkpoints_in(directory):
+        found = damage(checkpoint)
+        if found is None:
+            for path, reason in wrong.items():
+                aside = _set_aside(path)
+                warnings.warn(
+                    f"{path} is damaged ({reason}): it is now called {aside.name}, and the run "
+                    f"resumes from {checkpoint.name}",
+                    GrowthWarning,
+                    stacklevel=2,
+                )
+            return checkpoint
+        wrong[checkpoint] = found
+    if wrong:
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
+        raise GrowthError(
+            f"no checkpoint in {directory} is whole ({reasons}): restore one, or delete the "
+            "directory to start from the beginning"
+        )
+    return None
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither resumed from nor counted."""
+    aside = checkpoint.with_name(DAMAGED.format(checkpoint.name))
+    if aside.exists():
+        shutil.rmtree(aside)
+    return checkpoint.rename(aside)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def open_staging(directory: Path) -> Path:
+    """An empty staging folder in the directory of a run. Remains of a killed save are deleted."""
+    close_staging(directory)
+    staging = directory / STAGING
+    staging.mkdir(parents=True)
+    return staging
+
+
+def close_staging(directory: Path) -> None:
+    """Delete the staging folder with everything in it."""
+    shutil.rmtree(directory / STAGING, ignore_errors=True)
+
+
+def publish(staged: Path, target: Path) -> None:
+    """Write the manifest of a staged checkpoint, sync it, and rename it to its place.
+
+    Args:
+        staged: folder inside the staging folder, complete but for the manifest.
+        target: a checkpoint that is there already is replaced.
+
+    Raises:
+        OSError: the disk is full or failed. `target` is as it was.
+    """
+    finish(staged)
+    replaced = staged.with_name(f"replaced-{target.name}")
+    if target.exists():
+        target.rename(replaced)
+    staged.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def publish_into(staged: Path, directory: Path) -> None:
+    """Write the manifest of a staged model, sync it, and move its files into a directory.
+
+    The manifest moves last. Until then `damage(directory)` reports the directory as not whole.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    finish(staged)
+    (directory / MANIFEST).unlink(missing_ok=True)
+    _sync(directory)
+    for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
+        place = directory / path.name
+        if path.name == MANIFEST:
+            _sync(directory)
+        if place.is_dir():
+            shutil.rmtree(place)
+        path.replace(place)
+    _sync(directory)
+
+
+def finish(staged: Path) -> None:
+    """Write the manifest of a staged folder and return when all of it is on disk.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    write_manifest(staged)
+    for path in (*staged.rglob("*"), staged):
+        _sync(path)
+
+
+def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
+    """Delete the checkpoints that were written first, beyond a number of checkpoints.
+
+    Args:
+        newest: the checkpoint that was just written; it is never deleted.
+        limit: the number of checkpoints to leave, `newest` included; None or 0 leaves all.
+        keep: another one that is never deleted, the best so far.
+    """
+    if not limit:
+        return
+    others = [p for p in checkpoints_in(newest.parent) if p not in (newest, keep)]
+    # by time: a run that is repeated finds later steps of the earlier run
+    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    kept = 2 if keep is not None and keep != newest and keep.exists() else 1
+    for path in others[max(0, limit - kept) :]:
+        # renamed first: half a checkpoint would be reported as damaged
+        trash = newest.parent / STAGING / f"old-{path.name}"
+        trash.parent.mkdir(exist_ok=True)
+        path.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

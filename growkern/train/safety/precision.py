@@ -1,0 +1,60 @@
+"""The dtype of the weights in training, and the dtype of the arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from growkern.errors import GrowthError, GrowthWarning, nearest
+
+PRECISIONS = ("fp32", "bf16", "pure-bf16")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def set_precision(model: Any, args: TrainingArguments, precision: str | None) -> str:
+    """Give a model the weights that its training needs, and set the autocast of the arguments.
+
+    Training adds small numbers to large ones. bfloat16 has 8 bits: a step below 1/512 of a weight
+    is lost, and the weights of norms, which are about 1, never move. Weights in half precision
+    therefore become float32 here, in place. Other weights stay as they are.
+
+    Args:
+        model: the model in training.
+        args: of the trainer; changed if `precision` asks for autocast.
+        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16", where
+            weights and optimizer state are bfloat16 too; None goes by `args.bf16` and `args.fp16`.
+
+    Returns:
+        The precision that was chosen: one of the above, or "fp16".
+
+    Raises:
+        GrowthError: `precision` is unknown or contradicts the arguments.
+    """
+    of_args = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    if precision is not None and precision not in PRECISIONS:
+        raise GrowthError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
+    if precision is not None and of_args not in (None, precision):
+        raise GrowthError(
+            f"precision is {precision!r}, but the training arguments set {of_args}=True: "
+            "give one of the two"
+        )
+    chosen = precision or of_args or "fp32"
+    if chosen == "bf16":
+        args.bf16, args.mixed_precision = True, "bf16"
+    if chosen == "pure-bf16":
+        warnings.warn(
+            "pure-bf16: weights and optimizer state are bfloat16, so steps below 1/512 of a weight "
+            'are lost and norms hardly train; precision = "bf16" keeps float32 weights',
+            GrowthWarning,
+            stacklevel=4,
+        )
+        model.to(torch.bfloat16)
+    else:
+        for tensor in chain(model.parameters(), model.buffers()):
+            if tensor.dtype in HALF:
+                tensor.data = tensor.data.float()
+    return chosen

@@ -1,0 +1,81 @@
+"""SIGINT and SIGTERM during a run: finish the step and save, or stop at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# launchers pass a signal on that the terminal has sent to every process already
+REPEATED_AFTER = 2.0
+
+
+class Terminated(SystemExit):
+    """SIGTERM ended the run. The exit code is 143, as for a process that the signal killed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def interruption(number: int, message: str = "") -> BaseException:
+    """The exception that ends a run after a signal.
+
+    Args:
+        number: of the signal.
+        message: one line for the user; empty if it is already printed.
+    """
+    return Terminated(message) if number == signal.SIGTERM else KeyboardInterrupt(message)
+
+
+class SignalWatch:
+    """Catches SIGINT and SIGTERM while it is active; a context manager.
+
+    At first a signal raises at once. After `defer` it is only noted in `pending`, so that the
+    current step can end. A second SIGINT raises in any case. Outside the main thread, where Python
+    delivers no signals, nothing is caught.
+
+    Args:
+        message: one line for the user, for the exceptions that are raised at once.
+        enabled: False leaves the signals alone.
+
+    Attributes:
+        pending: number of the signal that waits for the end of the step, or 0.
+    """
+
+    def __init__(self, message: str = "", *, enabled: bool = True) -> None:
+        self.pending = 0
+        self._message, self._enabled = message, enabled
+        self._deferred, self._since = False, 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalWatch:
+        if self._enabled and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                # a process that its starter told to ignore a signal goes on ignoring it
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def defer(self) -> None:
+        """From now on note signals instead of raising."""
+        self._deferred = True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        impatient = number == signal.SIGINT and self.pending and now - self._since > REPEATED_AFTER
+        if not self._deferred or impatient:
+            raise interruption(number, self._message)
+        if not self.pending:
+            self.pending, self._since = number, now

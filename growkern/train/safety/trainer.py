@@ -1,0 +1,359 @@
+"""`transformers.Trainer` that does not lose a run.
+
+Checkpoints appear whole or not at all. A signal saves before it ends the run. A step whose loss or
+gradient is not finite is never taken. Float32 weights are kept in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.train.safety.checkpoints import (
+    MANIFEST,
+    close_staging,
+    damage,
+    last_checkpoint,
+    newest_whole,
+    publish,
+    publish_into,
+    rotate,
+)
+from growkern.train.safety.precision import set_precision
+from growkern.train.safety.signals import SignalWatch, interruption
+from growkern.train.safety.staging import write_together
+
+ON_NONFINITE = ("stop", "skip")
+FINAL = "model"
+# a model whose weights are broken would skip for ever
+MOST_SKIPPED_IN_A_ROW = 100
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all processes know of a step before the optimizer takes it.
+
+    Args:
+        ranks: the processes whose loss is not finite.
+        norm: whether the gradient norm is finite.
+        stop: number of the signal that some process received, or 0.
+        save: whether a checkpoint is due by the clock.
+    """
+
+    ranks: tuple[int, ...]
+    norm: bool
+    stop: int
+    save: bool
+
+
+class SafeTrainer(Trainer):
+    """A trainer that saves whole checkpoints, stops cleanly, and never steps on NaN.
+
+    Args:
+        model: the model in training. Weights in half precision become float32, in place.
+        args: of `transformers.Trainer`.
+        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None goes by
+            `args.bf16`.
+        on_nonfinite: when a loss or a gradient norm is NaN or infinite, "stop" raises an error, and
+            "skip" leaves out the optimizer step and counts it as `skipped_steps` in the log.
+        save_minutes: a checkpoint is also saved when this time has passed since the last; 0 saves
+            by `args` alone.
+        options: all other keyword arguments of `transformers.Trainer`.
+
+    Raises:
+        GrowthError: a value is not one of those above.
+    """
+
+    control: Any
+    # how to start the run again, for the line that a signal prints
+    resume_hint = "trainer.train(resume_from_checkpoint=True)"
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        *,
+        precision: str | None = None,
+        on_nonfinite: str = "stop",
+        save_minutes: float = 0.0,
+        **options: Any,
+    ) -> None:
+        if on_nonfinite not in ON_NONFINITE:
+            raise GrowthError(
+                f"on_nonfinite is {on_nonfinite!r}{nearest(on_nonfinite, ON_NONFINITE)}"
+            )
+        if not save_minutes >= 0:
+            raise GrowthError(f"save_minutes is {save_minutes}: it must be 0 or more")
+        # the filter replaces NaN by an average, in the log alone
+        args.logging_nan_inf_filter = False
+        self.precision = set_precision(model, args, precision)
+        self.on_nonfinite, self.save_minutes = on_nonfinite, save_minutes
+        super().__init__(model=model, args=args, **options)
+        self._signals = SignalWatch(enabled=False)
+        self._report: StepReport | None = None
+        self._step_loss: Tensor | float = 0.0
+        self._saved_at = 0.0
+        self._stop = self._skipped = self._skipped_in_a_row = 0
+        self._staging: Path | None = None
+
+    # ------------------------------------------------------------------- runs
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
+        """Train. SIGINT and SIGTERM save a checkpoint at the end of the current step.
+
+        They do nothing of the kind if `args.save_strategy` is "no".
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the latest whole one in
+                `args.output_dir`.
+            options: of `transformers.Trainer.train`.
+
+        Raises:
+            GrowthError: a checkpoint is damaged, or a step is not finite.
+            KeyboardInterrupt: SIGINT ended the run.
+            Terminated: SIGTERM ended the run.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self.newest_whole_checkpoint()
+            if resume_from_checkpoint is None:
+                raise GrowthError(f"{self.args.output_dir} has no checkpoint to resume from")
+        elif resume_from_checkpoint and (Path(resume_from_checkpoint) / MANIFEST).is_file():
+            wrong = damage(Path(resume_from_checkpoint))
+            if wrong is not None:
+                raise GrowthError(f"{resume_from_checkpoint} is damaged: {wrong}")
+        if resume_from_checkpoint:
+            options["resume_from_checkpoint"] = str(resume_from_checkpoint)
+        self._saved_at = time.monotonic()
+        self._stop = self._skipped_in_a_row = 0
+        self._report, self._step_loss = None, 0.0
+        message = f"stopped; to go on: {self.resume_hint}"
+        with SignalWatch(message, enabled=self.args.save_strategy != "no") as self._signals:
+            return super().train(**options)
+
+    def newest_whole_checkpoint(self) -> Path | None:
+        """The latest whole checkpoint in the output directory, the same for all processes.
+
+        Raises:
+            GrowthError: there are checkpoints, but all of them are damaged.
+        """
+        found: list[Any] = [None, None]
+        if self.is_world_process_zero():
+            directory = Path(self.args.output_dir)
+            close_staging(directory)
+            try:
+                found[0] = newest_whole(directory)
+            except GrowthError as error:
+                found[1] = str(error)
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if found[1] is not None:
+            raise GrowthError(found[1])
+        return found[0]
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """Trainer's, and add up the loss of the step."""
+        # until here nothing would be lost by stopping at once
+        self._signals.defer()
+        loss: Tensor = super().training_step(*args, **options)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Trainer's; it is called once per step, right before the optimizer."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        report = self._agree(norm)
+        self._step_loss = 0.0
+        self._report = report
+        if report.norm and not report.ranks:
+            self._skipped_in_a_row = 0
+            return norm
+        self._skipped_in_a_row += 1
+        if self.on_nonfinite == "stop" or self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise GrowthError(self._nonfinite_message(report, norm))
+        self._skipped += 1
+        # parameters without a gradient stay as they are, and so does their optimizer state
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _agree(self, norm: Any) -> StepReport:
+        """Exchange the state of the step between the processes, and read it back once."""
+        device = self.args.device
+        # a gradient scaler skips the steps that overflow in float16 by itself
+        checked = norm if self.accelerator.scaler is None else 0.0
+        values = [torch.as_tensor(x, device=device) for x in (self._step_loss, checked)]
+        due = self.save_minutes > 0 and time.monotonic() - self._saved_at > 60 * self.save_minutes
+        mine = torch.tensor([float(self._signals.pending), float(due)], device=device)
+        flags_R4 = torch.cat([torch.stack([~x.isfinite() for x in values]).float(), mine])[None]
+        if self.accelerator.num_processes > 1:
+            flags_R4 = self.accelerator.gather(flags_R4)
+        rows = flags_R4.tolist()
+        return StepReport(
+            ranks=tuple(rank for rank, row in enumerate(rows) if row[0]),
+            norm=not any(row[1] for row in rows),
+            stop=int(max(row[2] for row in rows)),
+            save=any(row[3] for row in rows),
+        )
+
+    def _nonfinite_message(self, report: StepReport, norm: Any) -> str:
+        found = f"the gradient norm is {float(norm)}"
+        if report.ranks:
+            found = f"the loss is NaN or infinite on rank {', '.join(map(str, report.ranks))}"
+        if self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            found += f" and {MOST_SKIPPED_IN_A_ROW} steps before it were skipped"
+        return f"step {self.state.global_step + 1}: {found}; {self._last_save()}"
+
+    def _last_save(self) -> str:
+        last = last_checkpoint(Path(self.args.output_dir))
+        return "there is no checkpoint" if last is None else f"the last good checkpoint is {last}"
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a line, with the number of steps that were skipped in this process, if any."""
+        if self._skipped and "loss" in logs:
+            logs["skipped_steps"] = self._skipped
+        super().log(logs, start_time)
+
+    # ----------------------------------------------------------------- saving
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        """Trainer's, after a step and after an epoch; a stop saves and raises."""
+        report, control = self._report, self.control
+        # a run at its end simply ends
+        if report is not None and self.state.global_step < self.state.max_steps:
+            self._stop = report.stop
+        if self._stop:
+            control.should_log = control.should_save = True
+            # an evaluation may take longer than the system waits before it kills
+            control.should_evaluate = False
+        elif report is not None and report.save:
+            control.should_save = True
+        self._report = None
+        super()._maybe_log_save_evaluate(*args, **options)
+        if self._globalstep_last_logged == self.state.global_step:
+            # Trainer subtracts the sum from itself, which leaves NaN in all later lines
+            self._tr_loss.zero_()
+        if self._stop:
+            self._end_after_signal()
+
+    def _end_after_signal(self) -> None:
+        """End the run. All processes do, and one says so."""
+        self.is_in_train = False
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        message = (
+            f"{Signals(self._stop).name} after step {self.state.global_step}: saved in "
+            f"{last_checkpoint(Path(self.args.output_dir))}; to go on: {self.resume_hint}"
+        )
+        if self.is_world_process_zero():
+            print(message, file=sys.stderr, flush=True)
+        raise interruption(self._stop)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Trainer's, or the staging folder while a checkpoint is written."""
+        return str(self._staging or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Trainer's, in a staging folder that becomes the checkpoint when it is complete.
+
+        If the disk takes no more, training goes on with the earlier checkpoints and a warning.
+        """
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise GrowthError(
+                f"step {self.state.global_step}: the weights are not finite and were not saved; "
+                f"{self._last_save()}"
+            )
+        run = Path(self._get_output_dir(trial))
+        target = run / f"checkpoint-{self.state.global_step}"
+        best = self._best_checkpoint(run)
+
+        def write(staging: Path) -> None:
+            with self._writing_to(staging):
+                super(SafeTrainer, self)._save_checkpoint(model, trial)
+            if self.args.should_save:
+                self.state.best_model_checkpoint = best and str(best)
+                self.state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
+
+        def appear(staging: Path) -> None:
+            publish(staging / target.name, target)
+            rotate(target, self.args.save_total_limit, best)
+
+        failure = write_together(self.accelerator, run, write, appear)
+        self._saved_at = time.monotonic()
+        if failure is None:
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(target))
+            return
+        message = f"{target.name} was not saved ({failure}); {self._last_save()}"
+        if self._stop:
+            raise GrowthError(f"{Signals(self._stop).name}: {message}")
+        if self.is_world_process_zero():
+            warnings.warn(f"{message}; training goes on", GrowthWarning, stacklevel=2)
+
+    def _best_checkpoint(self, run: Path) -> Path | None:
+        """The checkpoint with the best metric so far; this one if the metric is this step's."""
+        step = self.state.best_global_step
+        if not step:
+            return None
+        best = run / f"checkpoint-{step}"
+        return best if step == self.state.global_step or best.exists() else None
+
+    @contextlib.contextmanager
+    def _writing_to(self, staging: Path) -> Iterator[None]:
+        """While active, Trainer writes its checkpoint to a folder and leaves all others alone."""
+        best_step, push = self.state.best_global_step, self.args.push_to_hub
+        # Trainer looks for the best checkpoint beside this one, and uploads before it is complete
+        self._staging, self.state.best_global_step, self.args.push_to_hub = staging, None, False
+        try:
+            yield
+        finally:
+            self._staging, self.state.best_global_step = None, best_step
+            self.args.push_to_hub = push
+
+    def save_final_model(self, dtype: torch.dtype) -> None:
+        """Save the model, its tokenizer and the log history to the output directory.
+
+        Args:
+            dtype: of the weights in the file. The model in memory gets this dtype too. Weights
+                that are too large for float16 stay as they are, with a warning.
+
+        Raises:
+            GrowthError: the disk takes no more. The checkpoints are as they were.
+        """
+        run = Path(self.args.output_dir)
+        largest = torch.finfo(dtype).max
+        if all(p.abs().max() <= largest for p in self.model.parameters() if p.numel()):
+            self.model.to(dtype)
+        else:
+            warnings.warn(
+                f"a weight does not fit into {dtype}: the model is saved in {self.model.dtype}",
+                GrowthWarning,
+                stacklevel=2,
+            )
+
+        def write(staging: Path) -> None:
+            self.save_model(str(staging / FINAL), _internal_call=True)
+            if self.args.should_save:
+                self.state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
+
+        failure = write_together(
+            self.accelerator, run, write, lambda staging: publish_into(staging / FINAL, run)
+        )
+        if failure is not None:
+            raise GrowthError(
+                f"the model was not saved ({failure}); {self._last_save()}; to go on: "
+                f"{self.resume_hint}"
+            )

@@ -1,0 +1,108 @@
+"""What one of two processes does: `torchrun --nproc_per_node=2 -m tests.train.safety.ranks FOLDER`.
+
+A signal, a NaN and a full disk each reach one of the processes only. Each process leaves what
+became of it as FOLDER/<case>-<rank>.json.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from growkern import GrowthError
+from growkern.errors import GrowthWarning
+from growkern.train.safety.checkpoints import checkpoints_in
+from growkern.train.safety.signals import Terminated
+from tests.train.safety.runs import At, small_trainer, weights_of
+from tests.train.safety.test_saving import small_files
+from tests.train.safety.test_steps import poison
+
+ARGS = {"per_device_train_batch_size": 2}
+
+
+def run(folder, resume=None, **options):
+    """Train, and say how that ended."""
+    trainer = small_trainer(folder, args=ARGS | options.pop("args", {}), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+            end = "done"
+        except (GrowthError, Terminated, KeyboardInterrupt) as error:
+            end = f"{type(error).__name__} {error}".strip()
+    dist.barrier()
+    return trainer, {
+        "end": end,
+        "step": trainer.state.global_step,
+        "warned": [str(w.message) for w in caught if w.category is GrowthWarning],
+        "checkpoints": [path.name for path in checkpoints_in(folder)],
+    }
+
+
+def only(rank, act):
+    return act if dist.get_rank() == rank else lambda model: None
+
+
+def send(number):
+    return lambda model: os.kill(os.getpid(), number)
+
+
+FULL_DISK = contextlib.ExitStack()
+
+
+def fill_disk(model):
+    """From here on this process can write no more than ten bytes to a file."""
+    FULL_DISK.enter_context(small_files(10))
+
+
+def main(folder):
+    rank = dist.get_rank()
+    found = {}
+    trainer, found["straight"] = run(folder / "straight")
+    weights = weights_of(trainer)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        name = number.name
+        stop = [At(4, only(1, send(number)))]
+        _, found[name] = run(folder / name, callbacks=stop)
+        again, found[f"{name} resumed"] = run(folder / name, resume=True)
+        same = all(torch.equal(weights[key], value) for key, value in weights_of(again).items())
+        found[f"{name} resumed"]["same"] = same
+
+    _, found["nan"] = run(folder / "nan", callbacks=[At(5, only(1, poison(float("nan"))))])
+
+    disk = [At(3, only(1, fill_disk), "on_optimizer_step")]
+    disk += [At(4, lambda model: FULL_DISK.close())]
+    trainer, found["disk"] = run(folder / "disk", callbacks=disk)
+    found["disk"]["same"] = all(
+        torch.equal(weights[key], value) for key, value in weights_of(trainer).items()
+    )
+
+    # the clock of one process is enough
+    slow = {"save_steps": 100}
+    minutes = 1e-9 if rank == 1 else 60.0
+    _, found["clock"] = run(folder / "clock", args=slow, save_minutes=minutes)
+
+    if rank == 0:
+        newest = folder / "straight" / "checkpoint-8" / "rng_state_1.pth"
+        newest.write_bytes(newest.read_bytes()[:-1])
+    dist.barrier()
+    _, found["damaged"] = run(folder / "straight", resume=True)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # before the trainers, which would do it in the same way
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.barrier()
+    sys.stdout.flush()
+    # gloo's threads now and then abort a process that leaves in the ordinary way
+    os._exit(0)

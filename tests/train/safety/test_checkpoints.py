@@ -1,0 +1,164 @@
+"""Whole checkpoints are found, damaged ones are passed over, good ones are never deleted."""
+
+import os
+import shutil
+
+import pytest
+
+from growkern import GrowthError
+from growkern.errors import GrowthWarning
+from growkern.train.safety.checkpoints import (
+    MANIFEST,
+    STAGING,
+    checkpoints_in,
+    damage,
+    last_checkpoint,
+    newest_whole,
+    open_staging,
+    publish,
+    publish_into,
+    rotate,
+)
+from tests.train.safety.runs import small_trainer
+
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with checkpoint-2, -4, -6 and -8 of a real run."""
+    path = tmp_path_factory.mktemp("trained")
+    small_trainer(path).train()
+    return path
+
+
+def make(directory, step, contents=b"abc"):
+    staged = open_staging(directory) / f"checkpoint-{step}"
+    (staged / "inner").mkdir(parents=True)
+    (staged / "trainer_state.json").write_bytes(b"{}")
+    (staged / "inner" / "file").write_bytes(contents)
+    publish(staged, directory / staged.name)
+    return directory / staged.name
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = {
+    "flipped": flip,
+    "cut": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": os.remove,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_damaged_newest_checkpoint_is_passed_over(trained, tmp_path, name, how):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    DAMAGE[how](run / "checkpoint-8" / name)
+    with pytest.warns(GrowthWarning, match=r"checkpoint-8 is damaged .* resumes from checkpoint-6"):
+        assert newest_whole(run) == run / "checkpoint-6"
+    assert (run / "damaged-checkpoint-8").is_dir()
+    assert newest_whole(run) == run / "checkpoint-6"
+
+
+def test_any_changed_byte_of_any_file_is_found(tmp_path):
+    checkpoint = make(tmp_path, 1, b"some bytes")
+    assert damage(checkpoint) is None
+    for path in (checkpoint / "trainer_state.json", checkpoint / "inner" / "file"):
+        whole = path.read_bytes()
+        for at in range(len(whole)):
+            flip(path, at)
+            assert path.name in damage(checkpoint)
+            path.write_bytes(whole)
+    whole = (checkpoint / MANIFEST).read_bytes()
+    for at in range(len(whole)):
+        flip(checkpoint / MANIFEST, at)
+        # spaces between the entries carry nothing
+        assert damage(checkpoint) or whole[at : at + 1].isspace()
+    (checkpoint / MANIFEST).write_bytes(b'{"algorithm": "xxh3_128", "files": {}}')
+    assert damage(checkpoint)
+
+
+def test_if_all_are_damaged_it_says_so_in_one_line(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for checkpoint in checkpoints_in(run):
+        flip(checkpoint / "optimizer.pt")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(GrowthError, match=r"no checkpoint in .* is whole") as caught:
+        newest_whole(run)
+    assert "checkpoint-8: optimizer.pt was changed" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(GrowthError, match="is whole"):
+        small_trainer(run).train(resume_from_checkpoint=True)
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "checkpoint-4")
+    flip(tmp_path / "checkpoint-4" / "rng_state.pth")
+    with pytest.raises(GrowthError, match=r"is damaged: rng_state.pth was changed"):
+        small_trainer(tmp_path).train(resume_from_checkpoint=tmp_path / "checkpoint-4")
+
+
+def test_a_directory_without_checkpoints_has_none(tmp_path):
+    assert newest_whole(tmp_path) is None
+    assert last_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest_whole(tmp_path) is None
+    with pytest.raises(GrowthError, match="no checkpoint to resume from"):
+        small_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    make(tmp_path, 9)
+    make(tmp_path, 10)
+    assert newest_whole(tmp_path).name == last_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+def test_a_checkpoint_that_is_written_again_replaces_the_old_one(tmp_path):
+    make(tmp_path, 2, b"old")
+    checkpoint = make(tmp_path, 2, b"new")
+    assert (checkpoint / "inner" / "file").read_bytes() == b"new"
+    assert newest_whole(tmp_path) == checkpoint
+    assert [p.name for p in (tmp_path / STAGING).iterdir()] == []
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    for step in (2, 4, 6, 8):
+        newest = make(tmp_path, step)
+    rotate(newest, 2, tmp_path / "checkpoint-2")
+    assert [p.name for p in checkpoints_in(tmp_path)] == ["checkpoint-8", "checkpoint-2"]
+    rotate(newest, 1, None)
+    assert [p.name for p in checkpoints_in(tmp_path)] == ["checkpoint-8"]
+    rotate(newest, None, None)
+    assert newest.exists()
+
+
+def test_rotation_goes_by_time_not_by_step(tmp_path):
+    """A run that begins anew in the same directory finds later steps of the earlier run."""
+    for step in (6, 8, 2, 4):
+        newest = make(tmp_path, step)
+    rotate(newest, 2, None)
+    assert [p.name for p in checkpoints_in(tmp_path)] == ["checkpoint-4", "checkpoint-2"]
+
+
+def test_a_final_model_counts_only_when_all_of_it_is_there(tmp_path):
+    staged = open_staging(tmp_path) / "model"
+    (staged / "folder").mkdir(parents=True)
+    for name in ("trainer_state.json", "model.safetensors", "folder/file"):
+        (staged / name).write_text(name)
+    publish_into(staged, tmp_path)
+    assert damage(tmp_path) is None
+    cut(tmp_path / "folder" / "file")
+    assert "folder/file has" in damage(tmp_path)

@@ -1,0 +1,32 @@
+"""A run that is killed at any moment ends with the weights of a run that was not, bit for bit.
+
+`python -m tests.train.safety.killer` does the same for all file operations, or for more moments.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_run import RUN, workplace  # noqa: F401
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize("how", ["random", "operations"])
+def test_killed_at_any_moment_it_ends_the_same(workplace, how):  # noqa: F811
+    text = RUN.replace("tensorboard = true", "tensorboard = false")
+    (workplace / "run.toml").write_text(
+        text.replace("keep_checkpoints = 9", "keep_checkpoints = 1")
+    )
+    command = [sys.executable, "-m", "tests.train.safety.killer", str(workplace), how, "6", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == 6
+    for moment, _, left, end in rounds:
+        assert end == "same", (moment, left, end, done.stderr)
+    assert sum(struck for _, struck, *_ in rounds) >= 3

@@ -1,0 +1,62 @@
+"""Two processes stop, save, skip and give up together, whichever of them has the reason to."""
+
+import json
+
+import pytest
+
+from tests.train.test_ranks import on_two_processes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    on_two_processes("tests.train.safety.ranks", folder)
+    both = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return {case: [one[case] for one in both] for case in both[0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("SIGTERM", "Terminated"), ("SIGINT", "KeyboardInterrupt")]
+)
+def test_a_signal_to_one_process_stops_both_at_one_step(found, name, end):
+    for one in found[name]:
+        assert (one["end"], one["step"]) == (end, 5)
+        assert one["checkpoints"] == ["checkpoint-5", "checkpoint-4", "checkpoint-2"]
+    for one in found[f"{name} resumed"]:
+        assert (one["end"], one["step"], one["same"]) == ("done", 8, True)
+
+
+def test_a_nan_on_one_process_stops_both_and_is_named(found):
+    for one in found["nan"]:
+        assert one["end"].startswith("GrowthError step 6: the loss is NaN or infinite on rank 1; ")
+        assert one["end"].endswith("checkpoint-4")
+        assert one["step"] == 5
+
+
+def test_a_full_disk_of_one_process_costs_one_checkpoint(found):
+    for one in found["disk"]:
+        assert one["end"] == "done"
+        assert one["checkpoints"] == ["checkpoint-8", "checkpoint-6", "checkpoint-2"]
+        assert one["same"]
+    warned = [one["warned"] for one in found["disk"]]
+    assert [len(lines) for lines in warned] == [1, 0]
+    assert "checkpoint-4 was not saved" in warned[0][0]
+
+
+def test_the_clock_of_one_process_saves_for_both(found):
+    for one in found["clock"]:
+        assert one["checkpoints"] == [f"checkpoint-{n}" for n in range(8, 0, -1)]
+
+
+def test_both_pass_over_a_damaged_checkpoint(found):
+    for one in found["damaged"]:
+        assert one["end"] == "done"
+        assert one["checkpoints"] == [
+            "checkpoint-8",
+            "checkpoint-6",
+            "checkpoint-4",
+            "checkpoint-2",
+        ]
+    warned = [one["warned"] for one in found["damaged"]]
+    assert [len(lines) for lines in warned] == [1, 0]
+    assert "rng_state_1.pth has" in warned[0][0]

@@ -1,0 +1,222 @@
+"""SIGINT and SIGTERM save a checkpoint, say one line, and end with their exit codes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from growkern import GrowthError
+from growkern.train.run import train
+from growkern.train.safety import trainer as safety
+from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.signals import SignalWatch, Terminated
+from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
+from tests.train.safety.test_saving import full_while_saving
+from tests.train.test_run import RUN, workplace  # noqa: F401
+
+ROOT = Path(__file__).parents[3]
+KINDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+
+
+def send(number):
+    return lambda model: os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    trainer = small_trainer(tmp_path_factory.mktemp("straight"))
+    trainer.train()
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize("number", KINDS)
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, number, event, capsys):
+    before = signal.getsignal(number)
+    trainer = small_trainer(tmp_path, callbacks=[At(4, send(number), event)])
+    trainer.resume_hint = "do it again"
+    with pytest.raises(KINDS[number]) as caught:
+        trainer.train()
+    assert signal.getsignal(number) is before
+    # a signal after the processes have talked waits for the next step
+    step = 5 if event == "on_step_begin" else 6
+    last = [line for line in capsys.readouterr().err.splitlines() if "SIG" in line]
+    saved = tmp_path / f"checkpoint-{step}"
+    name = signal.Signals(number).name
+    assert last == [f"{name} after step {step}: saved in {saved}; to go on: do it again"]
+    assert not str(caught.value)
+    if number == signal.SIGTERM:
+        assert caught.value.code == 143
+    assert checkpoints_in(tmp_path)[0] == saved
+    again = small_trainer(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights_of(again), straight)
+    # what was logged before the stop is in the checkpoint
+    assert [line["step"] for line in again.state.log_history if "loss" in line] == [*range(1, 9)]
+
+
+def test_a_second_sigterm_does_not_disturb_the_save(tmp_path, straight):
+    def twice(model):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = small_trainer(tmp_path, callbacks=[At(4, twice)])
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert damage(tmp_path / "checkpoint-5") is None
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path, straight):
+    trainer = small_trainer(tmp_path, callbacks=[At(7, send(signal.SIGTERM))])
+    assert trainer.train().global_step == 8
+    assert_same(weights_of(trainer), straight)
+
+
+def test_an_evaluation_does_not_delay_the_save(tmp_path, monkeypatch):
+    args = {"eval_strategy": "steps", "eval_steps": 5}
+    trainer = small_trainer(tmp_path, callbacks=[At(4, send(signal.SIGTERM))], args=args)
+    monkeypatch.setattr(trainer, "_evaluate", lambda *_: pytest.fail("evaluated"))
+    with pytest.raises(Terminated):
+        trainer.train()
+
+
+def test_a_trainer_that_saves_nothing_leaves_signals_alone(tmp_path):
+    trainer = small_trainer(
+        tmp_path, callbacks=[At(4, send(signal.SIGINT))], args={"save_strategy": "no"}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_if_the_stop_cannot_save_it_says_so(tmp_path, monkeypatch):
+    full_while_saving(monkeypatch, (5,), 1000)
+    trainer = small_trainer(tmp_path, callbacks=[At(4, send(signal.SIGTERM))])
+    with pytest.raises(GrowthError, match=r"SIGTERM: checkpoint-5 was not saved .*checkpoint-4$"):
+        trainer.train()
+
+
+def test_the_best_checkpoint_does_not_displace_that_of_the_stop(tmp_path, monkeypatch):
+    """At its end, Trainer deletes all but the best if it keeps one checkpoint."""
+    args = {
+        "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2,
+        "metric_for_best_model": "eval_loss", "load_best_model_at_end": True,
+    }  # fmt: skip
+    trainer = small_trainer(tmp_path, callbacks=[At(4, send(signal.SIGTERM))], args=args)
+    trainer._evaluate = lambda *_: {"eval_loss": float(trainer.state.global_step)}
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert [p.name for p in checkpoints_in(tmp_path)] == ["checkpoint-5", "checkpoint-2"]
+
+
+# -------------------------------------------------------------------- handlers
+
+
+@pytest.mark.parametrize("number", KINDS)
+def test_before_the_first_step_a_signal_raises_at_once(number):
+    with pytest.raises(KINDS[number], match="say this"), SignalWatch("say this"):
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+
+
+def test_an_impatient_second_sigint_raises(monkeypatch):
+    with SignalWatch("stopped") as watch:
+        watch.defer()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch.pending == signal.SIGINT
+        monkeypatch.setattr("growkern.train.safety.signals.REPEATED_AFTER", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored_and_threads_catch_nothing():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with SignalWatch() as watch:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert watch.pending == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def elsewhere():
+        with SignalWatch():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+
+
+# --------------------------------------------------------------- a real process
+
+
+def start(folder):
+    return subprocess.Popen(
+        [sys.executable, "-m", "growkern", "train", str(folder / "run.toml")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace, number, code):  # noqa: F811
+    text = RUN.replace("steps = 6", "steps = 50", 1).replace("save_every = 2\n", "")
+    (workplace / "run.toml").write_text(text.replace("eval_every = 3", "eval_every = 1000"))
+    process = start(workplace)
+    out = ""
+    while "'loss'" not in out:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        out += line
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert out.index("to resume") < out.index("'loss'")
+    file, output = workplace / "run.toml", workplace / "out"
+    said = [line for line in errors.splitlines() if "SIG" in line]
+    pattern = r"(\w+) after step (\d+): saved in (\S+); to go on: growkern train (\S+)"
+    name, step, saved, again = re.fullmatch(pattern, said[0]).groups()
+    assert (name, saved, again) == (number.name, f"{output}/checkpoint-{step}", str(file))
+    assert len(said) == 1
+    assert "Traceback" not in errors
+    assert not (output / "model.safetensors").exists()
+
+    assert train(file, progress=False).global_step == 50
+    (workplace / "run.toml").write_text(
+        (workplace / "run.toml").read_text().replace('directory = "out"', 'directory = "straight"')
+    )
+    train(file, progress=False)
+    assert_same(
+        load_file(output / "model.safetensors"),
+        load_file(workplace / "straight" / "model.safetensors"),
+    )
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, capsys):  # noqa: F811
+    from growkern import cli
+    from growkern.train import run as module
+
+    def interrupted(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+    monkeypatch.setattr(module, "build_trainer", interrupted)
+    monkeypatch.setattr(sys, "argv", ["growkern", "train", str(workplace / "run.toml")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 143
+    errors = capsys.readouterr().err
+    assert errors.startswith("growkern: stopped between two steps; to go on: growkern train")
+    assert errors.count("\n") == 1
+    assert safety.SafeTrainer.resume_hint == "trainer.train(resume_from_checkpoint=True)"

@@ -1,0 +1,107 @@
+"""A step whose loss or gradient is not finite is never taken, and never logged as a number."""
+
+import math
+
+import pytest
+import torch
+
+from growkern import GrowthError
+from growkern.train.safety import trainer as safety
+from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
+
+BIAS = "cls.predictions.bias"
+
+
+def poison(value):
+    """Make the loss of the next forward pass infinite or NaN, and no later one."""
+
+    def act(model):
+        def once(module, inputs, output):
+            handle.remove()
+            return output * value
+
+        handle = model.get_input_embeddings().register_forward_hook(once)
+
+    return act
+
+
+def poison_gradient(model):
+    """A finite loss whose gradient is infinite."""
+    p = model.get_parameter(BIAS)
+    handle = p.register_hook(lambda gradient: (handle.remove(), gradient + math.inf)[1])
+
+
+@pytest.mark.parametrize(
+    ("act", "found"),
+    [
+        (poison(math.nan), "the loss is NaN or infinite on rank 0"),
+        (poison(math.inf), "the loss is NaN or infinite on rank 0"),
+        (poison_gradient, "the gradient norm is (inf|nan)"),
+    ],
+    ids=["nan", "inf", "gradient"],
+)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_run_stops_at_a_step_that_is_not_finite(tmp_path, act, found, clip):
+    before = {}
+    callbacks = [At(5, act), At(5, lambda model: before.update(model.state_dict()))]
+    trainer = small_trainer(tmp_path, callbacks=callbacks, args={"max_grad_norm": clip})
+    with pytest.raises(GrowthError, match=f"step 6: {found}; .*checkpoint-4") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+    assert trainer.state.global_step == 5
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("act", [poison(math.nan), poison_gradient], ids=["loss", "gradient"])
+def test_skip_leaves_out_the_step_and_counts_it(tmp_path, act):
+    seen = {}
+    keep = [At(n, lambda model, n=n: seen.update({n: snapshot(model)})) for n in (5, 6, 7)]
+    trainer = small_trainer(tmp_path, callbacks=[At(5, act), *keep], on_nonfinite="skip")
+
+    def snapshot(model):
+        return weights_of(trainer), str(trainer.optimizer.state_dict()["state"])
+
+    trainer.train()
+    assert_same(seen[5][0], seen[6][0])
+    assert seen[5][1] == seen[6][1]
+    assert any(not torch.equal(seen[7][0][n], value) for n, value in seen[6][0].items())
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert ["skipped_steps" in line for line in lines] == [False] * 5 + [True] * 3
+    assert lines[-1]["skipped_steps"] == 1
+    assert trainer.state.global_step == 8
+
+
+def test_a_loss_that_is_nan_is_logged_as_nan(tmp_path):
+    trainer = small_trainer(tmp_path, callbacks=[At(5, poison(math.nan))], on_nonfinite="skip")
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert [math.isnan(loss) for loss in losses] == [False] * 5 + [True] + [False] * 2
+
+
+def test_a_model_that_is_broken_does_not_skip_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(safety, "MOST_SKIPPED_IN_A_ROW", 3)
+
+    def act(model):
+        model.get_parameter(BIAS).data.fill_(math.nan)
+
+    args = {"max_steps": 50, "save_steps": 100}
+    trainer = small_trainer(tmp_path, callbacks=[At(1, act)], args=args, on_nonfinite="skip")
+    with pytest.raises(GrowthError, match=r"step 5: .* 3 steps before it were skipped; there is"):
+        trainer.train()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    def act(model):
+        model.get_parameter(BIAS).data[0] = math.inf
+
+    callbacks = [At(3, act, "on_optimizer_step")]
+    with pytest.raises(GrowthError, match=r"step 4: the weights are not finite.*checkpoint-2"):
+        small_trainer(tmp_path, callbacks=callbacks).train()
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_the_trainer_without_these_checks_would_log_zero(tmp_path):
+    """The fault that the checks are for, so that a change upstream shows."""
+    trainer = small_trainer(tmp_path)
+    assert trainer.args.logging_nan_inf_filter is False
+    assert type(trainer.args)("x").logging_nan_inf_filter is True
