@@ -28,6 +28,7 @@ def train(
     from growkern.train.run import train as start
     from growkern.train.safety.signals import Terminated
 
+    silence_transformers()
     code = 0
     try:
         start(run, overwrite=overwrite)

@@ -1,0 +1,121 @@
+"""A run says what it is before its first step, and where its model is after the last."""
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+
+from growkern import GrowthError, cli
+from growkern.errors import GrowthWarning
+from growkern.train.run import train
+from growkern.train.safety.checkpoints import checkpoints_in
+from growkern.train.safety.messages import format_count, resume_command
+from tests.train.test_run import RUN, workplace  # noqa: F401
+
+ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+
+
+def values(text):
+    """The names and values that a run printed, one pair per line."""
+    pairs = [line.partition("  ") for line in text.splitlines() if not line.startswith("{")]
+    return {name: value.strip() for name, _, value in pairs}
+
+
+@ONE
+def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # noqa: F811
+    model = transformers.BertForMaskedLM.from_pretrained(workplace / "model")
+    model.bfloat16().save_pretrained(workplace / "model")
+    file, out = workplace / "run.toml", workplace / "out"
+    file.write_text(RUN.replace("batch_size = 4", 'batch_size = 4\nprecision = "bf16"'))
+    monkeypatch.setattr(sys, "argv", ["growkern", "train", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    found = values(capsys.readouterr().out)
+    parameters = format_count(sum(p.numel() for p in model.parameters()))
+    assert found["model"] == f"{out} (bfloat16)"
+    assert (
+        found["precision"] == "bfloat16 autocast over float32 weights; the checkpoint is bfloat16"
+    )
+    assert found["device"] in ("cpu, 1 process", "cuda:0, 1 process") or torch.cuda.is_available()
+    assert found["steps"] == "6, of 4 x 16 tokens"
+    assert found["saves"] == (
+        f"{out}, every 2 steps and every 10 minutes and at the end; the last 9 checkpoints are kept"
+    )
+    assert found["to resume"] == f"growkern train {file}"
+    assert "resumes" not in found
+    assert end["finished"].startswith("6 steps, loss ")
+    assert end["model"] == f"{out} (bfloat16)"
+    assert end["next"] == f"growkern plot {out}"
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    again = capsys.readouterr().out
+    assert values(again) == {"finished": f"{out} is trained already; nothing was done"}
+
+
+@ONE
+def test_the_header_counts_what_the_log_counts(workplace, capsys):  # noqa: F811
+    """Every token has a label here, so that the estimate has nothing to guess."""
+    length = "sequence_length = 16"
+    text = RUN.replace(length, f"{length}\nmasking_probability = 0.999999")
+    text = text.replace("[two_stage]\nlayers_per_block = 1\nstage1_steps = 3\n", "")
+    text = text.replace('[inheritance]\nend_step = 4\n[teacher]\npaths = ["teacher"]\n', "")
+    (workplace / "run.toml").write_text(text)
+    train(workplace / "run.toml")
+    header = values(capsys.readouterr().out)["FLOPs"]
+    state = json.loads((workplace / "out" / "trainer_state.json").read_text())
+    number, unit = header.removesuffix(" in a full step").split(" ")
+    estimate = float(number) * {"k": 1e3, "M": 1e6}[unit]
+    # [CLS] and [SEP] are never masked
+    assert estimate == pytest.approx(state["total_flos"] / 6, rel=0.1)
+
+
+@ONE
+def test_a_cut_model_is_not_a_finished_run(workplace, capsys):  # noqa: F811
+    file, out = workplace / "run.toml", workplace / "out"
+    train(file, progress=False)
+    model = out / "model.safetensors"
+    whole = model.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+        model.write_bytes(damaged)
+        with pytest.warns(GrowthWarning, match=r"the trained model in .* is damaged"):
+            train(file, progress=False)
+        assert model.read_bytes() == whole
+    for checkpoint in checkpoints_in(out):
+        checkpoint.rename(workplace / checkpoint.name)
+    model.write_bytes(whole[:-1])
+    with pytest.raises(GrowthError, match=r"damaged \(model.safetensors has .* no checkpoints"):
+        train(file, progress=False)
+    assert model.read_bytes() == whole[:-1]
+
+
+@ONE
+def test_what_does_not_change_the_weights_may_change_when_a_run_resumes(workplace):  # noqa: F811
+    file, out = workplace / "run.toml", workplace / "out"
+    train(file, progress=False)
+    (out / "manifest.json").unlink()
+    text = RUN.replace("log_every = 1", 'log_every = 2\non_nonfinite = "skip"')
+    file.write_text(text.replace("save_every = 2", "save_every = 3\nsave_minutes = 5"))
+    assert train(file, progress=False) is None
+
+
+def test_the_command_to_resume(monkeypatch, tmp_path):
+    file = tmp_path / "my run.toml"
+    assert resume_command(file) == f"growkern train '{file}'"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resume_command(file) == f"torchrun --nproc_per_node=2 -m growkern train '{file}'"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert resume_command(file).startswith("torchrun --nproc_per_node=4 ... (as before")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1 k"), (8390, "8.39 k"), (110e6, "110 M"), (1e15, "1e+03 T")],
+)
+def test_numbers_are_short(number, text):
+    assert format_count(number) == text
