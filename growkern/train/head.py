@@ -178,6 +178,32 @@ def check_head(model: Any) -> None:
         )
 
 
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Check that no token of a causal model sees the tokens after it.
+
+    An encoder that was loaded in its ...LMHeadModel class with is_decoder=False sees them. It would
+    learn to copy the labels.
+
+    Raises:
+        GrowthError: the first token sees the last one.
+    """
+    ids_BS = model.dummy_inputs["input_ids"].to(model.device)
+    changed_BS = ids_BS.clone()
+    changed_BS[:, -1] += 1
+    training = model.training
+    model.eval()
+    try:
+        first, second = (head_inputs(model, {"input_ids": x}).hidden for x in (ids_BS, changed_BS))
+    finally:
+        model.train(training)
+    if not torch.equal(first[:, 0].nan_to_num(), second[:, 0].nan_to_num()):
+        raise GrowthError(
+            f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
+            "tokens after them: set config.is_decoder=True, or use the ...ForMaskedLM class"
+        )
+
+
 def align_labels(labels_BS: Tensor, *, causal: bool) -> Tensor:
     """Move labels to the positions that predict them: one to the left for causal models.
 
@@ -204,5 +230,18 @@ def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
     return _shift(mask_BS.bool(), False) if causal else mask_BS.bool()
 
 
-def _shift(x_BS: Tensor, filler: int | bool) -> Tensor:
+def align_weights(weights_BS: Tensor, *, causal: bool) -> Tensor:
+    """Move the weights of labels to the positions that predict these labels.
+
+    Args:
+        weights_BS: (B, S) float.
+        causal: whether the model predicts the next token.
+
+    Returns:
+        (B, S) float; 0 at the last position of a causal model.
+    """
+    return _shift(weights_BS, 0.0) if causal else weights_BS
+
+
+def _shift(x_BS: Tensor, filler: float) -> Tensor:
     return torch.cat([x_BS[:, 1:], x_BS.new_full((x_BS.shape[0], 1), filler)], dim=1)
