@@ -64,9 +64,9 @@ PARTS = {
     ),
     "growkern.train": (
         "toml",
-        "flops",
         "meter",
         "head",
+        "flops",
         "sub_model",
         "data",
         "load",

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from growkern.train.head import probing
 
 
 class ModelCost:
@@ -138,7 +139,6 @@ def _linears(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
 
 
-@torch.no_grad()
 def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     rows: Counter[nn.Module] = Counter()
     before: Counter[nn.Module] = Counter()
@@ -163,12 +163,10 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         for layer in stack
     ]
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
-    training = model.training
-    model.eval()
     try:
-        model(**inputs)
+        with probing(model):
+            model(**inputs)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     tokens = inputs[model.main_input_name].numel()

@@ -126,6 +126,21 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
     return seen[0]
 
 
+@contextlib.contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """While active, a model runs without dropout, without gradients and without compiled code.
+
+    Compiled code would be compiled again for a probe, and would not call new hooks.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(training)
+
+
 def check_head(model: Any) -> None:
     """Check that the fused loss computes the same function as the model's own logits.
 
@@ -154,15 +169,10 @@ def check_head(model: Any) -> None:
         return ramps[-1]
 
     inputs = {key: value.to(head.weight.device) for key, value in model.dummy_inputs.items()}
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _shadowed(head, ramp):
-            changed = model(**inputs).logits
-            with _neutral(model):
-                bare = model(**inputs).logits
-    finally:
-        model.train(training)
+    with probing(model), _shadowed(head, ramp):
+        changed = model(**inputs).logits
+        with _neutral(model):
+            bare = model(**inputs).logits
     is_known = False
     if len(ramps) == 2:
         scaled, cap = ramps[0] * _scale_of(model), softcap_of(model)
@@ -178,7 +188,6 @@ def check_head(model: Any) -> None:
         )
 
 
-@torch.no_grad()
 def check_causal(model: Any) -> None:
     """Check that no token of a causal model sees the tokens after it.
 
@@ -191,12 +200,8 @@ def check_causal(model: Any) -> None:
     ids_BS = model.dummy_inputs["input_ids"].to(model.device)
     changed_BS = ids_BS.clone()
     changed_BS[:, -1] += 1
-    training = model.training
-    model.eval()
-    try:
+    with probing(model):
         first, second = (head_inputs(model, {"input_ids": x}).hidden for x in (ids_BS, changed_BS))
-    finally:
-        model.train(training)
     if not torch.equal(first[:, 0].nan_to_num(), second[:, 0].nan_to_num()):
         raise GrowthError(
             f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
