@@ -73,7 +73,9 @@ def real_rows(batch: Mapping[str, Any], like_BS: Tensor, *, causal: bool) -> Ten
     if counts is not None and counts.is_filler:
         return torch.zeros_like(like_BS, dtype=torch.bool)
     if mask_BS is None:
-        mask_BS = torch.ones_like(like_BS)
+        starts_BS = _starts(batch) if causal else None
+        # the last token of a packed sequence does not predict the first of the next
+        mask_BS = torch.ones_like(like_BS) if starts_BS is None else ~starts_BS
     return align_rows(mask_BS, causal=causal)
 
 
