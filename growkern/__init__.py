@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from growkern.train.cached_teacher.write import cache_teacher as cache_teacher
     from growkern.train.config import TwoStageConfig as TwoStageConfig
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.loss.inherited import count_labels as count_labels
+    from growkern.train.loss.inherited import inherited_loss as inherited_loss
+    from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -67,6 +70,9 @@ _MODULE_OF = {
     "TwoStageConfig": "growkern.train.config",
     "decay_groups": "growkern.growth.optimizer.adamw",
     "InheritanceSchedule": "growkern.train.inheritance",
+    "LossOptions": "growkern.train.loss.options",
+    "count_labels": "growkern.train.loss.inherited",
+    "inherited_loss": "growkern.train.loss.inherited",
     "TwoStageTrainer": "growkern.train.trainer",
 }
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.record.outputs import load_model
+from growkern.train.load import load_tokenizer
 from growkern.train.safety.checkpoints import last_checkpoint
 from growkern.whole import write_whole
 
@@ -233,7 +233,7 @@ def plot_attention(
     figure = _new_figure()
     if not text.strip():
         raise GrowthError("the text to draw attention maps for is empty")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[0])
+    tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
     models = (load_model(c, attn_implementation="eager") for c in checkpoints)
     all_maps = [attention_maps(model, ids) for model in models]

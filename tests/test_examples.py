@@ -1,6 +1,12 @@
 """The examples train the same as plain logits do, on every kind of head."""
 
+import ast
 import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +15,10 @@ from torch.nn import functional as F
 
 from examples import accelerate_loop, pytorch_loop
 from examples.hf_trainer import InheritingTrainer
-from growkern.train.inheritance import InheritanceSchedule
+from growkern import InheritanceSchedule
 from tests.train.tiny import VOCAB, batch, build, randomise
 
+FOLDER = Path(pytorch_loop.__file__).parent
 SCHEDULE = InheritanceSchedule(rate=0.8, end_step=2, temperature=2.0)
 # the third step has no teacher any more
 STEPS = [[batch(seed=2 * i), batch(seed=2 * i + 1, labelled=0.2)] for i in range(3)]
@@ -123,3 +130,25 @@ def test_every_loop_trains_what_plain_logits_train(name, tmp_path):
             # Adam turns a gradient near 0 into a step of either sign, three steps at the most
             off = (p - q).abs()
             assert off.max() <= 3.1 * LR and off.mean() <= 0.05 * LR, (loop, key)
+
+
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_script_that_learns(path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run(
+        [sys.executable, path], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = re.search(r"loss ([\d.]+) -> ([\d.]+) in \d+ steps", done.stdout).groups()
+    assert float(last) < 0.8 * float(first)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_use_public_names_alone(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or alias.name for alias in node.names]
+            assert not any(name.startswith(("growkern.", "examples")) for name in modules)

@@ -205,15 +205,14 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     Raises:
         GrowthError: the text is too short.
     """
-    from transformers import AutoTokenizer
-
     from growkern.growth.record.outputs import longest
     from growkern.growth.source.source import open_source
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
     from growkern.train.head import align_labels
+    from growkern.train.load import load_tokenizer
 
     opened = open_source(source, allow_nonfinite=True)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     length = min(length, longest(opened))
     # 16 characters per token are more than enough for any tokenizer
     blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)

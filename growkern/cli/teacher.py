@@ -36,16 +36,14 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from transformers import AutoTokenizer
-
     from growkern.growth.plan.table import human
     from growkern.train.cached_teacher.write import cache_teacher as make
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
-    from growkern.train.load import check_fits, is_causal, load_language_model
+    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
     silence_transformers()
     model = load_language_model(source)
-    reader = AutoTokenizer.from_pretrained(tokenizer or source)
+    reader = load_tokenizer(tokenizer or source)
     check_fits(source, reader, sequence_length)
     report = make(
         model,

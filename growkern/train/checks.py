@@ -3,12 +3,17 @@
 import os
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, str_to_bool
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
+from growkern.train.head import check_causal
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 
 
@@ -58,7 +63,22 @@ def choose_teachers(
         return Teachers([], None)
     if isinstance(teacher, TeacherCache):
         return CachedTeacher(teacher, inheritance)
+    for model in as_list(teacher):
+        refuse_sharded(model, "teacher")
     return Teachers(as_list(teacher), inheritance.teacher_weights)
+
+
+# with these accelerate shards the model, whatever the arguments say
+SWITCHES = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+_SHARDED = (
+    "sharded training (FSDP, DeepSpeed, Megatron) is not supported by this trainer, which uses "
+    "DistributedDataParallel. In a sharded loop of your own, use growkern.inherited_loss"
+)
 
 
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
@@ -72,32 +92,35 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         GrowthError: for the first argument that cannot be used, with a way out.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
+    for name in SWITCHES:
+        if str_to_bool(os.environ.get(name, "false") or "false"):
+            raise GrowthError(
+                f"the environment variable {name} is {os.environ[name]!r}, which shards the "
+                f"model: unset it, or run `accelerate config` again. {_SHARDED}"
+            )
     refusals = {
         "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
         "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for each "
         "stack of growkern.train.sub_model.layer_stacks(model)": (args.torch_compile),
         "one process can use one device only: start one process per device with "
         "torchrun --nproc_per_node=N": (args.n_gpu > 1),
-        "sharded training (FSDP, DeepSpeed) is not supported in this version: leave fsdp and "
-        "deepspeed unset, and the processes train with DistributedDataParallel": bool(
-            args.fsdp or args.deepspeed
-        ),
+        f"leave fsdp and deepspeed unset: {_SHARDED}": bool(args.fsdp or args.deepspeed),
         f"{started} processes were started, but each would train alone: on machines without an "
         "accelerator set use_cpu=True": started > args.world_size,
         "average_tokens_across_devices=False gives the labels of small batches more weight: set "
         "it to True": args.world_size > 1 and not args.average_tokens_across_devices,
         "ddp_find_unused_parameters=False would wait for ever for layers that do not run in stage "
         "1: leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
-        "label_smoothing_factor is not supported by the trainer: leave it at 0": (
-            args.label_smoothing_factor != 0
-        ),
         "gradient checkpointing with use_reentrant=True loses the gradients of the lowest trained "
         "layer: set gradient_checkpointing_kwargs={'use_reentrant': False}": (
             args.gradient_checkpointing
             and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
         ),
     }
-    refusals["model_init cannot be used: pass the model itself"] = bool(options.get("model_init"))
+    refusals[
+        "model_init cannot be used, because the teacher and the FLOPs belong to one model: "
+        "pass model=model_init() instead"
+    ] = bool(options.get("model_init"))
     for name in ("compute_loss_func", "compute_metrics"):
         refusals[
             f"{name} cannot be used: the loss is fused with the output projection, so there are no "
@@ -106,3 +129,75 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
     for message, refused in refusals.items():
         if refused:
             raise GrowthError(message)
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse what accelerate was told by other ways than the arguments of the trainer.
+
+    Raises:
+        GrowthError: it would shard or compile the model, or train in float8.
+    """
+    if accelerator.distributed_type in (
+        DistributedType.FSDP,
+        DistributedType.DEEPSPEED,
+        DistributedType.MEGATRON_LM,
+    ):
+        raise GrowthError(f"accelerate was set to {accelerator.distributed_type.value}: {_SHARDED}")
+    if accelerator.mixed_precision == "fp8":
+        raise GrowthError("accelerate was set to fp8, which the fused loss does not use: use bf16")
+    if accelerator.state.dynamo_plugin.backend.value not in (None, "NO", "no"):
+        raise GrowthError(
+            "accelerate was set to compile the whole model, which fails on the fused loss: set "
+            "dynamo_backend to 'no'"
+        )
+
+
+def check_model(model: Any, causal: bool) -> None:
+    """Refuse a model that the trainer would train wrongly.
+
+    Args:
+        model: a ...ForMaskedLM or ...ForCausalLM model.
+        causal: whether it predicts the next token.
+
+    Raises:
+        GrowthError: the model is sharded, quantised or without memory; its tokens see the tokens
+            that they predict; or it has a loss of its own besides that of the labels.
+    """
+    name = type(model).__name__
+    refuse_sharded(model, "model")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise GrowthError(f"{name} is on the meta device: load its weights before training")
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise GrowthError(
+            f"{name} is quantised: its weights cannot be trained. Load it without "
+            "quantization_config"
+        )
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise GrowthError(
+            f"{name} adds a loss for the router of its experts, which the fused loss leaves out: "
+            "set config.output_router_logits=False to train without it"
+        )
+    if causal:
+        check_causal(model)
+
+
+def refuse_sharded(model: Any, role: str) -> None:
+    """Refuse a model whose parameters are spread over several processes.
+
+    Args:
+        model: any module.
+        role: of the model, for the error message.
+
+    Raises:
+        GrowthError: it was sharded by FSDP2 or by tensor parallelism.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        how = "fully_shard"
+    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        how = "tensor parallelism"
+    else:
+        return
+    raise GrowthError(
+        f"the {role} was sharded with {how} before it was given to the trainer: the optimizer "
+        f"would miss some of its parameters. {_SHARDED}"
+    )

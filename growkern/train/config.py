@@ -7,7 +7,8 @@ The sections of the file and their keys:
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
     [output]       directory, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
-    [inheritance]  rate, end_step, temperature, kl_rows, teacher_weights       (optional)
+    [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
+    [loss]         label_smoothing, z_loss, row_weights                        (optional)
     [teacher]      paths or cache                                              (with inheritance)
 
 Paths are relative to the folder of the file.
@@ -21,6 +22,7 @@ from typing import Literal
 
 from growkern.errors import GrowthError
 from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.loss.options import LossOptions
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
 
@@ -219,6 +221,7 @@ class Run:
     two_stage: TwoStageConfig | None = None
     inheritance: InheritanceSchedule | None = None
     teacher: TeacherSection | None = None
+    loss: LossOptions | None = None
 
     def __post_init__(self) -> None:
         if (self.inheritance is None) != (self.teacher is None):

@@ -5,22 +5,26 @@ Per token, with N the weights of the linear maps of a layer, A = heads * head_di
     forward of a layer            2 N + 4 S A                                (1)
     forward and backward          3 * (1)                                    (2)
 
-Frozen layers and teachers cost (1), trained layers cost (2). With H the width and V the vocabulary
-size, the output projection costs 2 H V per row forward and 6 H V when trained. It counts only for
-the rows that reach it.
+Frozen layers and teachers cost (1), trained layers cost (2). Maps that read the input of the lowest
+trained layer directly have no gradient of their input to compute, so they cost 2 * (1). With H the
+width and V the vocabulary size, the output projection costs 2 H V per row forward and 6 H V when
+trained. It counts only for the rows that reach it.
 
-A multiply-add counts as two operations. Causal attention counts as the full square. Activations,
-norms and the recomputation of checkpointed layers are not counted.
+A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
+are packed into one row count as one long sequence, unless the attention keeps them apart
+(FlashAttention). Activations, norms, and the recomputation of checkpointed layers and of
+FlashAttention's backward pass are not counted.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from growkern.train.head import probing
 
 
 class ModelCost:
@@ -32,34 +36,57 @@ class ModelCost:
     Args:
         model: of transformers, with `dummy_inputs`.
         stacks: its stacks of layers, from `growkern.train.sub_model.find_stacks`.
+        attention: implementation, as transformers calls it; None takes the one of the model.
     """
 
-    def __init__(self, model: Any, stacks: Sequence[nn.ModuleList]) -> None:
+    def __init__(
+        self, model: Any, stacks: Sequence[nn.ModuleList], attention: str | None = None
+    ) -> None:
         head = model.get_output_embeddings()
         self._row = 2 * head.weight.numel()
-        uses = _uses_per_token(model)
-        uses.pop(head, None)
-        total = _linear_flops(model, uses)
-        self._layers = [[_linear_flops(layer, uses) for layer in stack] for stack in stacks]
-        self._outside = total - sum(map(sum, self._layers))
+        uses = _uses_per_token(model, stacks)
+        uses.rows.pop(head, None)
+        self._layers = [[_linear_flops(layer, uses.rows) for layer in stack] for stack in stacks]
+        first = {layer: uses.at_input.get(layer, {}) for stack in stacks for layer in stack}
+        self._at_input = [
+            [_linear_flops(layer, first[layer]) for layer in stack] for stack in stacks
+        ]
+        outside = _linear_flops(model, uses.rows) - sum(map(sum, self._layers))
+        self._before = _linear_flops(model, uses.before) if stacks else 0.0
+        self._after = outside - self._before
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._attention = 4 * heads * head_dim
         # blocks shared between depths are in no stack, but attend once per depth
-        self._outside_attention = 0 if stacks else self._attention * config.num_hidden_layers
+        self._outside_attentions = 0 if stacks else config.num_hidden_layers
+        attention = attention or getattr(config, "_attn_implementation", None) or ""
+        self._keeps_apart = "flash" in attention
 
-    def forward(self, batch: int, length: int) -> float:
+    def forward(self, batch: int, length: int, pairs: int | None = None) -> float:
         """FLOPs of one forward pass of all layers without the output projection. (1)
 
         Args:
             batch: rows.
             length: tokens per row.
+            pairs: pairs of tokens of the same sequence, if several are packed into a row; else
+                None.
         """
-        return batch * length * (self._layer_flops(length) + self._outside_flops(length))
+        tokens, pairs = batch * length, self._pairs(batch, length, pairs)
+        outside = tokens * (self._before + self._after) + self._outside_attentions * (
+            pairs * self._attention
+        )
+        return self._layer_flops(tokens, pairs) + outside
 
     def train(
-        self, batch: int, length: int, depth: int | None = None, trained_layers: int | None = None
+        self,
+        batch: int,
+        length: int,
+        depth: int | None = None,
+        trained_layers: int | None = None,
+        *,
+        frozen_input: bool = True,
+        pairs: int | None = None,
     ) -> float:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
@@ -68,23 +95,40 @@ class ModelCost:
             length: tokens per row.
             depth: layers that run, from the bottom; None runs all.
             trained_layers: how many of these train, from the top. The others run forward only.
+            frozen_input: whether the lowest trained layer passes no gradient on, so that modules
+                below it do not train. Only read with `depth`.
+            pairs: as in `forward`.
         """
-        run = self._layer_flops(length, depth)
-        frozen = 0.0
-        if depth is not None and trained_layers is not None:
-            frozen = self._layer_flops(length, depth - trained_layers)
-        return batch * length * (3 * (run - frozen + self._outside_flops(length)) + frozen)
+        if depth is None or trained_layers is None:
+            return 3 * self.forward(batch, length, pairs)
+        tokens, pairs = batch * length, self._pairs(batch, length, pairs)
+        below = max(0, depth - trained_layers)
+        frozen = self._layer_flops(tokens, pairs, below)
+        trained = self._layer_flops(tokens, pairs, depth) - frozen
+        if not frozen_input:
+            return frozen + 3 * (trained + tokens * (self._before + self._after))
+        lowest = [max(0, min(depth, len(stack)) - trained_layers) for stack in self._at_input]
+        saved = sum(stack[i] for stack, i in zip(self._at_input, lowest, strict=True))
+        return frozen + 3 * trained + tokens * (self._before + 3 * self._after - saved)
 
     def head_row(self, *, train: bool) -> float:
         """FLOPs of the output projection for one row."""
         return self._row * (3 if train else 1)
 
-    def _layer_flops(self, length: int, depth: int | None = None) -> float:
-        shown = [layer for stack in self._layers for layer in stack[:depth]]
-        return sum(shown) + len(shown) * self._attention * length
+    def _pairs(self, batch: int, length: int, pairs: int | None) -> int:
+        return batch * length**2 if pairs is None or not self._keeps_apart else pairs
 
-    def _outside_flops(self, length: int) -> float:
-        return self._outside + self._outside_attention * length
+    def _layer_flops(self, tokens: int, pairs: int, depth: int | None = None) -> float:
+        shown = [layer for stack in self._layers for layer in stack[:depth]]
+        return tokens * sum(shown) + len(shown) * pairs * self._attention
+
+
+class _Uses(NamedTuple):
+    """How many rows each linear map of a model gets per input token."""
+
+    rows: dict[nn.Module, float]  # in all
+    before: dict[nn.Module, float]  # of the maps that run before the first layer
+    at_input: dict[nn.Module, dict[nn.Module, float]]  # by layer: maps that read its input directly
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
@@ -95,23 +139,39 @@ def _linears(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
 
 
-@torch.no_grad()
-def _uses_per_token(model: Any) -> dict[nn.Module, float]:
-    """How many rows each linear map of the model gets per input token."""
+def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     rows: Counter[nn.Module] = Counter()
+    before: Counter[nn.Module] = Counter()
+    at_input: dict[nn.Module, Counter[nn.Module]] = {}
+    entered: list[tuple[nn.Module, Tensor]] = []
 
-    def count(module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        rows[module] += math.prod(output.shape[:-1])
+    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append((layer, args[0] if args else kwargs["hidden_states"]))
+
+    def count(linear: nn.Module, args: Any, output: Tensor) -> None:
+        uses = math.prod(output.shape[:-1])
+        rows[linear] += uses
+        if not entered:
+            before[linear] += uses
+        elif args[0] is entered[-1][1]:
+            at_input.setdefault(entered[-1][0], Counter())[linear] += uses
 
     hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
+    hooks += [
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        for stack in stacks
+        for layer in stack
+    ]
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
-    training = model.training
-    model.eval()
     try:
-        model(**inputs)
+        with probing(model):
+            model(**inputs)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     tokens = inputs[model.main_input_name].numel()
-    return {module: count / tokens for module, count in rows.items()}
+
+    def per_token(counts: Counter[nn.Module]) -> dict[nn.Module, float]:
+        return {module: count / tokens for module, count in counts.items()}
+
+    return _Uses(per_token(rows), per_token(before), {k: per_token(v) for k, v in at_input.items()})

@@ -126,6 +126,21 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
     return seen[0]
 
 
+@contextlib.contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """While active, a model runs without dropout, without gradients and without compiled code.
+
+    Compiled code would be compiled again for a probe, and would not call new hooks.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(training)
+
+
 def check_head(model: Any) -> None:
     """Check that the fused loss computes the same function as the model's own logits.
 
@@ -154,15 +169,10 @@ def check_head(model: Any) -> None:
         return ramps[-1]
 
     inputs = {key: value.to(head.weight.device) for key, value in model.dummy_inputs.items()}
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _shadowed(head, ramp):
-            changed = model(**inputs).logits
-            with _neutral(model):
-                bare = model(**inputs).logits
-    finally:
-        model.train(training)
+    with probing(model), _shadowed(head, ramp):
+        changed = model(**inputs).logits
+        with _neutral(model):
+            bare = model(**inputs).logits
     is_known = False
     if len(ramps) == 2:
         scaled, cap = ramps[0] * _scale_of(model), softcap_of(model)
@@ -175,6 +185,27 @@ def check_head(model: Any) -> None:
             f"{name} changes its logits after the output projection in a way that is not "
             f"supported (supported: {', '.join(NEUTRAL)}). The fused loss would ignore the change: "
             "use kl_mlm_loss on the model's own logits instead"
+        )
+
+
+def check_causal(model: Any) -> None:
+    """Check that no token of a causal model sees the tokens after it.
+
+    An encoder that was loaded in its ...LMHeadModel class with is_decoder=False sees them. It would
+    learn to copy the labels.
+
+    Raises:
+        GrowthError: the first token sees the last one.
+    """
+    ids_BS = model.dummy_inputs["input_ids"].to(model.device)
+    changed_BS = ids_BS.clone()
+    changed_BS[:, -1] += 1
+    with probing(model):
+        first, second = (head_inputs(model, {"input_ids": x}).hidden for x in (ids_BS, changed_BS))
+    if not torch.equal(first[:, 0].nan_to_num(), second[:, 0].nan_to_num()):
+        raise GrowthError(
+            f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
+            "tokens after them: set config.is_decoder=True, or use the ...ForMaskedLM class"
         )
 
 
@@ -204,5 +235,18 @@ def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
     return _shift(mask_BS.bool(), False) if causal else mask_BS.bool()
 
 
-def _shift(x_BS: Tensor, filler: int | bool) -> Tensor:
+def align_weights(weights_BS: Tensor, *, causal: bool) -> Tensor:
+    """Move the weights of labels to the positions that predict these labels.
+
+    Args:
+        weights_BS: (B, S) float.
+        causal: whether the model predicts the next token.
+
+    Returns:
+        (B, S) float; 0 at the last position of a causal model.
+    """
+    return _shift(weights_BS, 0.0) if causal else weights_BS
+
+
+def _shift(x_BS: Tensor, filler: float) -> Tensor:
     return torch.cat([x_BS[:, 1:], x_BS.new_full((x_BS.shape[0], 1), filler)], dim=1)

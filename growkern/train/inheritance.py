@@ -10,6 +10,7 @@ with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and 
 
 import hashlib
 import json
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.data import Collator
 from growkern.train.head import HeadInputs, check_head, head_inputs, softcap_of
+from growkern.train.load import is_causal
 
 KLRows = Literal["labels", "all"]
+Divergence = Literal["forward", "reverse", "jsd"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class InheritanceSchedule:
         temperature: of the softmax in the KL term.
         kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
         teacher_weights: one weight per teacher, with sum 1; None weighs all alike.
+        divergence: between teacher p and student q: "forward" is KL(p || q), "reverse" is
+            KL(q || p), "jsd" is the Jensen-Shannon divergence.
+        beta: of "jsd", in (0, 1): small values are close to "forward". None takes 0.5.
 
     Raises:
         GrowthError: a value is out of range.
@@ -46,6 +52,8 @@ class InheritanceSchedule:
     temperature: float = 2.0
     kl_rows: KLRows = "labels"
     teacher_weights: tuple[float, ...] | None = None
+    divergence: Divergence = "forward"
+    beta: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -61,6 +69,14 @@ class InheritanceSchedule:
             raise GrowthError(f"kl_rows is {self.kl_rows!r}: it must be 'labels' or 'all'")
         if self.teacher_weights is not None and abs(sum(self.teacher_weights) - 1) > 1e-6:
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
+        known = typing.get_args(Divergence)
+        if self.divergence not in known:
+            raise GrowthError(f"divergence is {self.divergence!r}{nearest(self.divergence, known)}")
+        if self.beta is not None and (self.divergence != "jsd" or not 0 < self.beta < 1):
+            raise GrowthError(
+                f"beta is {self.beta} with divergence {self.divergence!r}: beta belongs to 'jsd' "
+                "and must be in (0, 1)"
+            )
 
     def rate_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0. (1)"""
@@ -107,6 +123,18 @@ class Teachers:
                 )
             model.to(device).eval().requires_grad_(False)
             model.config.use_cache = False
+
+    def check_objective(self, causal: bool) -> None:
+        """Check that the teachers predict the same tokens as the student.
+
+        Args:
+            causal: whether the student predicts the next token.
+
+        Raises:
+            GrowthError: a teacher predicts masked tokens and the student the next, or vice versa.
+        """
+        for number, model in enumerate(self.models):
+            check_same_objective(f"teacher {number} ({type(model).__name__})", model, causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The number of vocabulary columns that mean the same token in every head.
@@ -182,13 +210,41 @@ def loss_beside(
     )
 
 
+def objective(causal: bool) -> str:
+    """The objective of a model in words."""
+    return "the next token" if causal else "masked tokens"
+
+
+def check_same_objective(name: str, teacher: Any, causal: bool) -> None:
+    """Check that a teacher has the objective of the student.
+
+    Args:
+        name: of the teacher, for the error message.
+        teacher: a ...ForMaskedLM or ...ForCausalLM model.
+        causal: whether the student predicts the next token.
+
+    Raises:
+        GrowthError: it has the other objective.
+    """
+    if is_causal(teacher) != causal:
+        raise GrowthError(
+            f"{name} predicts {objective(not causal)}, but the student predicts "
+            f"{objective(causal)}: choose a teacher with the student's objective"
+        )
+
+
 def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
     """Check that every teacher's tokenizer gives each token the same id as the student's.
 
     Raises:
         GrowthError: a tokenizer differs.
     """
-    expected = tokenizer_fingerprint(student)
+    if teachers and student is None:
+        raise GrowthError(
+            "teacher_tokenizer is given without the student's tokenizer: pass that as "
+            "processing_class"
+        )
+    expected = tokenizer_fingerprint(student) if teachers else None
     for number, teacher in enumerate(teachers):
         if tokenizer_fingerprint(teacher) != expected:
             raise GrowthError(

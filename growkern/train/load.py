@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -42,6 +42,40 @@ def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> An
 def stored_dtype(directory: Path) -> torch.dtype:
     """The dtype of a checkpoint's weights as its config names it; float32 if it names none."""
     return AutoConfig.from_pretrained(directory).dtype or torch.float32
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a directory.
+
+    Raises:
+        GrowthError: the directory has no tokenizer files. transformers would make an empty
+            tokenizer, to which every word is unknown.
+    """
+    lacks = GrowthError(
+        f"{directory} has no tokenizer files: copy those of the model's tokenizer into it, or name "
+        "another directory of a tokenizer"
+    )
+    if not has_tokenizer(directory):
+        raise lacks
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise GrowthError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise lacks
+    return tokenizer
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has files of a tokenizer, under any of their usual names."""
+    return any(any(Path(directory).glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+# config.json alone is not enough
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab.*", "vocab-*", "merges.txt", "spiece.model", "*.bpe.model", "*.spm"),
+    *("sentencepiece*.model", "tekken.json", "*.tiktoken"),
+)
 
 
 def check_directory(directory: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -28,8 +28,10 @@ from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks,
 from growkern.train.load import (
     check_directory,
     check_fits,
+    has_tokenizer,
     is_causal,
     load_language_model,
+    load_tokenizer,
     stored_dtype,
 )
 from growkern.train.safety.checkpoints import step_of
@@ -194,7 +196,7 @@ def build_trainer(
     Raises:
         GrowthError: the models, the tokenizer and the data do not fit together.
     """
-    tokenizer = AutoTokenizer.from_pretrained(base / (run.model.tokenizer or run.model.path))
+    tokenizer = load_tokenizer(base / (run.model.tokenizer or run.model.path))
     half = stored_dtype(base / run.model.path) in HALF
     model = load_language_model(base / run.model.path, torch.float32 if half else None)
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
@@ -213,9 +215,8 @@ def build_trainer(
         teacher=TeacherCache(base / run.teacher.cache)
         if run.teacher and run.teacher.cache
         else [load_language_model(one) for one in teacher_paths] or None,
-        teacher_tokenizer=[
-            AutoTokenizer.from_pretrained(one) for one in teacher_paths if _has_tokenizer(one)
-        ],
+        teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths if has_tokenizer(one)],
+        loss=run.loss,
         processing_class=tokenizer,
         train_dataset=train_blocks,
         eval_dataset=eval_blocks,
@@ -255,10 +256,6 @@ def _checkpoint_directories(run: Run) -> list[str]:
 def _input_directories(run: Run) -> list[str]:
     cache = run.teacher.cache if run.teacher else None
     return _checkpoint_directories(run) + ([cache] if cache else [])
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return (directory / "tokenizer_config.json").is_file()
 
 
 def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -14,31 +14,33 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from growkern.train.callbacks import LoopCallback
-from growkern.train.checks import as_list, check_arguments, check_block_size, choose_teachers
-from growkern.train.config import TwoStageConfig
-from growkern.train.data import evaluation_collator
-from growkern.train.flops import ModelCost
-from growkern.train.head import (
-    IGNORE_INDEX,
-    align_labels,
-    align_rows,
-    check_head,
-    head_swap,
-    softcap_of,
+from growkern.train.checks import (
+    as_list,
+    check_accelerator,
+    check_arguments,
+    check_block_size,
+    check_model,
+    choose_teachers,
 )
+from growkern.train.config import TwoStageConfig
+from growkern.train.flops import ModelCost
+from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
+from growkern.train.loss.counting_trainer import CountingTrainer
+from growkern.train.loss.options import LossOptions
+from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.meter import Meter
 from growkern.train.safety.trainer import SafeTrainer
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 
 
-class TwoStageTrainer(SafeTrainer):
+class TwoStageTrainer(CountingTrainer, SafeTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. The loss is
-    `linear_kl_mlm_loss`. Evaluation is the loss of the whole model without a teacher, as a mean
-    over all labels.
+    `linear_kl_mlm_loss`. Evaluation is the plain cross-entropy of the whole model without a
+    teacher, as a mean over all labels.
 
     Log lines hold flops (so far, without evaluation), mlm, kl, top1_agreement, alpha, depth and
     tokens_per_second.
@@ -50,6 +52,7 @@ class TwoStageTrainer(SafeTrainer):
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, or a `TeacherCache`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
+        loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         options: all other keyword arguments of `SafeTrainer` (precision, on_nonfinite,
             save_minutes) and of `transformers.Trainer`. Collators may offer `set_epoch` and
             `frozen`, see `growkern.train.data`.
@@ -64,23 +67,27 @@ class TwoStageTrainer(SafeTrainer):
 
     def __init__(
         self,
-        model: Any,
-        args: TrainingArguments,
+        model: Any = None,
+        args: TrainingArguments | None = None,
         *,
         two_stage: TwoStageConfig | None = None,
         inheritance: InheritanceSchedule | None = None,
         teacher: Any | Sequence[Any] | None = None,
         teacher_tokenizer: Any | Sequence[Any] | None = None,
+        loss: LossOptions | None = None,
         **options: Any,
     ) -> None:
+        args = args or TrainingArguments()
         check_arguments(args, options)
         if two_stage is not None and args.world_size > 1:
             # layers outside the sub-model get no gradient
             args.ddp_find_unused_parameters = True
         self._causal = is_causal(model)
+        check_model(model, self._causal)
         check_head(model)
         self._softcap = softcap_of(model)
         self.two_stage, self.inheritance = two_stage, inheritance
+        self.loss = (loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
         self._stacks = layer_stacks(model) if two_stage else find_stacks(model)
         self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
         check_block_size(two_stage, self._layers)
@@ -88,11 +95,14 @@ class TwoStageTrainer(SafeTrainer):
         self._teachers = choose_teachers(inheritance, teacher)
         if teacher_tokenizer is not None:
             check_tokenizers(tokenizer, as_list(teacher_tokenizer))
+        self._teachers.check_objective(self._causal)
         self._vocabulary = self._teachers.common_vocabulary(model, tokenizer)
         self._teachers.freeze(model, args.device)
 
         super().__init__(model=model, args=args, **options)
+        check_accelerator(self.accelerator)
         self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
+        self.check_labels()
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
@@ -119,22 +129,23 @@ class TwoStageTrainer(SafeTrainer):
 
         In evaluation mode it is the loss of the whole model without a teacher.
         """
-        inputs = dict(inputs)
-        labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
-        training = model.training
+        inputs, training = dict(inputs), model.training
         depth, alpha = self._plan() if training else (None, 0.0)
-        options = self._loss_options(inputs, labels_BS, alpha, num_items_in_batch)
-        with self._window(depth):
-            loss, parts, outputs = self._run(model, inputs, labels_BS, options)
+        rows = self._take_rows(inputs, alpha, weighted=training)
+        options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
         if training:
-            self._record(parts, labels_BS, options["kl_rows"], alpha, depth)
+            options |= {"label_smoothing": self.loss.label_smoothing, "z_loss": self.loss.z_loss}
+        with self._window(depth):
+            loss, parts, outputs = self._run(model, inputs, options)
+        if training:
+            self._record(parts, rows, alpha, depth)
             if num_items_in_batch is not None:
                 # DDP averages the gradients, but the loss is divided by the labels of all processes
                 loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
     def _run(
-        self, model: Any, inputs: dict[str, Any], labels_BS: Tensor, options: dict[str, Any]
+        self, model: Any, inputs: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Tensor, Any, Any]:
         """The fused loss at the model's head, the parts of the loss, and the other outputs."""
         with self.accelerator.autocast():
@@ -142,9 +153,7 @@ class TwoStageTrainer(SafeTrainer):
         seen = []
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            loss, parts = loss_function(
-                hidden, weight, labels=labels_BS, student_bias=bias, **options
-            )
+            loss, parts = loss_function(hidden, weight, student_bias=bias, **options)
             seen.append(parts)
             return loss
 
@@ -172,65 +181,92 @@ class TwoStageTrainer(SafeTrainer):
         stage = self.two_stage
         return sub_model(self._stacks, depth, stage.layers_per_block, stage.embeddings)
 
+    def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
+        """Remove the labels and row weights from a batch, and align them."""
+        kl_rows = self.inheritance.kl_rows if self.inheritance and alpha > 0 else "labels"
+        column = self.loss.row_weights
+        if column is not None and not weighted:
+            inputs.pop(column, None)
+        return take_rows(
+            inputs,
+            causal=self._causal,
+            kl_rows=kl_rows,
+            row_weights=column if weighted else None,
+        )
+
     def _loss_options(
-        self, inputs: dict[str, Any], labels_BS: Tensor, alpha: float, items: Tensor | int | None
+        self, inputs: dict[str, Any], rows: LossRows, alpha: float, items: Tensor | int | None
     ) -> dict[str, Any]:
-        options: dict[str, Any] = {
+        """The arguments of the loss. The counts of the rows are removed from `inputs`."""
+        counts: RowCounts | None = inputs.pop(ROW_COUNTS, None)
+        options: dict[str, Any] = rows.options() | {
             "alpha": alpha,
-            "kl_rows": "labels",
             "vocab_size": self._vocabulary,
             "softcap": self._softcap,
             "return_parts": True,
         }
+        masked = isinstance(rows.kl_rows, Tensor)
+        if counts is not None:
+            # rows without a term then cost nothing on a GPU
+            options["max_rows"] = max(1, counts.live if masked else counts.labelled)
         if items is not None:
             options["num_items"] = torch.as_tensor(items)
         if alpha > 0 and self.inheritance is not None:
-            options["temperature"] = self.inheritance.temperature
-            if self.inheritance.kl_rows == "all":
-                options["kl_rows"] = self._real_rows(inputs, labels_BS)
-                if items is not None and self._kl_items is not None:
-                    options["num_items"] = (options["num_items"], self._kl_items)
+            schedule = self.inheritance
+            options["temperature"] = schedule.temperature
+            options["divergence"], options["beta"] = schedule.divergence, schedule.beta
+            if masked and items is not None and self._kl_items is not None:
+                options["num_items"] = (options["num_items"], self._kl_items)
         return options
-
-    def _real_rows(self, inputs: dict[str, Any], like_BS: Tensor) -> Tensor:
-        """The rows that predict a real token; with kl_rows="all" they have a KL term."""
-        mask_BS = inputs.get("attention_mask")
-        if mask_BS is None:
-            mask_BS = torch.ones_like(like_BS)
-        return align_rows(mask_BS, causal=self._causal)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count the labels of a whole accumulated batch, and keep the count of its KL rows."""
+        # this may drop examples
+        items = super()._get_num_items_in_batch(batch_samples, device)
         if self.inheritance is not None and self.inheritance.kl_rows == "all":
-            rows = [self._real_rows(batch, batch["labels"]).sum() for batch in batch_samples]
+            rows = [
+                real_rows(batch, batch["labels"], causal=self._causal).sum()
+                for batch in batch_samples
+            ]
             self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
-        return super()._get_num_items_in_batch(batch_samples, device)
+        return items
+
+    def _input_is_frozen(self, depth: int | None) -> bool:
+        """Whether the lowest trained layer of the current step passes no gradient on."""
+        stage = self.two_stage
+        if stage is None or depth is None:
+            return False
+        return depth > stage.layers_per_block or stage.embeddings == "frozen"
 
     # ---------------------------------------------------------------- records
 
-    def _record(
-        self, parts: Any, labels_BS: Tensor, kl_rows: Any, alpha: float, depth: int | None
-    ) -> None:
-        labelled_BS = labels_BS != IGNORE_INDEX
-        kl_BS = kl_rows if isinstance(kl_rows, Tensor) else labelled_BS
+    def _record(self, parts: Any, rows: LossRows, alpha: float, depth: int | None) -> None:
+        labelled_BS = rows.labels_BS != IGNORE_INDEX
+        kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
         self.meter.add_parts(parts, labelled_BS.sum(), kl_BS.sum())
         self.meter.add("alpha", alpha)
         self.meter.add("depth", float(depth or self._layers))
-        rows = ((labelled_BS | kl_BS) if alpha > 0 else labelled_BS).sum()
+        live = ((labelled_BS | kl_BS) if alpha > 0 else labelled_BS).sum()
         per_row = self._cost.head_row(train=True)
         if alpha > 0:
             per_row += sum(cost.head_row(train=False) for cost in self._teacher_costs)
-        self._row_flops += rows * per_row
+        self._row_flops += live * per_row
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """FLOPs of the layers of student and teachers; `store_flos` adds the output projection."""
         depth, alpha = self._plan()
         batch, length = inputs[self.model.main_input_name].shape
+        counts = inputs.get(ROW_COUNTS)
+        if counts is not None and counts.is_filler:
+            return 0.0
+        pairs = None if counts is None else counts.pairs
         self.meter.add_tokens(batch * length)
         trained = self.two_stage.layers_per_block if self.two_stage else None
-        flops = self._cost.train(batch, length, depth, trained)
+        flops = self._cost.train(
+            batch, length, depth, trained, frozen_input=self._input_is_frozen(depth), pairs=pairs
+        )
         if alpha > 0:
-            flops += sum(cost.forward(batch, length) for cost in self._teacher_costs)
+            flops += sum(cost.forward(batch, length, pairs) for cost in self._teacher_costs)
         return flops
 
     def flops_per_step(self, sequences: int, length: int, labelled: float) -> dict[str, float]:
@@ -251,7 +287,12 @@ class TwoStageTrainer(SafeTrainer):
         if self.two_stage is not None and self.two_stage.stage1_steps:
             block = self.two_stage.layers_per_block
             depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
-            costs = [self._cost.train(sequences, length, depth, block) for depth in depths]
+            costs = [
+                self._cost.train(
+                    sequences, length, depth, block, frozen_input=self._input_is_frozen(depth)
+                )
+                for depth in depths
+            ]
             flops["stage 1"] = sum(costs) / len(costs) + head
         flops["a full step"] = self._cost.train(sequences, length) + head
         if self._teacher_costs:
@@ -277,15 +318,6 @@ class TwoStageTrainer(SafeTrainer):
 
     # ------------------------------------------------------------- evaluation
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Like Trainer's, but a collator that draws masks draws the same at every evaluation."""
-        collator = self.data_collator
-        self.data_collator = evaluation_collator(collator)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = collator
-
     def prediction_step(
         self,
         model: Any,
@@ -295,11 +327,11 @@ class TwoStageTrainer(SafeTrainer):
     ) -> tuple[Tensor, None, None]:
         """The loss of a batch without a teacher. There are no logits to return."""
         inputs = self._prepare_inputs(inputs)
-        labels_BS = align_labels(inputs.pop("labels"), causal=self._causal)
-        options = self._loss_options(inputs, labels_BS, 0.0, None) | {"reduction": "none"}
+        rows = self._take_rows(inputs, 0.0, weighted=False)
+        options = self._loss_options(inputs, rows, 0.0, None) | {"reduction": "none"}
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss_BS = self._run(model, inputs, labels_BS, options)[0].double()
-        labelled_B = (labels_BS != IGNORE_INDEX).sum(1)
+            loss_BS = self._run(model, inputs, options)[0].double()
+        labelled_B = (rows.labels_BS != IGNORE_INDEX).sum(1)
         # per example, so that the duplicates that fill up the last batch can be dropped
         losses, items = self.accelerator.gather_for_metrics((loss_BS.sum(1), labelled_B))
         self._eval_sum += losses.sum()

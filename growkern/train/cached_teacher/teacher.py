@@ -17,7 +17,7 @@ from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
-from growkern.train.inheritance import InheritanceSchedule, tokenizer_fingerprint
+from growkern.train.inheritance import InheritanceSchedule, objective, tokenizer_fingerprint
 
 IDS, LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
 
@@ -52,6 +52,22 @@ class CachedTeacher:
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Do nothing: there is no model to freeze."""
+
+    def check_objective(self, causal: bool) -> None:
+        """Check that the cached teacher predicted the same tokens as the student.
+
+        Args:
+            causal: whether the student predicts the next token.
+
+        Raises:
+            GrowthError: it has the other objective.
+        """
+        if self.cache.header.causal != causal:
+            raise GrowthError(
+                f"{self.cache.directory} holds a teacher that predicts "
+                f"{objective(not causal)}, but the student predicts {objective(causal)}: choose a "
+                "teacher with the student's objective"
+            )
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The number of vocabulary columns that mean the same token in student and cache.

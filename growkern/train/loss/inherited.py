@@ -1,0 +1,234 @@
+"""The loss of one batch with teachers, in one call, for any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from growkern.errors import GrowthError
+from growkern.ops.loss.kl_mlm_loss import LossParts
+from growkern.train.head import (
+    IGNORE_INDEX,
+    HeadInputs,
+    align_labels,
+    check_causal,
+    check_head,
+    head_inputs,
+    head_swap,
+    softcap_of,
+)
+from growkern.train.inheritance import Divergence, KLRows, check_same_objective, loss_beside
+from growkern.train.load import is_causal
+from growkern.train.loss.rows import take_rows
+
+# models that passed the checks
+_checked: WeakSet[Any] = WeakSet()
+
+
+def inherited_loss(
+    model: Any,
+    teacher: Any,
+    batch: Mapping[str, Any],
+    *,
+    alpha: float | Tensor = 0.5,
+    temperature: float = 2.0,
+    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
+    divergence: Divergence = "forward",
+    beta: float | None = None,
+    kl_rows: KLRows = "labels",
+    teacher_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    row_weights: Tensor | None = None,
+    vocab_size: int | None = None,
+    max_rows: int | None = None,
+    causal: bool | None = None,
+    return_parts: bool = False,
+) -> Tensor | tuple[Tensor, LossParts]:
+    """(1 - alpha) times the cross-entropy of the labels, plus alpha times the KL from the teachers.
+
+    Runs the models and `linear_kl_mlm_loss`. No logits are made: while the model runs, the loss
+    takes the place of its output projection. Call it where you would call the model: under
+    autocast, on a model that DistributedDataParallel or accelerate wrapped, that `fully_shard`
+    sharded, or whose blocks are compiled.
+
+    Args:
+        model: a ...ForMaskedLM or ...ForCausalLM model, or a pair (hidden states (B, S, H), output
+            projection). The projection is a linear module or its weight (V, H).
+        teacher: the same; a list of them; or None to train on the labels alone. Teachers run
+            without gradients and in evaluation mode. The root of a sharded teacher must keep its
+            parameters after its forward pass (`reshard_after_forward` unset).
+        batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted.
+        alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
+        temperature: of the softmax in the KL term.
+        num_items: the number by which the sum over rows is divided: the labels of the whole
+            accumulated batch, of all processes (`count_labels`). Multiply the loss by the number of
+            processes then, because DistributedDataParallel and FSDP average the gradients. A pair
+            holds the rows of either term. None takes the rows of this batch.
+        divergence, beta: as in `InheritanceSchedule`.
+        kl_rows: rows with a KL term: "labels", or "all" for every real token.
+        teacher_weights: one per teacher, with sum 1; None weighs all alike.
+        label_smoothing, z_loss: as in `linear_kl_mlm_loss`.
+        row_weights: (B, S) float, the weight of each label. Not shifted.
+        vocab_size: columns that mean the same token in all models; later columns are padding.
+        max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends
+            nothing on the others.
+        causal: for a pair only: whether it predicts the next token. None: its labels are aligned
+            with its hidden states already.
+        return_parts: whether to return the parts of the loss too.
+
+    Returns:
+        The loss, 0-d; with `return_parts` also the parts.
+
+    Raises:
+        GrowthError: models, batch or options that do not fit together, or a model that would be
+            trained wrongly.
+    """
+    causal = _is_causal(model, causal)
+    teachers = [] if teacher is None else _as_list(teacher)
+    if not teachers:
+        alpha = 0.0
+    inputs = dict(batch)
+    if row_weights is not None:
+        inputs["row_weights"] = row_weights
+    rows = take_rows(
+        inputs,
+        causal=causal,
+        kl_rows=kl_rows,
+        row_weights=None if row_weights is None else "row_weights",
+    )
+    _check_models(model, teachers, causal)
+    predictions = [] if _is_zero(alpha) else [_predict(one, inputs) for one in teachers]
+    softcaps = {_softcap(one) for one in teachers} or {None}
+    if len(softcaps) > 1:
+        raise GrowthError(f"the teachers have different softcaps: {softcaps}. They must be equal")
+    loss_function = loss_beside(predictions, teacher_weights, softcaps.pop())
+    options = {
+        **rows.options(),
+        "alpha": alpha,
+        "temperature": temperature,
+        "num_items": num_items,
+        "divergence": divergence,
+        "beta": beta,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "vocab_size": vocab_size,
+        "max_rows": max_rows,
+        "softcap": _softcap(model),
+        "return_parts": True,
+    }
+    seen: list[LossParts] = []
+
+    def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        loss, parts = loss_function(hidden, weight, student_bias=bias, **options)
+        seen.append(parts)
+        return loss
+
+    if _is_pair(model):
+        loss = loss_of(*_head_of_pair(model))
+    else:
+        with head_swap(_unwrapped(model), loss_of):
+            loss = model(**inputs).logits
+    return (loss, seen[0]) if return_parts else loss
+
+
+def count_labels(
+    batches: Iterable[Mapping[str, Any]], model: Any = None, *, causal: bool | None = None
+) -> Tensor:
+    """The number of labels of an accumulated batch, by which its loss is divided.
+
+    Args:
+        batches: {labels, ...}, of this process.
+        model: the model in training; a causal one does not predict the first label of a row.
+        causal: whether the model predicts the next token, if no model is given.
+
+    Returns:
+        0-d int64, on the device of the labels. Add it up over all processes.
+    """
+    causal = bool(causal) if model is None else _is_causal(model, causal)
+    counts = [(align_labels(b["labels"], causal=causal) != IGNORE_INDEX).sum() for b in batches]
+    return torch.stack(counts).sum()
+
+
+# ------------------------------------------------------------------- models
+
+
+def _is_pair(model: Any) -> bool:
+    return isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Tensor)
+
+
+def _head_of_pair(pair: tuple[Tensor, Any]) -> HeadInputs:
+    hidden, head = pair
+    if isinstance(head, Tensor):
+        return HeadInputs(hidden, head, None)
+    return HeadInputs(hidden, head.weight, getattr(head, "bias", None))
+
+
+def _as_list(teacher: Any) -> list[Any]:
+    several = isinstance(teacher, list | tuple) and not _is_pair(teacher)
+    return list(teacher) if several else [teacher]
+
+
+def _unwrapped(model: Any) -> Any:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if isinstance(model, OptimizedModule):
+        raise GrowthError(
+            "the whole model was compiled, which fails on the fused loss: compile its blocks "
+            "instead, with `block.compile()` for each"
+        )
+    return model
+
+
+def _is_causal(model: Any, causal: bool | None) -> bool:
+    return bool(causal) if _is_pair(model) else is_causal(_unwrapped(model))
+
+
+def _softcap(model: Any) -> float | None:
+    return None if _is_pair(model) else softcap_of(_unwrapped(model))
+
+
+def _is_zero(alpha: float | Tensor) -> bool:
+    return not isinstance(alpha, Tensor) and alpha == 0
+
+
+def _check_models(model: Any, teachers: Sequence[Any], causal: bool) -> None:
+    """Check each model once, when it is first seen."""
+    for one in (model, *teachers):
+        if _is_pair(one) or _unwrapped(one) in _checked:
+            continue
+        inner = _unwrapped(one)
+        if one is not model and not _is_pair(model):
+            check_same_objective(f"the teacher ({type(inner).__name__})", inner, causal)
+        check_head(inner)
+        if is_causal(inner):
+            check_causal(inner)
+        if isinstance(inner, FSDPModule):
+            # a forward pass without gradients leaves the root whole
+            inner.reshard()
+        _checked.add(inner)
+
+
+@torch.no_grad()
+def _predict(teacher: Any, inputs: dict[str, Any]) -> HeadInputs:
+    """Run a teacher up to its output projection."""
+    if _is_pair(teacher):
+        hidden, weight, bias = _head_of_pair(teacher)
+        return HeadInputs(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+    inner: nn.Module = _unwrapped(teacher)
+    if inner.training:
+        inner.eval()
+    hidden, weight, bias = head_inputs(inner, inputs)
+    if weight.untyped_storage().size() == 0:
+        raise GrowthError(
+            "the teacher's output projection is gone after its forward pass: call fully_shard on "
+            "the teacher with reshard_after_forward=False (or unset) for the root"
+        )
+    return HeadInputs(hidden, weight.detach(), None if bias is None else bias.detach())

@@ -1,0 +1,260 @@
+"""The rows of a batch that the loss needs: aligned with their labels, and counted on the CPU.
+
+A GPU must not be asked how many rows have a label, because the CPU would wait for the answer. The
+collator runs on the CPU, so the rows are counted there. The counts travel with the batch.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from growkern.errors import GrowthError
+from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, align_weights
+from growkern.train.inheritance import KLRows
+
+ROW_COUNTS = "row_counts"
+
+# ------------------------------------------------------------------- aligned
+
+
+class LossRows(NamedTuple):
+    """The rows of a batch, aligned with the positions that predict them."""
+
+    labels_BS: Tensor  # int64, -100 where there is none
+    kl_rows: str | Tensor  # "labels", or a mask (B, S)
+    weights_BS: Tensor | None
+
+    def options(self) -> dict[str, Any]:
+        """The rows as arguments of the loss."""
+        return {"labels": self.labels_BS, "kl_rows": self.kl_rows, "row_weights": self.weights_BS}
+
+
+def take_rows(
+    inputs: dict[str, Any], *, causal: bool, kl_rows: KLRows, row_weights: str | None = None
+) -> LossRows:
+    """Remove the labels and the row weights from a batch, and align them.
+
+    Args:
+        inputs: the batch; what remains of it are the inputs of the model.
+        causal: whether the model predicts the next token.
+        kl_rows: rows with a KL term: "labels", or "all" for every real token.
+        row_weights: key of the weights; None if there are none.
+
+    Raises:
+        GrowthError: the batch has no labels or no weights.
+    """
+    _check_keys(inputs, "labels", row_weights)
+    labels_BS = align_labels(inputs.pop("labels"), causal=causal)
+    weights_BS = None
+    if row_weights is not None:
+        weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
+    rows = real_rows(inputs, labels_BS, causal=causal) if kl_rows == "all" else kl_rows
+    return LossRows(labels_BS, rows, weights_BS)
+
+
+def _check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
+    for name in names:
+        if name is not None and name not in batch:
+            raise GrowthError(
+                f"the batches have no {name!r} (found: {', '.join(map(str, batch))}): use a data "
+                "collator that makes it"
+            )
+
+
+def real_rows(batch: Mapping[str, Any], like_BS: Tensor, *, causal: bool) -> Tensor:
+    """The rows that predict a real token, (B, S) bool; with kl_rows="all" they have a KL term."""
+    counts, mask_BS = batch.get(ROW_COUNTS), batch.get("attention_mask")
+    if counts is not None and counts.is_filler:
+        return torch.zeros_like(like_BS, dtype=torch.bool)
+    if mask_BS is None:
+        starts_BS = _starts(batch) if causal else None
+        # the last token of a packed sequence does not predict the first of the next
+        mask_BS = torch.ones_like(like_BS) if starts_BS is None else ~starts_BS
+    return align_rows(mask_BS, causal=causal)
+
+
+# ------------------------------------------------------------------- counted
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """The numbers of a batch, counted on the CPU.
+
+    Args:
+        labelled: rows with a label.
+        live: rows with a label or a real token.
+        pairs: pairs of tokens that attend to each other, if several sequences are packed into a
+            row and kept apart; else None.
+        is_filler: whether the batch only fills up the last step of an epoch.
+    """
+
+    labelled: int
+    live: int
+    pairs: int | None = None
+    is_filler: bool = False
+
+
+def count_rows(batch: Mapping[str, Any], *, causal: bool) -> RowCounts | None:
+    """Count the rows of a batch. None if it has no labels, or if these are not on the CPU."""
+    labels_BS = batch.get("labels")
+    if not isinstance(labels_BS, Tensor) or labels_BS.device.type != "cpu":
+        return None
+    labelled_BS = align_labels(labels_BS, causal=causal) != IGNORE_INDEX
+    live_BS = labelled_BS | real_rows(batch, labels_BS, causal=causal)
+    return RowCounts(int(labelled_BS.sum()), int(live_BS.sum()), _packed_pairs(batch))
+
+
+def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
+    starts_BS = _starts(batch)
+    if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
+        return None
+    ends = starts_BS.flatten().nonzero().flatten()
+    lengths = torch.diff(ends, append=torch.tensor([starts_BS.numel()]))
+    return int((lengths**2).sum())
+
+
+def _starts(batch: Mapping[str, Any]) -> Tensor | None:
+    """Where the sequences of a packed batch start, (B, S) bool. None if it is not packed."""
+    positions_BS = batch.get("position_ids")
+    if positions_BS is None or positions_BS.ndim != 2 or batch.get("attention_mask") is not None:
+        return None
+    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
+    return starts_BS
+
+
+class CountingCollator:
+    """Adds the `RowCounts` of each batch to the batches of another collator.
+
+    Args:
+        collator: makes the batches.
+        causal: whether the model predicts the next token.
+    """
+
+    def __init__(self, collator: Callable[[Any], Any], *, causal: bool) -> None:
+        self.inner, self.causal = collator, causal
+
+    def __call__(self, features: Any) -> Any:
+        batch = self.inner(features)
+        counts = count_rows(batch, causal=self.causal) if isinstance(batch, Mapping) else None
+        return batch if counts is None else {**batch, ROW_COUNTS: counts}
+
+
+EXAMPLES_TO_SEARCH = 1000
+
+
+def check_some_label(
+    dataset: Any,
+    collator: Callable[[Sequence[Any]], Any],
+    batch_size: int,
+    row_weights: str | None = None,
+) -> None:
+    """Check that the batches of a data set have labels. It stops at the first label.
+
+    Args:
+        dataset: is read by index.
+        collator: makes the batches of the training.
+        batch_size: examples per batch.
+        row_weights: key of the weights that the batches must have too.
+
+    Raises:
+        GrowthError: the batches have no labels or weights, or all labels of up to 1000 examples,
+            evenly spread over the data set, are -100.
+    """
+    indices = range(0, len(dataset), max(1, len(dataset) // EXAMPLES_TO_SEARCH))
+    for start in range(0, len(indices), batch_size):
+        examples = [dataset[i] for i in indices[start : start + batch_size]]
+        batch = collator(examples)
+        if not isinstance(batch, Mapping):
+            raise GrowthError(f"the data collator makes a {type(batch).__name__}, not a dict")
+        _check_keys(batch, "labels", row_weights)
+        if bool((torch.as_tensor(batch["labels"]) != IGNORE_INDEX).any()):
+            return
+    if len(indices):
+        raise GrowthError(
+            f"the training data has not a single label: all labels of {len(indices)} examples, "
+            "evenly spread over the data set, are -100. Check the data collator"
+        )
+
+
+# ---------------------------------------------------------- the end of an epoch
+
+
+def examples_in_last_batch(loader: Any, rank: int, processes: int, *, split: bool) -> int | None:
+    """How many examples of the last batch of an epoch are not repetitions.
+
+    accelerate fills up the last batches of an epoch with examples from its start, so that all
+    processes run as many steps.
+
+    Args:
+        loader: of accelerate, over a data set that is read by index.
+        rank: of this process.
+        processes: number of processes.
+        split: whether accelerate splits each batch among the processes.
+
+    Returns:
+        The number of examples in this process, 0 or more; None if there are no repetitions.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    if not isinstance(batches, BatchSampler) or batches.drop_last:
+        return None
+    of_a_process = batches.batch_size // processes if split else batches.batch_size
+    rest = len(batches.sampler) % (of_a_process * processes)  # type: ignore[arg-type]
+    return min(max(rest - rank * of_a_process, 0), of_a_process) if rest else None
+
+
+def first_examples(batch: dict[str, Any], kept: int, batch_size: int) -> dict[str, Any]:
+    """The batch without the repeated examples at its end.
+
+    A batch of repetitions alone keeps one example without labels, because every process has to take
+    part in the step.
+
+    Args:
+        batch: (B, S) tensors, one example per row or several packed into one row.
+        kept: examples to keep.
+        batch_size: examples in the batch.
+    """
+    filler, kept = kept == 0, max(kept, 1)
+    rows = len(batch["labels"])
+    if rows == 1 < batch_size:
+        batch = _first_sequences(batch, kept)
+    else:
+        batch = {
+            name: x[:kept] if isinstance(x, Tensor) and x.ndim and len(x) == rows else x
+            for name, x in batch.items()
+        }
+    if not filler:
+        return batch
+    batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+    return batch | {ROW_COUNTS: RowCounts(0, 0, is_filler=True)}
+
+
+def _first_sequences(batch: dict[str, Any], kept: int) -> dict[str, Any]:
+    """The first sequences of a batch that is packed into one row."""
+    starts_BS = _starts(batch)
+    cut = [] if starts_BS is None else starts_BS[0].nonzero().flatten().tolist()
+    if kept >= len(cut):
+        return batch
+    length, end = batch["labels"].shape[1], cut[kept]
+    batch = {
+        name: x[:, :end] if isinstance(x, Tensor) and x.shape == (1, length) else x
+        for name, x in batch.items()
+    }
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in batch:
+            batch[name] = batch[name][: kept + 1]
+    counts = batch.get(ROW_COUNTS)
+    if counts is not None:
+        pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(cut[: kept + 1]))
+        batch[ROW_COUNTS] = dataclasses.replace(counts, pairs=pairs)
+    return batch

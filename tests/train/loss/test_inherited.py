@@ -1,0 +1,170 @@
+"""`inherited_loss` against the loss of whole logits, with gradients, in every kind of loop."""
+
+import copy
+
+import pytest
+import torch
+
+import growkern
+from growkern import GrowthError, count_labels, inherited_loss
+from growkern.train.sub_model import layer_stacks
+from tests.test_examples import MODELS
+from tests.train.loss.plain import plain_loss
+from tests.train.test_ranks import on_two_processes
+from tests.train.tiny import batch, build, randomise
+
+
+def padded(seed=0):
+    inputs = batch(seed=seed)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 7:] = 0
+    inputs["labels"][0, 7:] = -100
+    return {**inputs, "attention_mask": mask}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model, actual, expected):
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
+    ours, theirs = gradients(model, actual), gradients(model, expected)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-7, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_head(name):
+    student = MODELS[name]().double()
+    teacher = randomise(copy.deepcopy(student), 1).eval()
+    student.eval()
+    causal, inputs = "bert" not in name, padded()
+    expected = plain_loss(student, [teacher], inputs, causal=causal, alpha=0.3)
+    assert_same(student, inherited_loss(student, teacher, inputs, alpha=0.3), expected)
+    expected = plain_loss(student, [], inputs, causal=causal)
+    assert_same(student, inherited_loss(student, None, inputs), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"divergence": "reverse"},
+        {"divergence": "jsd", "beta": 0.2, "temperature": 1.5},
+        {"label_smoothing": 0.1, "z_loss": 1e-2},
+        {"kl_rows": "all"},
+        {"row_weights": torch.rand(3, 10, dtype=torch.float64)},
+        {"num_items": 17},
+        {"teacher_weights": (0.25, 0.75)},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_every_option(family, options):
+    student = build(family, layers=2).double()
+    teachers = [build(family, layers=1, width=8, seed=s).double() for s in (5, 6)]
+    inputs = padded()
+    expected = plain_loss(student, teachers, inputs, causal=family == "gpt2", **options)
+    assert_same(student, inherited_loss(student, teachers, inputs, **options), expected)
+
+
+def test_a_pair_of_hidden_states_and_head():
+    student, teacher = build("gpt2", layers=2).double(), build("gpt2", seed=3).double()
+    inputs = padded()
+    ids = {name: x for name, x in inputs.items() if name != "labels"}
+    expected = plain_loss(student, [teacher], inputs, causal=True)
+
+    def pair(model, head):
+        return model.transformer(**ids).last_hidden_state, head
+
+    for head in (student.lm_head, student.lm_head.weight):
+        for other in (teacher, pair(teacher, teacher.lm_head)):
+            loss = inherited_loss(pair(student, head), other, inputs, causal=True)
+            assert_same(student, loss, plain_loss(student, [teacher], inputs, causal=True))
+    aligned = {**inputs, "labels": torch.roll(inputs["labels"], -1, 1)}
+    aligned["labels"][:, -1] = -100
+    loss = inherited_loss(pair(student, student.lm_head), pair(teacher, teacher.lm_head), aligned)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    student, teacher = build("gpt2", layers=2).double(), build("gpt2", seed=3).double()
+    parts = [batch(seed=1), batch(seed=2, labelled=0.1)]
+    items = count_labels(parts, student)
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    loss = sum(
+        inherited_loss(
+            student, teacher, part, num_items=items, max_rows=int(count_labels([part], student))
+        )
+        for part in parts
+    )
+    assert_same(student, loss, plain_loss(student, [teacher], whole, causal=True))
+
+
+def test_parts_and_a_teacher_that_does_not_run():
+    student, teacher, calls = build("bert"), build("bert", seed=3), []
+    teacher.register_forward_hook(lambda module, *_: calls.append(module.training))
+    teacher.train()
+    loss, parts = inherited_loss(student, teacher, batch(), alpha=0.25, return_parts=True)
+    assert loss.item() == pytest.approx(0.75 * parts.mlm.item() + 0.25 * parts.kl.item())
+    assert not calls[-1], "evaluation mode"
+    before = len(calls)
+    inherited_loss(student, teacher, batch(), alpha=0.0)
+    assert len(calls) == before
+
+
+def test_autocast():
+    student, teacher = build("llama", seed=3), build("llama", seed=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = inherited_loss(student, teacher, batch())
+    assert loss.dtype == torch.float32
+    ours = gradients(student, loss)
+    exact = plain_loss(student, [teacher], batch(), causal=True)
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-2)
+    for name, theirs in gradients(student, exact).items():
+        assert (ours[name] - theirs).norm() <= 5e-2 * theirs.norm(), name
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_compiled_blocks(family):
+    student, teacher = build(family).double(), build(family, seed=3).double()
+    causal = family != "bert"
+    expected = plain_loss(copy.deepcopy(student), [teacher], batch(), causal=causal)
+    compilations = []
+
+    def backend(graph, _):
+        compilations.append(graph)
+        return graph.forward
+
+    for block in layer_stacks(student)[0]:
+        block.compile(backend=backend)
+    loss = inherited_loss(student, teacher, batch())
+    assert compilations
+    torch.testing.assert_close(loss, expected)
+    for block in layer_stacks(student)[0]:
+        block._compiled_call_impl = None
+    plain = plain_loss(student, [teacher], batch(), causal=causal)
+    assert_same(student, loss, plain)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
+def test_two_processes_are_one(how):
+    on_two_processes("tests.train.loss.ranks", how)
+
+
+def test_what_cannot_be_trained_is_refused():
+    student = build("bert")
+    with pytest.raises(GrowthError, match="compile its blocks"):
+        inherited_loss(torch.compile(student), None, batch())
+    with pytest.raises(GrowthError, match="student's objective"):
+        inherited_loss(student, build("gpt2"), batch())
+    with pytest.raises(GrowthError, match="no 'labels'"):
+        inherited_loss(student, None, {"input_ids": batch()["input_ids"]})
+    with pytest.raises(GrowthError, match="neither a masked nor a causal"):
+        inherited_loss(student.bert, None, batch())
+
+
+def test_the_public_names():
+    assert {"inherited_loss", "count_labels", "LossOptions"} <= set(dir(growkern))

@@ -1,0 +1,240 @@
+"""Input that would be trained wrongly in silence is refused with one line, before training."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.utils import DistributedType, DynamoBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
+from growkern.cli import app
+from growkern.train.callbacks import create_optimizer_state
+from growkern.train.checks import SWITCHES, check_accelerator
+from growkern.train.load import load_tokenizer
+from growkern.train.run import train
+from growkern.train.sub_model import layer_stacks
+from tests.train.test_run import workplace  # noqa: F401
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import VOCAB, build
+
+SCHEDULE = InheritanceSchedule(end_step=4)
+
+
+def refuse(match, path, model=None, **options):
+    with pytest.raises(GrowthError, match=match) as error:
+        TwoStageTrainer(model or build("bert"), arguments(path), **options)
+    assert "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------- tokenizers
+
+
+def without_tokenizer(folder):
+    for file in folder.glob("*token*"):
+        file.unlink()
+    for file in folder.glob("vocab*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_run_without_tokenizer_files(workplace):  # noqa: F811
+    without_tokenizer(workplace / "model")
+    with pytest.raises(GrowthError, match="has no tokenizer files"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize("command", ["grow", "verify"])
+def test_texts_without_tokenizer_files(workplace, command):  # noqa: F811
+    source, target, text = workplace / "model", workplace / "large", workplace / "text" / "a.txt"
+    sizes = ["--hidden-size", 32]
+    without_tokenizer(source)
+    if command == "verify":
+        run("grow", source, target, *sizes)
+        sizes = []
+    with pytest.raises(GrowthError, match="has no tokenizer files"):
+        run(command, source, target, *sizes, "--text", text)
+    assert target.exists() == (command == "verify")
+
+
+def run(*words):
+    app([str(word) for word in words], standalone_mode=False)
+
+
+def test_a_tokenizer_of_special_tokens_alone(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    transformers.BertTokenizer(vocab=dict(zip(words, range(5), strict=True))).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(GrowthError, match="has no tokenizer files"):
+        load_tokenizer(tmp_path)
+
+
+# ----------------------------------------------------------------- teachers
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("gpt2", "bert"), ("bert", "gpt2")])
+def test_a_teacher_of_another_objective(student, teacher, tmp_path):
+    refuse(
+        "choose a teacher with the student's objective",
+        tmp_path,
+        build(student),
+        teacher=build(teacher),
+        inheritance=SCHEDULE,
+    )
+
+
+def test_a_teachers_tokenizer_without_the_students(tmp_path):
+    options = {"teacher": build("bert"), "inheritance": SCHEDULE, "teacher_tokenizer": object()}
+    refuse("without the student's tokenizer", tmp_path, **options)
+
+
+# --------------------------------------------------------------------- data
+
+
+def test_data_without_a_label(tmp_path):
+    data = Batches(9)
+    for row in data.rows:
+        row["labels"].fill_(-100)
+    refuse("not a single label", tmp_path, train_dataset=data)
+    data.rows[7]["labels"][0, 3] = 5
+    TwoStageTrainer(build("bert"), arguments(tmp_path), train_dataset=data)
+
+
+def test_data_whose_batches_have_no_labels(tmp_path):
+    rows = [{"input_ids": torch.arange(5, 13)}] * 4
+    refuse("have no 'labels'", tmp_path, train_dataset=rows)
+
+
+def test_the_search_for_a_label_draws_no_random_numbers(tmp_path):
+    def collator(features):
+        torch.rand(3), np.random.rand(3)  # noqa: NPY002
+        return transformers.default_data_collator(features)
+
+    states = []
+    for data in (None, Batches(4)):
+        torch.manual_seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        args = arguments(tmp_path)
+        TwoStageTrainer(build("bert"), args, train_dataset=data, data_collator=collator)
+        states.append((torch.rand(2).tolist(), np.random.rand(2).tolist()))  # noqa: NPY002
+    assert states[0] == states[1]
+
+
+# ------------------------------------------------------------------- models
+
+
+def test_an_encoder_that_sees_the_tokens_it_predicts(tmp_path):
+    config = build("bert").config
+    refuse("see the tokens after them", tmp_path, transformers.BertLMHeadModel(config))
+    config.is_decoder = True
+    TwoStageTrainer(transformers.BertLMHeadModel(config), arguments(tmp_path))
+
+
+def test_a_router_with_a_loss_of_its_own(tmp_path):
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        output_router_logits=True,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    refuse("router", tmp_path, model)
+    model.config.output_router_logits = False
+    TwoStageTrainer(model, arguments(tmp_path))
+
+
+def test_a_quantised_model(tmp_path):
+    model = build("bert")
+    model.is_quantized = True
+    refuse("quantised", tmp_path, model)
+
+
+def test_a_model_without_memory(tmp_path):
+    refuse("meta device", tmp_path, build("bert").to("meta"))
+
+
+# ------------------------------------------------------------ sharded training
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_of_accelerate(name, tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(GrowthError, match=f"variable {name} is 'true'"):
+        TwoStageTrainer(build("bert"), args)
+    monkeypatch.setenv(name, "false")
+    TwoStageTrainer(build("bert"), args)
+
+
+@pytest.mark.parametrize(
+    ("told", "match"),
+    [
+        ({"distributed_type": DistributedType.FSDP}, "set to FSDP"),
+        ({"mixed_precision": "fp8"}, "fp8"),
+        ({"backend": DynamoBackend.INDUCTOR}, "compile the whole model"),
+    ],
+)
+def test_accelerate_was_told_elsewhere(told, match, tmp_path):
+    own = TwoStageTrainer(build("bert"), arguments(tmp_path)).accelerator
+    check_accelerator(own)
+    plugin = own.state.dynamo_plugin
+    accelerator = SimpleNamespace(
+        distributed_type=told.get("distributed_type", own.distributed_type),
+        mixed_precision=told.get("mixed_precision", own.mixed_precision),
+        state=SimpleNamespace(
+            dynamo_plugin=SimpleNamespace(backend=told.get("backend", plugin.backend))
+        ),
+    )
+    with pytest.raises(GrowthError, match=match):
+        check_accelerator(accelerator)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(mesh):
+    model = build("bert", layers=2)
+    for block in layer_stacks(model)[0]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def test_models_that_were_sharded_before(one_rank, tmp_path):
+    refuse("the model was sharded with fully_shard", tmp_path, sharded(one_rank))
+    options = {"teacher": sharded(one_rank), "inheritance": SCHEDULE}
+    refuse("the teacher was sharded with fully_shard", tmp_path, **options)
+
+
+def test_optimizer_state_leaves_sharded_weights_alone(one_rank):
+    model = sharded(one_rank)
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    create_optimizer_state(optimizer)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.full_tensor(), before[name]), name
+        state = optimizer.state[p]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert type(state["exp_avg"]) is type(p)
+        assert all(float(value.sum()) == 0 for value in map(plain, state.values()))
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-2, 0.1)]
+
+
+def plain(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
