@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -50,6 +51,27 @@ def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
     if os.path.lexists(workplace_of(target, kind)):
         place = Workplace(target, kind, may_replace)
         place.close(keep=os.path.lexists(place.new))
+
+
+def check_space(target: Path, kind: str, size: int) -> None:
+    """Refuse a disk without room.
+
+    Args:
+        size: bytes to be written. What an interrupted run has reserved counts as free.
+
+    Raises:
+        GrowthError: they do not fit.
+    """
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    kept = (workplace_of(target, kind) / NEW).glob("*")
+    free += sum(file.lstat().st_blocks * 512 for file in kept)
+    if free < size:
+        raise GrowthError(
+            f"{target}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
+        )
 
 
 class Workplace:
@@ -89,10 +111,9 @@ class Workplace:
             try:
                 self._open(stack)
                 self._settle()
-                if not resume:
-                    remove(JOURNAL, self._here)
-                    remove(NEW, self._here)
                 self._is_resumed = exists(JOURNAL, self._here)
+                if not resume:
+                    self.clear()
             except OSError as error:
                 raise GrowthError(f"{target}: {error.strerror or error}") from error
             self._descriptors = stack.pop_all()
@@ -174,6 +195,12 @@ class Workplace:
         os.close(open_ours(self.new, private=False))
         return self.new
 
+    def clear(self) -> None:
+        """Remove what an earlier run left; call it before `open_new`."""
+        remove(JOURNAL, self._here)
+        remove(NEW, self._here)
+        self._is_resumed = False
+
     def keep_only(self, files: Collection[str]) -> None:
         """Remove everything from the new contents besides these files."""
         for path in self.new.iterdir():
@@ -237,7 +264,7 @@ class Workplace:
                 raise self._refusal()
             rename_new(NEW, self._here, self.target.name, self._parent)
         except BaseException:
-            self._settle()
+            self._put_back()
             raise
 
     # ------------------------------------------------- after a kill, and at the end
@@ -288,14 +315,20 @@ class Workplace:
         return int(text) if text.endswith(b"\n") and text[:-1].isdigit() else None
 
     def _put_back(self) -> None:
-        """Move the old contents to the target's place, which is empty after a kill."""
+        """Move the old contents back to the target's place, which is empty."""
+        old = self.directory / OLD
         try:
             rename_new(OLD, self._here, self.target.name, self._parent)
         except FileExistsError:
             raise GrowthError(
-                f"{self.target} came into being while it was replaced; what was there before is "
-                f"in {self.directory / OLD}: move one of them away and repeat"
+                f"{self.target} came into being while it was replaced; what was there before is in "
+                f"{old}: move one of them away and repeat"
             ) from None
+        except OSError as error:
+            raise GrowthError(
+                f"{self.target}: {error.strerror or error}; what was there before is in {old}: "
+                "repeat the run to put it back"
+            ) from error
 
     def _undo(self, number: int) -> None:
         """Let the contents change back: the old ones are not what may be replaced.

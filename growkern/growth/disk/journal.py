@@ -45,12 +45,18 @@ class Journal:
         source_sums: source tensor -> its sum, as far as it is on disk.
     """
 
-    def __init__(self, file: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        identity: Mapping[str, Any],
+        start_over: str = "resume=False (--no-resume)",
+    ) -> None:
         """Open the journal, or begin a new one.
 
         Args:
             file: in a directory that only this user can write to.
             identity: what is being made; plain values.
+            start_over: the option that drops unfinished work, for the message.
 
         Raises:
             GrowthError: the file is about something else.
@@ -64,7 +70,7 @@ class Journal:
         try:
             lines, valid = _read_lines(file)
             if lines:
-                _check_same(file, lines[0], json.loads(json.dumps(identity)))
+                _check_same(file, lines[0], json.loads(json.dumps(identity)), start_over)
             self._take_in(lines[1:])
             os.ftruncate(self._fd, valid)
             if not lines:
@@ -147,14 +153,16 @@ def _is_line(line: Any, first: bool) -> bool:
     return kinds is not None and [type(field) for field in line[1:]] == kinds
 
 
-def _check_same(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same(
+    file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
+) -> None:
     """Named from the outside in: the first thing that differs is what the user changed."""
     for what in {**wanted, **found}:
         if found.get(what) != wanted.get(what):
             detail = _difference(found.get(what), wanted.get(what))
             raise GrowthError(
-                f"{file.parent} holds an unfinished growth with another {what}{detail}; repeat "
-                "that one to finish it, or start over with resume=False (--no-resume)"
+                f"{file.parent} holds unfinished work with another {what}{detail}; repeat the run "
+                f"that began it, or start over with {start_over}"
             )
 
 

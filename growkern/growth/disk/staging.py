@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,21 +77,5 @@ def refusing(target: Path) -> Iterator[None]:
 
 
 def check_space(target: Path, size: int) -> None:
-    """Refuse a disk without room.
-
-    Args:
-        size: bytes to be written. What an interrupted run has reserved counts as free.
-
-    Raises:
-        GrowthError: they do not fit.
-    """
-    parent = target.parent
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
-    kept = (workplace.workplace_of(target, KIND) / workplace.NEW).glob("*")
-    free += sum(file.lstat().st_blocks * 512 for file in kept)
-    if free < size:
-        raise GrowthError(
-            f"{target}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
-        )
+    """`growkern.publish.workplace.check_space` for a growth."""
+    workplace.check_space(target, KIND, size)
