@@ -28,7 +28,7 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-enum kind { NONE, FAIL_EIO, FAIL_ENOSPC, FAIL_EINTR, CUT, KILL };
+enum kind { NONE, FAIL_EIO, FAIL_ENOSPC, FAIL_EINTR, CUT, KILL, FAIL_EIO_OF_CHANGES };
 /* what an operation does: it changes the disk, takes space on it, waits for it, moves bytes */
 enum trait { CHANGES = 1, TAKES_SPACE = 2, WAITS = 4, MOVES = 8 };
 
@@ -61,7 +61,8 @@ static void note(int file, int ours) {
 static int strikes(const char *name, int traits, size_t bytes) {
   seen++;
   if (log_file >= 0) dprintf(log_file, "%s\n", name);
-  int hit = kind == FAIL_EIO || (kind == FAIL_ENOSPC && traits & TAKES_SPACE) ||
+  int hit = kind == FAIL_EIO || (kind == FAIL_EIO_OF_CHANGES && traits & (CHANGES | TAKES_SPACE)) ||
+            (kind == FAIL_ENOSPC && traits & TAKES_SPACE) ||
             (kind == FAIL_EINTR && traits & WAITS) || (kind == CUT && traits & MOVES && bytes > 1) ||
             (kind == KILL && traits & CHANGES);
   if (!hit) return 0;
@@ -71,7 +72,7 @@ static int strikes(const char *name, int traits, size_t bytes) {
   fired = name;
   if (kind == KILL) kill(getpid(), SIGKILL);
   if (kind == CUT) return 2;
-  errno = kind == FAIL_EIO ? EIO : kind == FAIL_ENOSPC ? ENOSPC : EINTR;
+  errno = kind == FAIL_ENOSPC ? ENOSPC : kind == FAIL_EINTR ? EINTR : EIO;
   return 1;
 }
 

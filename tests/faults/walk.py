@@ -1,9 +1,9 @@
 """Fail every file operation of a piece of work in turn, and look at what is left.
 
-A case is a child of this process, which has imported everything and done the work once: a fork
-takes milliseconds where a new interpreter takes seconds. The child arms the library `shim.c` to
-fail its N-th file operation in one of five ways, then does the work; N goes from 1 to the end. Each
-case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
+This process imports everything and does the work once: another time takes milliseconds where a new
+interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
+of five ways and does the work; N goes from 1 to the end. A kill strikes a fork of this process.
+Each case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
 fault and must be done to the byte. A repeat depends on the disk alone, so it is not run again where
 an earlier case left the same files.
 """
@@ -20,11 +20,13 @@ import shutil
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
+# of the operations that change the disk or take space on it, syncs among them, alone
+CHANGES = {"EIO": 6, "ENOSPC": 2, "cut": 4, "kill": 5}
 # of the command line: what `growkern` says in one line
 REFUSALS = (ValueError, OSError)
 
@@ -38,14 +40,15 @@ class Work:
         prepare: fills a new folder; a target of an earlier time is called "target".
         run: does the work in the folder; makes, or replaces, "target".
         overwrite: whether there is a target at the start.
+        kinds: of faults.
     """
 
     name: str
     prepare: Callable[[Path], None]
     run: Callable[[Path], None]
     overwrite: bool = False
+    kinds: Mapping[str, int] = field(default_factory=lambda: KINDS)
     cases: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
 
 
 def library() -> ctypes.CDLL:
@@ -79,25 +82,30 @@ def state(folder: Path) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def in_child(work: Work, folder: Path, arm: Callable[[], None], shim: ctypes.CDLL) -> list[str]:
-    """The outcome, its message and the operation that was struck, "" for none."""
+def attempt(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
+    """Do the work. The outcome, its message, and the operation that was struck, "" for none."""
+    outcome = "done", ""
+    try:
+        with warnings.catch_warnings(record=True):
+            work.run(folder)
+    except REFUSALS as error:
+        outcome = "refused", " ".join(str(error).split())
+    except Exception as error:
+        outcome = type(error).__name__, str(error)
+    finally:
+        shim.faults_disarm()
+    return [*outcome, (shim.faults_fired() or b"").decode()]
+
+
+def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
+    """As `attempt`, by a process that may be killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         gc.disable()
-        outcome = "done", ""
         try:
-            arm()
-            with warnings.catch_warnings(record=True):
-                work.run(folder)
-        except REFUSALS as error:
-            outcome = "refused", " ".join(str(error).split())
-        except BaseException as error:
-            outcome = type(error).__name__, str(error)
+            os.write(writer, json.dumps(attempt(work, folder, shim)).encode()[:60_000])
         finally:
-            shim.faults_disarm()
-            struck = (shim.faults_fired() or b"").decode()
-            os.write(writer, json.dumps([*outcome, struck]).encode()[:60_000])
             os._exit(0)
     os.close(writer)
     report = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
@@ -134,7 +142,8 @@ class Walk:
 
     def run(self) -> Iterator[str]:
         """Every case; gives what is wrong."""
-        for kind in KINDS:
+        self.shim.faults_without_renameat2(self.without)
+        for kind in self.work.kinds:
             number = 0
             struck = "an operation"
             while struck:
@@ -145,12 +154,10 @@ class Walk:
 
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()
-
-        def arm() -> None:
-            self.shim.faults_without_renameat2(self.without)
-            self.shim.faults_arm(os.fsencode(self.folder), KINDS[kind], number)
-
-        outcome, message, struck = in_child(self.work, self.folder, arm, self.shim)
+        self.shim.faults_arm(os.fsencode(self.folder), self.work.kinds[kind], number)
+        do = attempt_in_child if kind == "kill" else attempt
+        outcome, message, struck = do(self.work, self.folder, self.shim)
+        self.shim.faults_disarm()
         self.work.cases[outcome] += bool(struck)
         wrong = list(self._check(outcome, message))
         name = state(self.folder)
@@ -194,11 +201,7 @@ class Walk:
     def _repeat(self) -> Iterator[str]:
         there = self._part(tree(self.folder), True)
         is_complete = bool(there) and not self.work.overwrite
-
-        def arm() -> None:
-            self.shim.faults_without_renameat2(self.without)
-
-        outcome, message, _ = in_child(self.work, self.folder, arm, self.shim)
+        outcome, message, _ = attempt(self.work, self.folder, self.shim)
         if is_complete:
             if outcome != "refused" or "exists" not in message:
                 yield f"repeated after it was complete: {outcome} {message}"
@@ -206,7 +209,9 @@ class Walk:
             yield f"repeated: {outcome} {message}"
         now = tree(self.folder)
         if now != self.after:
-            names = {name for name in now.keys() | self.after if now.get(name) != self.after.get(name)}
+            names = {
+                name for name in now.keys() | self.after if now.get(name) != self.after.get(name)
+            }
             yield f"repeated: not the same to the byte: {sorted(names)}"
 
 

@@ -8,7 +8,9 @@ import transformers
 
 import growkern
 from growkern.growth.disk import stream
-from tests.faults.walk import Walk, Work, library, only_one_thread
+from growkern.train.data import CausalLMCollator
+from tests.faults.walk import CHANGES, Walk, Work, library, only_one_thread
+from tests.train.tiny import VOCAB, TinyTokenizer
 
 SIZES = {
     "hidden_size": 4,
@@ -44,21 +46,13 @@ def grow(folder, **how):
     growkern.grow_checkpoint(folder / "source", folder / "target", **HOW, **how)
 
 
-def grow_state(folder):
-    grow(folder, optimizer=folder / "source")
-
-
-def start_growth(folder):
-    save_source(folder, optimizer=True)
-
-
 def start_growth_over(folder):
-    save_source(folder)
+    save_source(folder, optimizer=True)
     grow(folder, seed=1)
 
 
 def grow_over(folder):
-    grow(folder, overwrite=True)
+    grow(folder, overwrite=True, optimizer=folder / "source")
 
 
 def start_fold(folder):
@@ -72,9 +66,7 @@ def start_fold_over(folder):
 
 
 def fold(folder, **how):
-    growkern.fold(
-        folder / "grown", folder / "target", max_shard_size=300, progress=False, **how
-    )
+    growkern.fold(folder / "grown", folder / "target", max_shard_size=300, progress=False, **how)
 
 
 def fold_over(folder):
@@ -82,9 +74,6 @@ def fold_over(folder):
 
 
 def cache(folder, **how):
-    from growkern.train.data import CausalLMCollator
-    from tests.train.tiny import TinyTokenizer
-
     growkern.cache_teacher(
         TEACHER,
         [{"input_ids": [1, 2, 3, number]} for number in range(4)],
@@ -94,7 +83,7 @@ def cache(folder, **how):
     )
 
 
-TEACHER = tiny()
+TEACHER = tiny(vocab_size=VOCAB)
 
 
 def start_cache(folder):
@@ -113,17 +102,19 @@ def cache_over(folder):
 WORKS = {
     work.name: work
     for work in (
-        Work("grow", start_growth, grow_state),
+        # with everything that a growth can do, and every operation
         Work("grow-over", start_growth_over, grow_over, overwrite=True),
-        Work("fold", start_fold, fold),
-        Work("fold-over", start_fold_over, fold_over, overwrite=True),
-        Work("cache", start_cache, cache),
-        Work("cache-over", start_cache_over, cache_over, overwrite=True),
+        Work("grow", save_source, grow, kinds=CHANGES),
+        Work("fold", start_fold, fold, kinds=CHANGES),
+        Work("fold-over", start_fold_over, fold_over, overwrite=True, kinds=CHANGES),
+        Work("cache", start_cache, cache, kinds=CHANGES),
+        Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
     )
 }
 
 
 def main():
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

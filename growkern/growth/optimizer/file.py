@@ -21,6 +21,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 
 OPTIMIZER_FILE = "optimizer.pt"
+ARCHIVE_START = b"PK\x03\x04"
 # what files that are damaged, or something else, make PyTorch and its unpickler raise
 UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError),
@@ -39,8 +40,10 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     """
     file = optimizer_file(path)
     try:
-        # files of before 2020 are not archives, and cannot be mapped
-        mapped = zipfile.is_zipfile(file)
+        # files of before 2020 are not archives, and cannot be mapped. zipfile.is_zipfile would take
+        # a file that it fails to read for one of those
+        with file.open("rb") as opened:
+            mapped = opened.read(len(ARCHIVE_START)) == ARCHIVE_START
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None
