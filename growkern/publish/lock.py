@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError
 from growkern.whole import write_all
+
+# in a directory that is locked for as long as a process works there
+LOCK_FILE = ".lock"
 
 
 class Lock:
@@ -86,6 +91,30 @@ class Lock:
 
 
 _held: set[Lock] = set()
+
+
+@contextlib.contextmanager
+def locked(directory: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a directory; it is made if it does not exist, and must not stay empty then.
+
+    Args:
+        doing: the work, for the message to a second process: "training".
+
+    Raises:
+        GrowthError: another process has the lock; the message names it.
+        OSError: the directory or the lock cannot be made.
+    """
+    was_there = directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = Lock(directory / LOCK_FILE, directory, doing)
+    try:
+        yield
+    finally:
+        # a file that stays is locked again by the next process
+        with contextlib.suppress(OSError):
+            lock.release()
+            if not was_there:
+                directory.rmdir()
 
 
 def _holder(descriptor: int) -> str:

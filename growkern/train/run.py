@@ -12,6 +12,8 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
+from growkern.publish.lock import LOCK_FILE, locked
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
 from growkern.train.load import check_directory, check_fits, is_causal, load_language_model
 from growkern.train.trainer import TwoStageTrainer
+from growkern.whole import PARTIAL, write_whole
 
 MARKER = "run.json"
 
@@ -48,7 +52,8 @@ def train(
         nothing was left to train. The directory of a finished run is not changed.
 
     Raises:
-        GrowthError: before any work, if the file, a path, a model or the directory cannot be used.
+        GrowthError: before any work, if the file, a path, a model or the directory cannot be used,
+            or another process trains in the directory.
     """
     run, base = load_run(path), Path(path).parent
     _batch_of_a_process(run)
@@ -63,20 +68,21 @@ def train(
     output = base / run.output.directory
     _check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = _identity(run, base, texts)
-    ours = _is_ours(output, identity, overwrite)
-    if ours and (output / TRAINER_STATE_NAME).is_file():
+    if _is_ours(output, identity, overwrite) and (output / TRAINER_STATE_NAME).is_file():
         return None
 
-    trainer = build_trainer(run, base, texts, progress=progress)
-    # after all checks, so that a refused run deletes nothing
-    if not ours and trainer.is_world_process_zero():
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        (output / MARKER).write_text(json.dumps(identity, indent=1))
-    trainer.accelerator.wait_for_everyone()
-    result = train_or_resume(trainer)
-    trainer.save_model()
-    trainer.save_state()
+    is_first = os.environ.get("RANK", "0") == "0"
+    with locked(output, "training in") if is_first else nullcontext():
+        # another process may have been at work until now
+        ours = _is_ours(output, identity, overwrite)
+        trainer = build_trainer(run, base, texts, progress=progress)
+        # after all checks, so that a refused run deletes nothing
+        if not ours and trainer.is_world_process_zero():
+            _start_over(output, identity)
+        trainer.accelerator.wait_for_everyone()
+        result = train_or_resume(trainer)
+        trainer.save_model()
+        trainer.save_state()
     return result
 
 
@@ -180,7 +186,10 @@ def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     Raises:
         GrowthError: it holds something else.
     """
-    if not output.is_dir() or not any(output.iterdir()):
+    # a process that was killed at its start leaves no more than these
+    begun = (LOCK_FILE, PARTIAL.format(name=MARKER))
+    names = os.listdir(output) if output.is_dir() else []
+    if all(any(fnmatch(name, pattern) for pattern in begun) for name in names):
         return False
     marker = output / MARKER
     if not marker.is_file():
@@ -192,6 +201,23 @@ def _is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     if not overwrite:
         raise GrowthError(f"{output} holds another run: choose another directory, or --overwrite")
     return False
+
+
+def _start_over(output: Path, identity: dict[str, Any]) -> None:
+    """Delete what another run left, and say which run this is.
+
+    The old marker stays until the new one replaces it: killed in between, the directory is still
+    that of a run, and may be overwritten.
+    """
+    for path in output.iterdir():
+        if path.name in (MARKER, LOCK_FILE):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    text = json.dumps(identity, indent=1)
+    write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:

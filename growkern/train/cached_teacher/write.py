@@ -192,7 +192,7 @@ def _workplace(directory: Path, overwrite: bool) -> workplace.Workplace:
         if directory.exists() and not overwrite:
             raise GrowthError(f"{directory} exists: give another directory, or set overwrite")
         if directory.exists() and not may_replace(directory):
-            raise GrowthError(f"{directory} is no teacher cache: give another directory")
+            raise GrowthError(f"{directory} is not a teacher cache: give another directory")
     except OSError as error:
         raise GrowthError(f"{directory}: {error.strerror or error}") from error
     return workplace.Workplace(directory, KIND, may_replace)
