@@ -1,5 +1,6 @@
 """Writes a file so that readers see all of it or none of it, also after a crash."""
 
+import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -29,9 +30,41 @@ def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
         write(partial)
         # safetensors makes its files unreadable for other users
         partial.chmod(mode)
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
+        sync(partial)
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on disk.
+
+    Raises:
+        OSError: the disk failed. Nothing written since the last successful sync is safe then, even
+            if another sync succeeds: Linux reports a failure once and forgets the data.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> None:
+    """Write all bytes; the system may take them in several bites.
+
+    Args:
+        file: a descriptor.
+        at: byte of the file to start at; None: where the file stands.
+
+    Raises:
+        OSError: the disk is full or cannot be written; some of the bytes may be there.
+    """
+    view, done = memoryview(data), 0
+    while done < len(view):
+        rest = view[done:]
+        count = os.write(file, rest) if at is None else os.pwrite(file, rest, at + done)
+        if not count:
+            raise OSError(errno.EIO, "the disk takes no more bytes")
+        done += count

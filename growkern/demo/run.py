@@ -6,7 +6,6 @@ Every stage is stored when it is done. An interrupted demo resumes with the firs
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -204,13 +203,11 @@ class _Demo:
 
     def _grow(self, method: str) -> dict[str, Any]:
         target = self.directory / "grown" / method
-        # left over by an interrupted growth
-        for left in target.parent.glob(f".{method}.*"):
-            shutil.rmtree(left)
         grow_checkpoint(
             self.directory / "source",
             target,
             overwrite=True,
+            resume=False,
             progress=False,
             **self._growth(method),
         )

@@ -84,8 +84,9 @@ def train_model(
     trainer.save_model()
     trainer.save_state()
     for left in directory.glob("checkpoint-*"):
-        # renamed first: a partly deleted checkpoint must not be resumed from
-        shutil.rmtree(left.rename(left.with_name(f".{left.name}")))
+        # its state first: without that, a partly deleted checkpoint is not resumed from
+        (left / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        shutil.rmtree(left)
     return curve_of(trainer.state.log_history, title)
 
 

@@ -17,7 +17,7 @@ from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
 from growkern.growth.disk.shards import lay_out
-from growkern.growth.disk.staging import Staging, check_space, check_target, refusing, sweep
+from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
 from growkern.growth.models import in_model_order, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE
@@ -215,15 +215,15 @@ def carry_out(
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
-    with Staging(target, resume=resume) as staging:
+    with staging(target, resume=resume) as place:
         check_target(source_dir, target, overwrite)
-        staging.checkpoint.mkdir(exist_ok=True)
+        directory = place.open_new()
         made_of, stamps = identity(grown, layout, settings), file_stamps(grown.source)
-        with Journal(staging.journal, made_of) as journal:
+        with Journal(place.journal, made_of) as journal:
             stream = Stream(
                 grown,
                 layout,
-                staging.checkpoint,
+                directory,
                 journal,
                 allow_nonfinite=settings.allow_nonfinite,
                 backend=settings.backend,
@@ -233,13 +233,13 @@ def carry_out(
         if files != made_of["source"] or file_stamps(grown.source) != stamps:
             raise GrowthError(f"{source_dir} was changed while it was grown; start over")
         # remove all other files, so that only files of this growth are published
-        staging.clear_but(layout.sizes)
-        complete(staging.checkpoint, grown.large, grown.dtype, layout, source_dir)
-        write_lineage(grown, settings, files, staging.checkpoint)
+        place.keep_only(layout.sizes)
+        complete(directory, grown.large, grown.dtype, layout, source_dir)
+        write_lineage(grown, settings, files, directory)
         if state is not None:
-            state.write(staging.checkpoint / OPTIMIZER_FILE)
+            state.write(directory / OPTIMIZER_FILE)
         # last, so that it covers every file
-        write_checksums(staging.checkpoint, journal.source_sums, stream.tensor_sums())
-        staging.publish()
+        write_checksums(directory, journal.source_sums, stream.tensor_sums())
+        place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

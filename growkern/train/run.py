@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shlex
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
+from growkern.publish.lock import locked
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
@@ -68,8 +70,9 @@ def train(
         nothing was left to train. The directory of a finished run is not changed.
 
     Raises:
-        GrowthError: before any work, if the file, a path, a model or the directory cannot be used.
-            During the run, if a step is not finite or the model cannot be saved.
+        GrowthError: before any work, if the file, a path, a model or the directory cannot be used,
+            or another process trains in the directory. During the run, if a step is not finite or
+            the model cannot be saved.
         KeyboardInterrupt: SIGINT ended the run.
         Terminated: SIGTERM ended the run.
     """
@@ -92,26 +95,28 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
     output = base / run.output.directory
     check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = _identity(run, base, texts)
-    ours = is_ours(output, identity, overwrite)
-    if ours and is_finished(output):
+    if is_ours(output, identity, overwrite) and is_finished(output):
         if progress:
             print_lines({"finished": f"{output} is trained already; nothing was done"})
         return None
 
-    trainer = build_trainer(run, base, texts, progress=progress)
-    trainer.resume_hint = command
-    first = trainer.is_world_process_zero()
-    # after all checks, so that a refused run deletes nothing
-    if not ours and first:
-        begin(output, identity)
-    trainer.accelerator.wait_for_everyone()
-    checkpoint = trainer.newest_whole_checkpoint()
-    if progress and first:
-        print_lines(_header(run, base, trainer, checkpoint, command))
-    result = _train_from(trainer, checkpoint)
-    trainer.save_final_model(stored_dtype(base / run.model.path))
-    if progress and first:
-        print_lines(_end(output, trainer))
+    is_first = os.environ.get("RANK", "0") == "0"
+    with locked(output, "training in") if is_first else nullcontext():
+        # another process may have been at work until now
+        ours = is_ours(output, identity, overwrite)
+        trainer = build_trainer(run, base, texts, progress=progress)
+        trainer.resume_hint = command
+        # after all checks, so that a refused run deletes nothing
+        if not ours and is_first:
+            begin(output, identity)
+        trainer.accelerator.wait_for_everyone()
+        checkpoint = trainer.newest_whole_checkpoint()
+        if progress and is_first:
+            print_lines(_header(run, base, trainer, checkpoint, command))
+        result = _train_from(trainer, checkpoint)
+        trainer.save_final_model(stored_dtype(base / run.model.path))
+        if progress and is_first:
+            print_lines(_end(output, trainer))
     return result
 
 

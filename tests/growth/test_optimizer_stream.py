@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from growkern.growth.optimizer import archive as archive_module
 from growkern.growth.optimizer import stream
 from growkern.growth.optimizer.archive import archive_size, write_archive
 from growkern.growth.optimizer.file import check_archive
+from growkern.publish import workplace
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.peak import measured
 
@@ -199,7 +199,7 @@ def test_killed_while_it_is_written_the_same_line_goes_on(tmp_path):
     assert done.returncode == -signal.SIGKILL, done.stderr
     staging = tmp_path / ".grown.growing"
     assert not target.exists()
-    assert (staging / "checkpoint" / "optimizer.pt").stat().st_size > 0
+    assert (staging / "new" / "optimizer.pt").stat().st_size > 0
     done = subprocess.run(
         [sys.executable, "-m", "growkern", *command], capture_output=True, text=True
     )
@@ -223,26 +223,25 @@ def test_half_a_file_of_a_killed_run_is_not_published(tmp_path, monkeypatch):
         patched.setattr(stream, "grow_moment", interrupted)
         with pytest.raises(KeyboardInterrupt):
             grow(source, target)
-    assert (tmp_path / ".grown.growing" / "checkpoint" / "optimizer.pt").exists()
+    assert (tmp_path / ".grown.growing" / "new" / "optimizer.pt").exists()
     growkern.grow_checkpoint(source, target, n_embd=20, progress=False)
     assert "optimizer.pt" not in {p.name for p in target.iterdir()}
 
 
 def test_it_is_on_disk_before_it_is_seen(tmp_path, monkeypatch):
     source, target, synced = saved(tmp_path), tmp_path / "grown", []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename = os.fsync, workplace.rename_new
 
-    def watch_rename(self, to):
-        if to == target:
-            assert any(name.endswith("checkpoint/optimizer.pt") for name in synced)
-            synced.append("renamed")
-        return rename(self, to)
+    def watch_rename(*names):
+        assert any(name.endswith("new/optimizer.pt") for name in synced)
+        synced.append("renamed")
+        rename(*names)
 
     def watch_fsync(file):
         synced.append(os.readlink(f"/proc/self/fd/{file}"))
         fsync(file)
 
-    monkeypatch.setattr(Path, "rename", watch_rename)
+    monkeypatch.setattr(workplace, "rename_new", watch_rename)
     monkeypatch.setattr(os, "fsync", watch_fsync)
     grow(source, target)
     assert "renamed" in synced

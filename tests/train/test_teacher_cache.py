@@ -174,9 +174,9 @@ def test_goes_on_after_a_kill(tmp_path, monkeypatch):
         make(tmp_path / "c", shard_bytes=300)
     assert not (tmp_path / "c").exists()
     staging = tmp_path / ".c.caching"
-    shards = sorted(staging.glob("rows-*"))
-    assert shards and not (staging / "index.safetensors").exists()
-    (staging / "rows-00099.safetensors.partial").write_bytes(b"half")
+    shards = sorted(staging.glob("new/rows-*"))
+    assert shards and not (staging / "new" / "index.safetensors").exists()
+    (staging / "new" / ".rows-00099.safetensors.0a0b.part").write_bytes(b"half")
     kept = shards[0].stat().st_mtime_ns
     again = []
     monkeypatch.setattr(writer, "kept_rows", lambda *args: again.append(1) or real(*args))
@@ -190,13 +190,16 @@ def test_goes_on_after_a_kill(tmp_path, monkeypatch):
         assert (tmp_path / "c" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_truncated_shard_is_made_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-3], lambda raw: raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:]]
+)
+def test_a_damaged_shard_is_made_again(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(writer, "_write_index", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(tmp_path / "c")
     monkeypatch.undo()
-    shard = tmp_path / ".c.caching" / "rows-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-3])
+    shard = tmp_path / ".c.caching" / "new" / "rows-00000.safetensors"
+    shard.write_bytes(damage(shard.read_bytes()))
     report = make(tmp_path / "c")
     make(tmp_path / "d")
     assert (tmp_path / "c" / shard.name).read_bytes() == (
@@ -217,7 +220,7 @@ def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypat
         {"model": build("bert", layers=1, width=8, seed=1)},
         {"collator": collator_of("bert", seed=1)},
     ):
-        with pytest.raises(GrowthError, match="unfinished cache of something else"):
+        with pytest.raises(GrowthError, match=r"unfinished work with another .*--overwrite"):
             make(tmp_path / "c", **change)
     make(tmp_path / "c", temperature=1.0, overwrite=True)
     assert TeacherCache(tmp_path / "c").header.temperature == 1.0

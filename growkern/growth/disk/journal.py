@@ -1,67 +1,124 @@
-"""What of an unfinished checkpoint is done: a file that a killed run leaves and the next one reads.
+"""The resume journal: the finished pieces of an unfinished checkpoint.
 
     {"plan": ..., "source": ..., ...}             what is being made, and of what
     ["source", name, sum]                         a source tensor that was read
     ["target", name, start, stop, sum]            rows of a target tensor that are on disk
+    ["lost", name, start, stop]                   rows that are not, and are written again
 
-A line is written after the data it speaks of has reached the disk; and rows are believed again only
-if what lies there still has the sum. A last line cut short is no line.
+Nothing is noted before it is on disk. A line about rows follows the lines about the source tensors
+that they were made of. On resume, rows are checksummed again before they are used. A line that was
+cut short does not count, nor does anything after it.
+
+A failed sync loses what it covered (the rule of PostgreSQL since 2018). Linux reports the failure
+once, may keep the data in the page cache, marked as written, and lets the next sync succeed. So:
+
+- Rows that a failed sync covered are never noted: nothing is synced again to note them after all.
+- The checksum of such rows on resume would prove nothing, since the page cache answers. Rows
+  without a line are written again, whatever lies there, and that makes the system write them.
+- Rows that were noted and then turn out damaged are first noted as lost. Otherwise a sync that
+  fails after they were repaired would leave the old line, and the page cache would confirm it.
+- After a failed append nothing more is appended. Whether its lines are there or not, they are true.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.whole import write_all
 
 Mark = tuple[str, int, int]
+# of a line, after its first word
+FIELDS = {"source": [str, str], "target": [str, int, int, str], "lost": [str, int, int]}
 
 
 class Journal:
-    """Append-only; written by one thread at a time.
+    """Append-only; threads may share it.
 
     Attributes:
         marks: (tensor, first row, past the last row) -> sum, of what earlier runs completed.
-        source_sums: source tensor -> its sum, as it was read so far.
+        source_sums: source tensor -> its sum, as far as it is on disk.
     """
 
-    def __init__(self, file: Path, identity: Mapping[str, Any]) -> None:
-        """Opens the journal, a new one if there is none.
+    def __init__(
+        self,
+        file: Path,
+        identity: Mapping[str, Any],
+        start_over: str = "resume=False (--no-resume)",
+    ) -> None:
+        """Open the journal, or begin a new one.
+
+        Args:
+            file: in a directory that only this user can write to.
+            identity: what is being made; plain values.
+            start_over: the option that drops unfinished work, for the message.
 
         Raises:
-            GrowthError: the file is about something else than `identity`.
+            GrowthError: the file is about something else.
+            OSError: the disk failed.
         """
         self.marks: dict[Mark, str] = {}
         self.source_sums: dict[str, str] = {}
-        lines, valid = _read_lines(file)
-        if lines:
-            _check_same(file, lines[0], json.loads(json.dumps(identity)))
-        for kind, *fields in lines[1:]:
+        self._appending = threading.Lock()
+        self._error: OSError | None = None
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        try:
+            lines, valid = _read_lines(file)
+            if lines:
+                _check_same(file, lines[0], json.loads(json.dumps(identity)), start_over)
+            self._take_in(lines[1:])
+            os.ftruncate(self._fd, valid)
+            if not lines:
+                self._append([identity])
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take_in(self, lines: Iterable[list[Any]]) -> None:
+        for kind, name, *fields in lines:
             if kind == "target":
-                name, start, stop, total = fields
+                start, stop, total = fields
                 self.marks[name, start, stop] = total
+            elif kind == "lost":
+                self.marks.pop((name, *fields), None)
             else:
-                self.source_sums[fields[0]] = fields[1]
-        self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.ftruncate(self._fd, valid)
-        if not lines:
-            self._append([identity])
+                self.source_sums[name] = fields[0]
 
     def add(self, marks: Mapping[Mark, str], source_sums: Mapping[str, str]) -> None:
-        """Record rows whose data is on disk, and the source tensors they came from."""
+        """Note rows that are on disk, and the source tensors they were made of.
+
+        Raises:
+            OSError: the disk failed, now or at an earlier append.
+        """
         sources = [["source", *item] for item in source_sums.items()]
-        self.source_sums.update(source_sums)
         self._append([*sources, *(["target", *mark, total] for mark, total in marks.items())])
+        # after it is on disk: what is taken for noted is never noted again
+        self.source_sums.update(source_sums)
+
+    def lose(self, mark: Mark) -> None:
+        """Note that rows of an earlier run are damaged, before they are written again.
+
+        Raises:
+            OSError: the disk failed, now or at an earlier append.
+        """
+        self._append([["lost", *mark]])
 
     def _append(self, lines: Iterable[object]) -> None:
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
+        with self._appending:
+            if self._error is not None:
+                raise self._error
+            try:
+                write_all(self._fd, data)
+                os.fsync(self._fd)
+            except OSError as error:
+                self._error = error
+                raise
 
     def __enter__(self) -> Journal:
         return self
@@ -72,7 +129,7 @@ class Journal:
 
 def _read_lines(file: Path) -> tuple[list[Any], int]:
     """The lines that are whole, and the bytes they take up."""
-    data = file.read_bytes() if file.is_file() else b""
+    data = file.read_bytes()
     lines: list[Any] = []
     valid = 0
     for raw in data.splitlines(keepends=True):
@@ -92,18 +149,20 @@ def _is_line(line: Any, first: bool) -> bool:
         return isinstance(line, dict)
     if not isinstance(line, list) or not line:
         return False
-    kinds = {"source": [str, str], "target": [str, int, int, str]}.get(str(line[0]))
+    kinds = FIELDS.get(str(line[0]))
     return kinds is not None and [type(field) for field in line[1:]] == kinds
 
 
-def _check_same(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same(
+    file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
+) -> None:
     """Named from the outside in: the first thing that differs is what the user changed."""
     for what in {**wanted, **found}:
         if found.get(what) != wanted.get(what):
             detail = _difference(found.get(what), wanted.get(what))
             raise GrowthError(
-                f"{file.parent} holds an unfinished growth with another {what}{detail}; repeat "
-                "that one to finish it, or start over with resume=False (--no-resume)"
+                f"{file.parent} holds unfinished work with another {what}{detail}; repeat the run "
+                f"that began it, or start over with {start_over}"
             )
 
 

@@ -107,6 +107,7 @@ class Stream:
         self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
         self.sums: dict[Mark, str] = {}
         self.bytes_kept = 0
+        self._has_lost = False
         self._files: dict[str, TargetFile] = {}
         self._own = threading.local()
 
@@ -166,12 +167,21 @@ class Stream:
             commit.result()
 
     def _commit(self, marks: dict[Mark, str]) -> None:
-        """Data first, then the marks that speak of it."""
-        for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
-            self._files[file].sync()
-        known = self.journal.source_sums
-        sources = {name: s for name, s in list(self.reader.sums.items()) if name not in known}
-        self.journal.add(marks, sources)
+        """Sync the data, then note it; after a failure nothing is noted any more.
+
+        A failed sync lost rows that earlier writes put there, and another sync would not tell.
+        """
+        if self._has_lost:
+            return
+        try:
+            for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
+                self._files[file].sync()
+            known = self.journal.source_sums
+            sources = {name: s for name, s in list(self.reader.sums.items()) if name not in known}
+            self.journal.add(marks, sources)
+        except OSError:
+            self._has_lost = True
+            raise
 
     def tensor_sums(self) -> dict[str, str]:
         """The sum of every tensor, once all is written."""
@@ -195,6 +205,7 @@ class Stream:
             stored = dataclasses.replace(header, file=str(self.directory / header.file))
             if sum_rows(stored.rows(*piece.rows)) == before:
                 return piece, before, False
+            self.journal.lose(piece.mark)
         start, stop = piece.rows
         size = self._bytes(piece)
         at = header.start + start * (size // (stop - start))

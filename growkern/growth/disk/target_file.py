@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from growkern.whole import write_all
+
 # a multiple of what any disk asks of addresses, places and lengths
 BLOCK_BYTES = 4096
 # less is not worth waiting for the disk
@@ -28,7 +30,7 @@ class TargetFile:
     """Several threads may write to it, each to places of its own."""
 
     def __init__(self, path: Path, size: int, head: bytes) -> None:
-        self._cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._direct: int | None = None
         self._writing = threading.Lock()
         try:
@@ -70,13 +72,20 @@ class TargetFile:
         return done
 
     def sync(self) -> None:
-        """Return when all that was written before is on disk."""
+        """Return when all that was written before is on disk.
+
+        Raises:
+            OSError: the disk failed. What was written since the last sync counts as lost.
+        """
         os.fdatasync(self._cached)
 
     def close(self) -> None:
-        for file in (self._cached, self._direct):
-            if file is not None:
-                os.close(file)
+        """Close both descriptors, the second one whatever becomes of the first."""
+        try:
+            os.close(self._cached)
+        finally:
+            if self._direct is not None:
+                os.close(self._direct)
 
 
 class Buffer:
@@ -109,14 +118,9 @@ def reserve(file: int, size: int) -> None:
     os.ftruncate(file, size)
     # not posix_fallocate: where the file system cannot reserve, it writes every block once
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is not None and fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+    while fallocate is not None and fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-
-
-def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write at a position; the system may take it in several bites."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], at + done)

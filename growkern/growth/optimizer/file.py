@@ -22,6 +22,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 
 OPTIMIZER_FILE = "optimizer.pt"
+ARCHIVE_START = b"PK\x03\x04"
 # errors that PyTorch and its unpickler raise for damaged files
 UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError),
@@ -40,8 +41,10 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     """
     file = optimizer_file(path)
     try:
-        # files from before PyTorch 1.6 are not archives and cannot be mapped
-        mapped = zipfile.is_zipfile(file)
+        # files from before PyTorch 1.6 are not archives and cannot be mapped. zipfile.is_zipfile
+        # would take an archive that cannot be read for such a file
+        with file.open("rb") as opened:
+            mapped = opened.read(len(ARCHIVE_START)) == ARCHIVE_START
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None

@@ -15,7 +15,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.shards import ShardLayout, lay_out
-from growkern.growth.disk.staging import Staging, check_space, check_target, sweep
+from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.models import in_model_order
 from growkern.growth.options import parse_size
@@ -79,8 +79,9 @@ def fold(
     """
     start, target, out = time.perf_counter(), Path(target), Path(directory).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
-    sweep(out)
-    check_target(target, out, overwrite)
+    with refusing(out):
+        sweep(out)
+        check_target(target, out, overwrite)
     opened = open_source(target, allow_nonfinite=True)
     record = read_lineage(Path(lineage or target))
     small = opened.spec.with_config(record.source_config)
@@ -89,12 +90,14 @@ def fold(
     shapes = {name: record.origins[held].source_shape for name, held in chosen.items()}
     names = in_model_order(shapes, small, dtype)
     layout = lay_out(names, dtype, shard_size, small.stored_names)
-    check_space(out, sum(layout.sizes.values()))
-    with Staging(out, resume=False) as staging:
-        staging.checkpoint.mkdir()
-        _write(staging.checkpoint, layout, opened, record, chosen, progress)
-        complete(staging.checkpoint, small, dtype, layout, target)
-        staging.publish()
+    with refusing(out):
+        check_space(out, sum(layout.sizes.values()))
+    with staging(out, resume=False) as place:
+        check_target(target, out, overwrite)
+        new = place.open_new()
+        _write(new, layout, opened, record, chosen, progress)
+        complete(new, small, dtype, layout, target)
+        place.publish(overwrite=overwrite)
     size = sum(header.nbytes for header in layout.tensors.values())
     return FoldReport(out, chosen, size, time.perf_counter() - start)
 

@@ -18,6 +18,7 @@ masks that the cache was made with.
 Shape letters used in this file: B examples, S positions, R rows, E examples of the cache.
 """
 
+import errno
 import functools
 import hashlib
 import json
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor
 
@@ -148,9 +150,17 @@ def keys_of(batch: dict[str, Any]) -> np.ndarray:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file, completely or not at all."""
+    """Write a safetensors file, completely or not at all.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
     whole = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    write_whole(file, lambda partial: save_file(whole, partial))
+    try:
+        write_whole(file, lambda partial: save_file(whole, partial))
+    except SafetensorError as error:
+        # the library has no errno to give
+        raise OSError(errno.EIO, f"{file.name}: {error}") from error
 
 
 def write_header(directory: Path, header: CacheHeader) -> None:

@@ -4,15 +4,14 @@ The data is read twice. The first pass collates and hashes every example. This g
 cache and the ends of its shards. It also reveals a collator that draws other masks each time. The
 second pass runs the teacher, shard by shard.
 
-Every shard is written completely or not at all, so an interrupted call resumes after the last one.
-The directory gets its name at the end.
+A journal notes every shard with its checksum once it is on disk. An interrupted call resumes with
+the shards that still have theirs. The directory gets its name at the end.
 """
 
 import hashlib
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ import torch
 from tqdm import tqdm
 
 from growkern.errors import GrowthError, nearest
+from growkern.growth.disk.checksums import sum_bytes
+from growkern.growth.disk.journal import Journal, Mark
+from growkern.publish import workplace
 from growkern.train.cached_teacher.rows import (
     Contents,
     Examples,
@@ -31,13 +33,11 @@ from growkern.train.cached_teacher.rows import (
 from growkern.train.cached_teacher.store import (
     DTYPES,
     FORMAT,
-    HEADER_FILE,
     INDEX_FILE,
     MAX_ID_BITS,
     ROWS,
     CacheHeader,
     TeacherCache,
-    mapped,
     pack_ids,
     read_header,
     shard_file,
@@ -50,6 +50,8 @@ from growkern.train.inheritance import tokenizer_fingerprint
 from growkern.train.load import is_causal, load_language_model
 
 SHARD_BYTES = 256 << 20
+# the workplace beside the cache is .NAME.caching
+KIND, START_OVER = "caching", "overwrite=True (--overwrite)"
 
 
 @dataclass(frozen=True)
@@ -130,43 +132,40 @@ def cache_teacher(
 
     Raises:
         GrowthError: options, models or data do not fit together; the directory exists; an
-            unfinished cache of something else is in the way; the disk is too small; the collator
-            draws other masks each time; or the teacher gives NaN.
+            unfinished cache of something else is in the way; another process makes the same
+            cache; the disk is too small or fails; the collator draws other masks each time; or
+            the teacher gives NaN.
     """
     start_time = time.perf_counter()
-    directory = Path(directory)
+    directory = Path(directory).resolve()
     _check_options(k, temperature, rows, dtype, epochs, batch_size)
-    _check_target(directory, overwrite)
-    if isinstance(model, (str, Path)):
-        model = load_language_model(Path(model))
-    check_head(model)
-    causal = is_causal(model)
-    vocabulary = _vocabulary(model, vocab_size, k)
-    examples = Examples(dataset, collator, epochs, batch_size)
-    contents = survey(examples, rows, causal, progress)
-    header = CacheHeader(
-        format=FORMAT,
-        k=k,
-        temperature=float(temperature),
-        rows=rows,
-        dtype=dtype,
-        vocab_size=vocabulary,
-        causal=causal,
-        epochs=epochs,
-        examples=len(examples),
-        teacher=weights_fingerprint(model),
-        tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-        data=hashlib.sha256(contents.keys_E.tobytes()).hexdigest(),
-    )
-    staging = _staging(directory, header, overwrite, int(contents.rows_E.sum()))
-    first_E = np.concatenate([[0], np.cumsum(contents.rows_E)])
-    ends = _shard_ends(first_E, max(1, shard_bytes // header.row_bytes))
-    _write_shards(model, examples, header, staging, contents, ends, progress)
-    _write_index(staging, contents.keys_E, first_E, ends)
-    _swap_in(staging, directory)
+    with _workplace(directory, overwrite) as place:
+        if isinstance(model, (str, Path)):
+            model = load_language_model(Path(model))
+        check_head(model)
+        causal = is_causal(model)
+        vocabulary = _vocabulary(model, vocab_size, k)
+        examples = Examples(dataset, collator, epochs, batch_size)
+        contents = survey(examples, rows, causal, progress)
+        header = CacheHeader(
+            format=FORMAT,
+            k=k,
+            temperature=float(temperature),
+            rows=rows,
+            dtype=dtype,
+            vocab_size=vocabulary,
+            causal=causal,
+            epochs=epochs,
+            examples=len(examples),
+            teacher=weights_fingerprint(model),
+            tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            data=hashlib.sha256(contents.keys_E.tobytes()).hexdigest(),
+        )
+        _write(place, model, examples, header, contents, shard_bytes, overwrite, progress)
+        place.publish(overwrite=overwrite)
     cache = TeacherCache(directory)
     seconds = time.perf_counter() - start_time
-    total = int(first_E[-1])
+    total = int(contents.rows_E.sum())
     return CacheReport(directory, len(cache), total, contents.tokens, cache.bytes, seconds)
 
 
@@ -186,14 +185,28 @@ def _check_options(
             raise GrowthError(f"{name} is {value!r}{nearest(str(value), allowed)}")
 
 
-def _check_target(directory: Path, overwrite: bool) -> None:
-    if not directory.exists():
-        return
-    if not overwrite:
-        raise GrowthError(f"{directory} exists: give another directory, or set overwrite")
-    if not directory.is_dir() or any(directory.iterdir()):
-        # refuses to replace anything but a cache
+def _workplace(directory: Path, overwrite: bool) -> workplace.Workplace:
+    """The lock on a cache's directory, and the place where it is made."""
+    try:
+        workplace.sweep(directory, KIND, may_replace)
+        if directory.exists() and not overwrite:
+            raise GrowthError(f"{directory} exists: give another directory, or set overwrite")
+        if directory.exists() and not may_replace(directory):
+            raise GrowthError(f"{directory} is not a teacher cache: give another directory")
+    except OSError as error:
+        raise GrowthError(f"{directory}: {error.strerror or error}") from error
+    return workplace.Workplace(directory, KIND, may_replace)
+
+
+def may_replace(directory: Path) -> bool:
+    """Whether a directory is a cache or empty: nothing else is ever replaced."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    try:
         read_header(directory)
+    except GrowthError:
+        return not any(directory.iterdir())
+    return True
 
 
 def _vocabulary(model: Any, vocab_size: int | None, k: int) -> int:
@@ -220,42 +233,41 @@ def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
 # ------------------------------------------------------------------- files
 
 
-def _staging(directory: Path, header: CacheHeader, overwrite: bool, rows: int) -> Path:
-    """The directory to work in: a new one, or the one that an equal call left behind."""
-    staging = directory.parent / f".{directory.name}.caching"
-    if staging.exists():
-        same = (staging / HEADER_FILE).is_file() and read_header(staging) == header
-        if not same and not overwrite:
-            raise GrowthError(
-                f"{staging} holds an unfinished cache of something else: delete it, or set "
-                "overwrite"
-            )
-        if not same:
-            shutil.rmtree(staging)
-    size = rows * header.row_bytes
-    parent = directory.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(parent).free
-    if free < size:
-        raise GrowthError(
-            f"{directory}: the cache needs {size / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are "
-            "free on that disk"
-        )
-    if not staging.exists():
-        staging.mkdir()
-        write_header(staging, header)
-    return staging
+def _write(
+    place: workplace.Workplace,
+    model: Any,
+    examples: Examples,
+    header: CacheHeader,
+    contents: Contents,
+    shard_bytes: int,
+    overwrite: bool,
+    progress: bool,
+) -> None:
+    """All files of the cache, in `place.new`."""
+    first_E = np.concatenate([[0], np.cumsum(contents.rows_E)])
+    ends = _shard_ends(first_E, max(1, shard_bytes // header.row_bytes))
+    workplace.check_space(place.target, KIND, int(first_E[-1]) * header.row_bytes)
+    with _journal(place, header, overwrite) as journal:
+        new = place.open_new()
+        shards = {
+            (shard_file(new, number).name, start, end): int(first_E[end] - first_E[start])
+            for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        }
+        _write_shards(model, examples, header, new, contents.keys_E, shards, journal, progress)
+    place.keep_only([name for name, _, _ in shards])
+    write_header(new, header)
+    _write_index(new, contents.keys_E, first_E, ends)
 
 
-def _swap_in(staging: Path, directory: Path) -> None:
-    """Give the finished cache its name. A cache that it replaces is deleted after that."""
-    for half in staging.glob("*.partial"):
-        half.unlink()
-    old = directory.parent / f".{directory.name}.old"
-    if directory.exists():
-        directory.rename(old)
-    staging.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+def _journal(place: workplace.Workplace, header: CacheHeader, overwrite: bool) -> Journal:
+    """The notes of an equal call that was interrupted, or new ones."""
+    try:
+        return Journal(place.journal, asdict(header), START_OVER)
+    except GrowthError:
+        if not overwrite:
+            raise
+        place.clear()
+        return Journal(place.journal, asdict(header), START_OVER)
 
 
 def _write_index(
@@ -271,33 +283,40 @@ def _write_index(
     write_tensors(staging / INDEX_FILE, index)
 
 
-def _is_whole(file: Path, rows: int) -> bool:
+def _sum(file: Path) -> str | None:
+    """The checksum of a whole file, mapped, not read; None: it is missing or empty."""
     try:
-        return len(mapped(file)["ids"]) == rows
-    except (GrowthError, KeyError):
-        return False
+        return sum_bytes(np.memmap(file, np.uint8, "r"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _write_shards(
     model: Any,
     examples: Examples,
     header: CacheHeader,
-    staging: Path,
-    contents: Contents,
-    ends: Sequence[int],
+    directory: Path,
+    keys_E: np.ndarray,
+    shards: Mapping[Mark, int],
+    journal: Journal,
     progress: bool,
 ) -> None:
+    """Run the teacher for every shard that the journal does not vouch for.
+
+    Args:
+        shards: (file, first example, past the last one) -> rows.
+    """
     training, use_cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
     model.config.use_cache = False
-    total = int(contents.rows_E.sum())
-    bar = tqdm(total=total, desc="teacher", unit=" rows", disable=not progress)
+    bar = tqdm(total=sum(shards.values()), desc="teacher", unit=" rows", disable=not progress)
     try:
-        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            file, rows = shard_file(staging, number), int(contents.rows_E[start:end].sum())
-            if not _is_whole(file, rows):
+        for mark, rows in shards.items():
+            name, start, end = mark
+            file, noted = directory / name, journal.marks.get(mark)
+            if noted is None or _sum(file) != noted:
                 shard = [
-                    kept_rows(model, batch, header, contents.keys_E[first : first + size])
+                    kept_rows(model, batch, header, keys_E[first : first + size])
                     for batch, first, size in _placed(examples.batches(start, end), start)
                 ]
                 ids, logprobs = (torch.cat(x) for x in zip(*shard, strict=True))
@@ -305,6 +324,7 @@ def _write_shards(
                 bits = torch.uint32 if logprobs.element_size() == 4 else torch.uint16
                 stored = logprobs.view(bits).numpy()
                 write_tensors(file, {"ids": packed, "logprobs": stored})
+                journal.add({mark: _sum(file) or ""}, {})
             bar.update(rows)
     finally:
         bar.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.publish.lock import LOCK_FILE
 from growkern.train.safety.checkpoints import MANIFEST, checkpoints_in, damage
 from growkern.whole import PARTIAL, write_whole
 
@@ -33,8 +34,10 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     Raises:
         GrowthError: it holds something else.
     """
-    leftover = PARTIAL.format(name=MARKER)
-    if not output.is_dir() or all(fnmatch(path.name, leftover) for path in output.iterdir()):
+    # a process that was killed at its start leaves no more than these
+    begun = (LOCK_FILE, PARTIAL.format(name=MARKER))
+    names = [path.name for path in output.iterdir()] if output.is_dir() else []
+    if all(any(fnmatch(name, pattern) for pattern in begun) for name in names):
         return False
     marker = output / MARKER
     if not marker.is_file():
@@ -53,7 +56,7 @@ def begin(output: Path, identity: dict[str, Any]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for path in output.iterdir():
         # the marker last: without it the next start would refuse the rest
-        if path.name != MARKER:
+        if path.name not in (MARKER, LOCK_FILE):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     text = json.dumps(identity, indent=1)
     write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))

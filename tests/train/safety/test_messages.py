@@ -33,9 +33,10 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    found = values(capsys.readouterr().out)
+    header, line, rest = capsys.readouterr().out.partition("finished ")
+    found, end = values(header), values(line + rest)
     parameters = format_count(sum(p.numel() for p in model.parameters()))
-    assert found["model"] == f"{out} (bfloat16)"
+    assert parameters in found["model"]
     assert (
         found["precision"] == "bfloat16 autocast over float32 weights; the checkpoint is bfloat16"
     )

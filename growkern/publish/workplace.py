@@ -1,0 +1,354 @@
+"""Makes a directory appear whole or not at all, and replaces one in a single step.
+
+The contents are made in a private directory beside the target, `.NAME.KIND`:
+
+    lock           held by the process at work; it names the process
+    journal.jsonl  the caller's notes on what is done, see `growkern.growth.disk.journal`
+    new/           the new contents; becomes the target by one rename
+    swap           during a replacement: the inode of new/, which tells it from the old contents
+    old/           the old contents, until they are known to be what may be replaced
+    trash/         old contents that are being deleted
+
+A rename never replaces a target that came into being meanwhile. With `overwrite` the new and the
+old contents change places in one step (RENAME_EXCHANGE), so there is a whole target at any moment.
+Where the system or the file system cannot do that, two plain renames do it: for a moment there is
+no target, and the next start puts the old contents back if the process was killed just then.
+
+Nothing here follows a link: others may be allowed to write to the folder that holds the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from growkern.errors import GrowthError
+from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
+from growkern.publish.lock import Lock
+from growkern.whole import sync, write_all
+
+LOCK, JOURNAL, NEW, SWAP, OLD, TRASH = "lock", "journal.jsonl", "new", "swap", "old", "trash"
+
+
+def workplace_of(target: Path, kind: str) -> Path:
+    """The private directory of a target; `kind` is the work, "growing"."""
+    return target.parent / f".{target.name}.{kind}"
+
+
+def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
+    """Finish or undo what a killed process left half done beside a target, and tidy up.
+
+    Unfinished new contents are kept for a resume.
+
+    Raises:
+        GrowthError: as `Workplace`.
+    """
+    if os.path.lexists(workplace_of(target, kind)):
+        place = Workplace(target, kind, may_replace)
+        place.close(keep=os.path.lexists(place.new))
+
+
+def check_space(target: Path, kind: str, size: int) -> None:
+    """Refuse a disk without room.
+
+    Args:
+        size: bytes to be written. What an interrupted run has reserved counts as free.
+
+    Raises:
+        GrowthError: they do not fit.
+    """
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    kept = (workplace_of(target, kind) / NEW).glob("*")
+    free += sum(file.lstat().st_blocks * 512 for file in kept)
+    if free < size:
+        raise GrowthError(
+            f"{target}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
+        )
+
+
+class Workplace:
+    """The lock on a target and the private directory beside it; a context manager.
+
+    What an interrupted run has done stays there for the next one, if its journal notes anything.
+    A full disk is an interruption. A `GrowthError` is none, as a repeat would fail in the same way;
+    but what was found there at the start survives that too, and so does work that is finished.
+
+    Attributes:
+        target: the directory to be made.
+        new: where its contents are made, see `open_new`.
+        journal: a file for the caller.
+    """
+
+    def __init__(
+        self, target: Path, kind: str, may_replace: Callable[[Path], bool], *, resume: bool = True
+    ) -> None:
+        """Take the lock, and finish or undo what a killed process left half done.
+
+        Args:
+            target: the directory to be made, an absolute path.
+            kind: the work, as an English participle: "growing".
+            may_replace: whether a directory is one that `publish(overwrite=True)` may delete.
+            resume: keep the unfinished work of an earlier run.
+
+        Raises:
+            GrowthError: another process has the lock; the private directory is not ours or cannot
+                be written to; the target was half replaced and cannot be put right.
+        """
+        self.target, self.kind = target, kind
+        self.directory = workplace_of(target, kind)
+        self.new, self.journal = self.directory / NEW, self.directory / JOURNAL
+        self._may_replace = may_replace
+        self._is_finished = self._is_published = False
+        with contextlib.ExitStack() as stack:
+            try:
+                self._open(stack)
+                self._settle()
+                self._is_resumed = exists(JOURNAL, self._here)
+                if not resume:
+                    self.clear()
+            except OSError as error:
+                raise GrowthError(f"{target}: {error.strerror or error}") from error
+            self._descriptors = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Make and lock the private directory; a process that just ended may be removing it."""
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        self._parent = os.open(self.directory.parent, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, self._parent)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory, 0o700)
+            with contextlib.ExitStack() as attempt, contextlib.suppress(FileNotFoundError):
+                self._here = open_ours(self.directory, private=True)
+                attempt.callback(os.close, self._here)
+                self._lock = Lock(self.directory / LOCK, self.target, self.kind)
+                attempt.callback(self._lock.release, remove=False)
+                if os.path.samestat(os.fstat(self._here), os.lstat(self.directory)):
+                    stack.push(attempt.pop_all())
+                    return
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        interrupted = error is not None and not isinstance(error, GrowthError)
+        worth = self._is_resumed or self._is_finished or (interrupted and self._is_begun())
+        keep = error is not None and worth and not self._is_published
+        self.close(keep=keep)
+        if isinstance(error, OSError):
+            what = "nothing was changed"
+            if self._is_published:
+                what = "it is complete, but may not survive a power failure"
+            elif keep:
+                what = f"what is done is kept in {self.directory}; repeat the run to go on"
+            raise GrowthError(f"{self.target}: {error.strerror or error}; {what}") from error
+
+    def _is_begun(self) -> bool:
+        """Whether the journal holds more than its first line, which says what is being made."""
+        try:
+            return self.journal.read_bytes().count(b"\n") > 1
+        except FileNotFoundError:
+            return False
+        except OSError:
+            # a repeat finds out
+            return True
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let the next process in.
+
+        Args:
+            keep: leave the unfinished work for it; else the private directory is removed.
+        """
+        if not self._lock.is_held:
+            return
+        # what cannot be removed is swept at the next start
+        with contextlib.suppress(OSError), self._descriptors:
+            # until it is settled which contents are the old ones, nothing is removed
+            if keep or exists(SWAP, self._here):
+                return
+            for name in sorted(os.listdir(self._here)):
+                if name != LOCK:
+                    remove(name, self._here)
+            # the lock last: from here on the directory may be another process's
+            self._lock.release()
+            os.rmdir(self.directory)
+
+    # ------------------------------------------------------------ the contents
+
+    def open_new(self) -> Path:
+        """The directory for the new contents; an interrupted run may have left some there.
+
+        Raises:
+            GrowthError: something else lies in its place.
+        """
+        # of the mode that the umask says, not a private one: it becomes the target
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(NEW, dir_fd=self._here)
+        os.close(open_ours(self.new, private=False))
+        return self.new
+
+    def clear(self) -> None:
+        """Remove what an earlier run left; call it before `open_new`."""
+        remove(JOURNAL, self._here)
+        remove(NEW, self._here)
+        self._is_resumed = False
+
+    def keep_only(self, files: Collection[str]) -> None:
+        """Remove everything from the new contents besides these files."""
+        for path in self.new.iterdir():
+            if path.name not in files or path.is_dir() or path.is_symlink():
+                descriptor = open_ours(self.new, private=False)
+                try:
+                    remove(path.name, descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Make the new contents the target: whole, on disk, and at once.
+
+        Args:
+            overwrite: replace a target that `may_replace`; its contents are deleted after that.
+
+        Raises:
+            GrowthError: there is a target that is not to be replaced. It is as it was, and the
+                finished work is kept.
+            OSError: the disk failed.
+        """
+        for path in self.new.rglob("*"):
+            sync(path)
+        sync(self.new)
+        self._is_finished = True
+        try:
+            rename_new(NEW, self._here, self.target.name, self._parent)
+        except FileExistsError:
+            if not overwrite:
+                raise GrowthError(
+                    f"{self.target} came into being during the work and was left alone; the result "
+                    f"is kept in {self.directory}: move {self.target} away and repeat"
+                ) from None
+            self._replace()
+        self._is_published = True
+        os.fsync(self._parent)
+        try:
+            self._settle()
+        except OSError as error:
+            warnings.warn(
+                f"{self.target} is complete, but its old contents in {self.directory} cannot be "
+                f"removed: {error.strerror or error}",
+                stacklevel=3,
+            )
+
+    def _replace(self) -> None:
+        """The new contents in the target's place; the old ones are in new/ or old/ then."""
+        note = os.open(SWAP, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._here)
+        try:
+            os.ftruncate(note, 0)
+            write_all(note, f"{inode(NEW, self._here)}\n".encode())
+            os.fsync(note)
+        finally:
+            os.close(note)
+        os.fsync(self._here)
+        if exchange(NEW, self._here, self.target.name, self._parent):
+            return
+        os.rename(self.target.name, OLD, src_dir_fd=self._parent, dst_dir_fd=self._here)
+        try:
+            if not self._may_replace(self.directory / OLD):
+                raise self._refusal()
+            rename_new(NEW, self._here, self.target.name, self._parent)
+        except BaseException:
+            self._put_back()
+            raise
+
+    # ------------------------------------------------- after a kill, and at the end
+
+    def _settle(self) -> None:
+        """Finish a replacement, or undo one that did not come to its end.
+
+        Raises:
+            GrowthError: what was replaced may not be, and the target is as it was again; or there
+                is another target already.
+        """
+        remove(TRASH, self._here)
+        number = self._noted()
+        if number is not None:
+            if inode(NEW, self._here) not in (None, number):
+                # the contents have changed places: these are the old ones
+                os.rename(NEW, OLD, src_dir_fd=self._here, dst_dir_fd=self._here)
+            if inode(OLD, self._here) == number:
+                # they have changed back
+                os.rename(OLD, NEW, src_dir_fd=self._here, dst_dir_fd=self._here)
+            if exists(OLD, self._here):
+                self._settle_old(number)
+        remove(SWAP, self._here)
+        remove(TRASH, self._here)
+
+    def _settle_old(self, number: int) -> None:
+        """Delete the old contents where the new ones have their place; else put them back."""
+        if exists(NEW, self._here):
+            self._put_back()
+        elif self._may_replace(self.directory / OLD):
+            # the new name first: until it is on disk, a power failure may bring the old one back
+            os.fsync(self._parent)
+            os.rename(OLD, TRASH, src_dir_fd=self._here, dst_dir_fd=self._here)
+        else:
+            self._undo(number)
+
+    def _noted(self) -> int | None:
+        """The inode of the new contents, if a replacement was begun."""
+        try:
+            note = os.open(SWAP, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._here)
+        except FileNotFoundError:
+            return None
+        try:
+            text = os.read(note, 100)
+        finally:
+            os.close(note)
+        # a note that was cut short was not on disk yet: nothing had been renamed
+        return int(text) if text.endswith(b"\n") and text[:-1].isdigit() else None
+
+    def _put_back(self) -> None:
+        """Move the old contents back to the target's place, which is empty."""
+        old = self.directory / OLD
+        try:
+            rename_new(OLD, self._here, self.target.name, self._parent)
+        except FileExistsError:
+            raise GrowthError(
+                f"{self.target} came into being while it was replaced; what was there before is in "
+                f"{old}: move one of them away and repeat"
+            ) from None
+        except OSError as error:
+            raise GrowthError(
+                f"{self.target}: {error.strerror or error}; what was there before is in {old}: "
+                "repeat the run to put it back"
+            ) from error
+
+    def _undo(self, number: int) -> None:
+        """Let the contents change back: the old ones are not what may be replaced.
+
+        Raises:
+            GrowthError: always.
+        """
+        self._is_published = False
+        is_ours = inode(self.target.name, self._parent) == number
+        if not is_ours or not exchange(OLD, self._here, self.target.name, self._parent):
+            raise GrowthError(
+                f"{self.target} held other things when it was replaced; they are in "
+                f"{self.directory / OLD}: move them away and repeat"
+            )
+        os.rename(OLD, NEW, src_dir_fd=self._here, dst_dir_fd=self._here)
+        remove(SWAP, self._here)
+        raise self._refusal()
+
+    def _refusal(self) -> GrowthError:
+        return GrowthError(
+            f"{self.target} came to hold other things during the work and was left alone; the "
+            f"result is kept in {self.directory}: move {self.target} away and repeat"
+        )

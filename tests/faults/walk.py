@@ -1,0 +1,254 @@
+"""Fail every file operation of a piece of work in turn, and look at what is left.
+
+This process imports everything and does the work once: another time takes milliseconds where a new
+interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
+of five ways and does the work; N goes from 1 to the end. A kill strikes a fork of this process.
+Each case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
+fault and must be done to the byte. A repeat depends on the disk alone, so it is not run again where
+an earlier case left the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import shutil
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
+# of the operations that change the disk or take space on it, syncs among them, alone
+CHANGES = {"EIO": 6, "ENOSPC": 2, "cut": 4, "kill": 5}
+# of the command line: what `growkern` says in one line
+REFUSALS = (ValueError, OSError)
+
+
+@dataclass
+class Work:
+    """What is walked through.
+
+    Attributes:
+        name: of the folder that it lies in.
+        prepare: fills a new folder; a target of an earlier time is called "target".
+        run: does the work in the folder; makes, or replaces, "target".
+        overwrite: whether there is a target at the start.
+        kinds: of faults.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    run: Callable[[Path], None]
+    overwrite: bool = False
+    kinds: Mapping[str, int] = field(default_factory=lambda: KINDS)
+    cases: Counter[str] = field(default_factory=Counter)
+
+
+def library() -> ctypes.CDLL:
+    """The shim, which the environment has to preload."""
+    shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    shim.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
+    shim.faults_fired.restype = ctypes.c_char_p
+    shim.faults_seen.restype = ctypes.c_long
+    return shim
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file and directory below a folder: its mode, and the bytes of a file."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        # the number of the process is another one in each case
+        data = b"" if path.is_dir() or path.name == "lock" else path.read_bytes()
+        found[str(path.relative_to(folder))] = path.stat().st_mode, data
+    return found
+
+
+def state(folder: Path) -> str:
+    """A name for what lies in a folder; of inodes only the question which one is noted counts."""
+    files = tree(folder)
+    for name in [name for name in files if name.endswith("/swap")]:
+        mode, note = files[name]
+        same = [
+            path for path in sorted(folder.rglob("*")) if note == f"{path.stat().st_ino}\n".encode()
+        ]
+        files[name] = mode, str(same).encode()
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def attempt(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
+    """Do the work. The outcome, its message, and the operation that was struck, "" for none."""
+    outcome = "done", ""
+    try:
+        with warnings.catch_warnings(record=True):
+            work.run(folder)
+    except REFUSALS as error:
+        outcome = "refused", " ".join(str(error).split())
+    except Exception as error:
+        outcome = type(error).__name__, str(error)
+    finally:
+        shim.faults_disarm()
+    return [*outcome, (shim.faults_fired() or b"").decode()]
+
+
+def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
+    """As `attempt`, by a process that may be killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        gc.disable()
+        try:
+            os.write(writer, json.dumps(attempt(work, folder, shim)).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    report = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+    os.close(reader)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGKILL:
+        return ["killed", "", "an operation"]
+    return json.loads(report) if report else [f"exit {status}", "", "an operation"]
+
+
+class Walk:
+    """All faults of one kind of work, in a folder of its own."""
+
+    def __init__(self, work: Work, folder: Path, shim: ctypes.CDLL, without: int = 0) -> None:
+        """Does the work once, unarmed.
+
+        Args:
+            without: the errno of a system without renameat2; 0: it has it.
+        """
+        self.work, self.shim, self.without = work, shim, without
+        self.folder = folder / work.name
+        self.folder.mkdir(parents=True)
+        work.prepare(self.folder)
+        shutil.copytree(self.folder, folder / f"{work.name}.start", copy_function=shutil.copy2)
+        self.start = folder / f"{work.name}.start"
+        self.before = tree(self.folder)
+        # here, so that all is imported and cached before the forks
+        work.run(self.folder)
+        self.after = tree(self.folder)
+        assert self.after != self.before
+        self.repeated: dict[str, list[str]] = {}
+        gc.collect()
+        gc.freeze()
+
+    def run(self) -> Iterator[str]:
+        """Every case; gives what is wrong."""
+        self.shim.faults_without_renameat2(self.without)
+        for kind in self.work.kinds:
+            number = 0
+            struck = "an operation"
+            while struck:
+                number += 1
+                struck, wrong = self._case(kind, number)
+                self.work.cases[kind] += bool(struck)
+                yield from (f"{self.work.name}: {kind} at {number}, {struck}: {w}" for w in wrong)
+
+    def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
+        self._reset()
+        self.shim.faults_arm(os.fsencode(self.folder), self.work.kinds[kind], number)
+        do = attempt_in_child if kind == "kill" else attempt
+        outcome, message, struck = do(self.work, self.folder, self.shim)
+        self.shim.faults_disarm()
+        self.work.cases[outcome] += bool(struck)
+        wrong = list(self._check(outcome, message))
+        name = state(self.folder)
+        if name not in self.repeated:
+            self.repeated[name] = list(self._repeat())
+        return struck, wrong + self.repeated[name]
+
+    def _reset(self) -> None:
+        """The folder as it was, without touching what no work writes to."""
+        for path in self.folder.iterdir():
+            if path.name.startswith(".") or path.name == "target":
+                shutil.rmtree(path)
+        if self.work.overwrite:
+            shutil.copytree(self.start / "target", self.folder / "target")
+
+    def _part(self, files: dict[str, tuple[int, bytes]], target: bool) -> dict:
+        """The target's files, or those beside it that were there at the start."""
+        return {
+            name: value
+            for name, value in files.items()
+            if not name.startswith(".") and (name.split("/")[0] == "target") == target
+        }
+
+    def _check(self, outcome: str, message: str) -> Iterator[str]:
+        now = tree(self.folder)
+        if self._part(now, False) != self._part(self.before, False):
+            yield "the source was changed"
+        target = self._part(now, True)
+        is_old, is_new = (target == self._part(x, True) for x in (self.before, self.after))
+        # without an exchange the old target is away for a moment, or on a disk that stays full
+        is_away = not target and self.without and (outcome == "killed" or "put it back" in message)
+        if outcome not in ("done", "refused", "killed"):
+            yield f"{outcome}: {message}"
+        elif not (is_old or is_new or is_away):
+            yield f"{outcome}: the target is neither the old nor the new one: {sorted(target)}"
+        elif outcome == "done" and not is_new:
+            yield "it says it is done, and the target is not the new one"
+        elif outcome == "refused" and is_new and not is_old and "is complete" not in message:
+            yield f"the target is the new one, and it says {message}"
+
+    def _repeat(self) -> Iterator[str]:
+        there = self._part(tree(self.folder), True)
+        is_complete = bool(there) and not self.work.overwrite
+        outcome, message, _ = attempt(self.work, self.folder, self.shim)
+        if is_complete:
+            if outcome != "refused" or "exists" not in message:
+                yield f"repeated after it was complete: {outcome} {message}"
+        elif outcome != "done":
+            yield f"repeated: {outcome} {message}"
+        now = tree(self.folder)
+        if now != self.after:
+            names = {
+                name for name in now.keys() | self.after if now.get(name) != self.after.get(name)
+            }
+            yield f"repeated: not the same to the byte: {sorted(names)}"
+
+
+@contextlib.contextmanager
+def only_one_thread(*modules: object) -> Iterator[None]:
+    """Inside, these modules' thread pools work at once, so that operations have an order."""
+    from concurrent.futures import Future
+
+    class Pool:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            pass
+
+        def submit(self, call: Callable, *args: object) -> Future:
+            future: Future = Future()
+            try:
+                future.set_result(call(*args))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        def map(self, call: Callable, items: list) -> Iterator:
+            return map(call, items)
+
+        def shutdown(self, **kwargs: object) -> None:
+            pass
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    kept = [(module, module.ThreadPoolExecutor) for module in modules]  # type: ignore
+    for module, _ in kept:
+        module.ThreadPoolExecutor = Pool  # type: ignore
+    try:
+        yield
+    finally:
+        for module, pool in kept:
+            module.ThreadPoolExecutor = pool  # type: ignore

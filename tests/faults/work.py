@@ -1,0 +1,131 @@
+"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and teacher caches."""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+import growkern
+from growkern.growth.disk import stream
+from growkern.train.data import CausalLMCollator
+from tests.faults.walk import CHANGES, Walk, Work, library, only_one_thread
+from tests.train.tiny import VOCAB, TinyTokenizer
+
+SIZES = {
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 5,
+    "max_position_embeddings": 8,
+    "tie_word_embeddings": True,
+}
+HOW = {"hidden_size": 8, "max_shard_size": 600, "progress": False}
+
+
+def tiny(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes))
+
+
+def save_source(folder, *, optimizer=False):
+    model = tiny()
+    model.save_pretrained(folder / "source")
+    (folder / "source" / "tokenizer.json").write_text("{}")
+    if optimizer:
+        adam = torch.optim.AdamW(list(model.named_parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        adam.step()
+        torch.save(adam.state_dict(), folder / "source" / "optimizer.pt")
+
+
+def grow(folder, **how):
+    growkern.grow_checkpoint(folder / "source", folder / "target", **HOW, **how)
+
+
+def start_growth_over(folder):
+    save_source(folder, optimizer=True)
+    grow(folder, seed=1)
+
+
+def grow_over(folder):
+    grow(folder, overwrite=True, optimizer=folder / "source")
+
+
+def start_fold(folder):
+    save_source(folder)
+    growkern.grow_checkpoint(folder / "source", folder / "grown", **HOW)
+
+
+def start_fold_over(folder):
+    start_fold(folder)
+    tiny(1).save_pretrained(folder / "target")
+
+
+def fold(folder, **how):
+    growkern.fold(folder / "grown", folder / "target", max_shard_size=300, progress=False, **how)
+
+
+def fold_over(folder):
+    fold(folder, overwrite=True)
+
+
+def cache(folder, **how):
+    growkern.cache_teacher(
+        TEACHER,
+        [{"input_ids": [1, 2, 3, number]} for number in range(4)],
+        folder / "target",
+        collator=CausalLMCollator(TinyTokenizer()),
+        **{"k": 2, "temperature": 1.0, "progress": False, "batch_size": 2, "shard_bytes": 40} | how,
+    )
+
+
+TEACHER = tiny(vocab_size=VOCAB)
+
+
+def start_cache(folder):
+    (folder / "source").mkdir()
+
+
+def start_cache_over(folder):
+    start_cache(folder)
+    cache(folder, k=3)
+
+
+def cache_over(folder):
+    cache(folder, overwrite=True)
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        # with everything that a growth can do, and every operation
+        Work("grow-over", start_growth_over, grow_over, overwrite=True),
+        Work("grow", save_source, grow, kinds=CHANGES),
+        Work("fold", start_fold, fold, kinds=CHANGES),
+        Work("fold-over", start_fold_over, fold_over, overwrite=True, kinds=CHANGES),
+        Work("cache", start_cache, cache, kinds=CHANGES),
+        Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
+    )
+}
+
+
+def main():
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    directory, shim = Path(sys.argv[1]), library()
+    with only_one_thread(stream):
+        for name in sys.argv[2:]:
+            work = WORKS[name]
+            for line in Walk(work, directory, shim).run():
+                print(line, file=sys.stderr)
+            print(name, dict(work.cases), flush=True)
+
+
+if __name__ == "__main__":
+    main()
