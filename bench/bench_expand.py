@@ -152,7 +152,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if not args.no_test:
-        require_green("tests/ops/test_expand.py")
+        require_green("tests/ops/expand/test_expand.py")
     facts = machine()
     rows = Rows()
     for dtype in DTYPES:

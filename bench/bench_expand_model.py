@@ -164,7 +164,7 @@ def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     args = benchmark_parser(__doc__, repeats=3).parse_args()
     if not args.no_test:
-        require_green("tests/ops/test_expand.py")
+        require_green("tests/ops/expand/test_expand.py")
     facts = machine()
     rows = Rows()
     for method in METHODS:

@@ -169,7 +169,7 @@ def main() -> None:
         child(way, source, target, int(hidden))
         return
     if not args.no_test:
-        require_green("tests/growth/test_stream.py")
+        require_green("tests/growth/disk/test_stream.py")
     facts = {
         **machine(),
         "growkern": growkern.__version__,

@@ -115,7 +115,7 @@ def main() -> None:
         child(way, Path(source), Path(target))
         return
     if not args.no_test:
-        require_green("tests/growth/test_optimizer_stream.py")
+        require_green("tests/growth/optimizer/test_optimizer_stream.py")
     versions = {"growkern": growkern.__version__, "transformers": transformers.__version__}
     facts = {**machine(), **versions, "memory_limit": MEMORY_LIMIT}
     rows = Rows()

@@ -114,7 +114,7 @@ def main():
     parser.add_argument("--rows", type=int, default=1008, help="validation rows to measure on")
     args = parser.parse_args()
     if not args.no_test:
-        require_green("tests/ops/test_topk_kl_mlm_loss.py")
+        require_green("tests/ops/loss/test_topk_kl_mlm_loss.py")
     facts = machine()
     torch.manual_seed(0)
     corpus = read_corpus(library_files())

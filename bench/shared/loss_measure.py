@@ -43,7 +43,7 @@ def prepare(args: argparse.Namespace, op: str) -> None:
     """Set the threads, and run the op's tests unless --no-test was given."""
     torch.set_num_threads(args.threads)
     if not args.no_test:
-        require_green(f"tests/ops/test_{op}.py")
+        require_green(f"tests/ops/loss/test_{op}.py")
 
 
 class _PeakResident(threading.Thread):

@@ -1,0 +1,374 @@
+"""Interrupted growth: nothing half done is seen or trusted, and the end is the same to the byte."""
+
+import ctypes
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import growkern
+from growkern.growth.disk import stream
+from growkern.growth.disk.staging import staging
+from growkern.growth.disk.target_file import TargetFile
+from growkern.growth.plan import pieces
+from growkern.growth.source.files import read_headers
+from tests import walks
+from tests.growth.disk.small_pieces import BYTES, cut_small
+from tests.growth.models import LLAMA, random_model
+
+ROOT = Path(__file__).parents[3]
+HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    cut_small(monkeypatch.setattr)
+
+
+@pytest.fixture
+def source(tmp_path):
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "source", max_shard_size="8kB")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def expected(source, tmp_path):
+    growkern.grow_checkpoint(source, tmp_path / "expected", **HOW)
+    return snapshot(tmp_path / "expected")
+
+
+def snapshot(directory):
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+def staging_of(target):
+    return target.parent / f".{target.name}.growing"
+
+
+def interrupt(monkeypatch, source, target, *, after, error=KeyboardInterrupt, **how):
+    """Grow until `after` pieces are built, then fail with `error`."""
+    build, count = stream.build_tensor, []
+
+    def build_until(*args, **kwargs):
+        count.append(1)
+        if len(count) > after:
+            raise error
+        return build(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "build_tensor", build_until)
+        with pytest.raises((KeyboardInterrupt, growkern.GrowthError)) as raised:
+            growkern.grow_checkpoint(source, target, **{**HOW, **how})
+    assert not target.exists()
+    return raised
+
+
+# ------------------------------------------------------------------ killed
+
+
+def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
+    """Kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
+    kills = 12 * walks.times
+    command = [sys.executable, "-m", "tests.growth.disk.killer", str(source), str(tmp_path)]
+    command += [str(kills), str(walks.start or 0)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300 * walks.times
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(done.stdout)
+    assert len(rounds) == 1 + kills
+    for name, killed, kept in rounds:
+        assert snapshot(tmp_path / name) == expected, (name, killed)
+        assert kept is not None, name
+    assert sum(killed for _, killed, _ in rounds) >= kills // 2
+    assert sum(kept > 0 for _, _, kept in rounds) >= kills // 4
+    left = {p.name for p in tmp_path.iterdir()} - {name for name, *_ in rounds}
+    assert left == {"source", "expected"}
+
+
+# ------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("after", [0, 1, 40])
+def test_interrupted_it_goes_on(source, expected, tmp_path, monkeypatch, after):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=after)
+    assert staging_of(target).exists() == (after > 0)
+    built = []
+    build = stream.build_tensor
+    monkeypatch.setattr(stream, "build_tensor", lambda *a, **k: built.append(1) or build(*a, **k))
+    report = growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+    count = len(pieces.pieces_of(report.plan))
+    # what was in other workers' hands at that moment is done again
+    assert count - after <= len(built) <= count - after + pieces.MOST_WORKERS
+    assert (report.bytes_kept > 0) == (after > 0)
+    assert not staging_of(target).exists()
+
+
+def flip_bits(shard):
+    raw = bytearray(shard.read_bytes())
+    # from the length of the header on, and in nearly every piece
+    raw[5 :: BYTES + 7] = bytes(byte ^ 1 for byte in raw[5 :: BYTES + 7])
+    shard.write_bytes(raw)
+
+
+def cut_short(shard):
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip_bits, cut_short])
+def test_what_lies_there_is_not_trusted(source, expected, tmp_path, monkeypatch, damage):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=60)
+    marks = len((staging_of(target) / "journal.jsonl").read_text().splitlines())
+    assert marks > 40
+    damage(min(staging_of(target).glob("new/*.safetensors")))
+    (staging_of(target) / "new" / "tokenizer.json").write_text("half")
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[:-7],
+        lambda raw: raw + b'["target", "lm_head.weight", 0, 1, ',
+        lambda raw: raw + b"\0" * 100,
+        lambda raw: raw + b'["target", "lm_head.weight", "0", 1, ""]\n',
+        lambda raw: raw + b"[]\n[[[\n",
+        lambda raw: raw.split(b"\n", 1)[0],
+        lambda raw: b"",
+    ],
+)
+def test_a_torn_journal(source, expected, tmp_path, monkeypatch, damage):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    journal = staging_of(target) / "journal.jsonl"
+    journal.write_bytes(damage(journal.read_bytes()))
+    interrupt(monkeypatch, source, target, after=30)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+
+
+def test_data_is_on_disk_before_its_mark(source, tmp_path, monkeypatch):
+    """Of power failures only the order of calls can be tested."""
+    calls, unsynced = [], set()
+    write, sync, add = TargetFile.write, TargetFile.sync, stream.Journal.add
+    files, layouts = {}, []
+
+    def watch_write(self, data, at):
+        write(self, data, at)
+        unsynced.add((self, at))
+
+    def watch_sync(self):
+        now = {entry for entry in unsynced if entry[0] is self}
+        sync(self)
+        unsynced.difference_update(now)
+
+    def watch_add(self, marks, sources):
+        for name, start, _ in marks:
+            header = layouts[0].tensors[name]
+            row = header.nbytes // max(1, header.shape[0])
+            assert (files[header.file], header.start + start * row) not in unsynced
+        calls.append(len(marks))
+        add(self, marks, sources)
+
+    open_files = stream.Stream._open_files
+
+    def watch_open(self, stack):
+        open_files(self, stack)
+        files.update(self._files)
+        layouts.append(self.layout)
+
+    monkeypatch.setattr(TargetFile, "write", watch_write)
+    monkeypatch.setattr(TargetFile, "sync", watch_sync)
+    monkeypatch.setattr(stream.Journal, "add", watch_add)
+    monkeypatch.setattr(stream.Stream, "_open_files", watch_open)
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert sum(calls) > 50
+
+
+# ------------------------------------------------------------- what is refused
+
+
+def touch(source):
+    file = min(source.glob("*.safetensors"))
+    os.utime(file, ns=(1, 1))
+
+
+def edit_config(source):
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 5.0}))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda source: {"seed": 1}, r"another options \(seed: 0, now 1\)"),
+        (lambda source: {"hidden_size": 36}, r"another sizes \(hidden_size"),
+        (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
+        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000;"),
+        (lambda source: {"backend": "reference"}, "another backend"),
+        (lambda source: touch(source), r"another source \(model-00001.* \(modified: .* now 1\)\)"),
+        (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),
+    ],
+)
+def test_another_growth_does_not_go_on(source, tmp_path, monkeypatch, change, message):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    how = {**HOW, **(change(source) or {})}
+    left = snapshot(staging_of(target) / "new")
+    with pytest.raises(growkern.GrowthError, match=message + r".*--no-resume"):
+        growkern.grow_checkpoint(source, target, **how)
+    assert snapshot(staging_of(target) / "new") == left
+    assert growkern.grow_checkpoint(source, target, resume=False, **how).bytes_kept == 0
+    growkern.grow_checkpoint(source, tmp_path / "new", **how)
+    assert snapshot(target) == snapshot(tmp_path / "new")
+
+
+def test_memory_limit_and_progress_may_change(source, expected, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30, memory_limit="2GB")
+    assert growkern.grow_checkpoint(source, target, **HOW, memory_limit="500MB").bytes_kept > 0
+    assert snapshot(target) == expected
+
+
+def change_unseen(source, name):
+    """A bit of one tensor, with size and time of the file as they were."""
+    header = read_headers(source)[name]
+    file = Path(header.file)
+    before, raw = file.stat(), bytearray(file.read_bytes())
+    raw[header.start + header.nbytes - 4] ^= 1
+    file.write_bytes(raw)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_source_changed_unseen_is_noticed_when_it_is_read(source, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=1)
+    change_unseen(source, "model.embed_tokens.weight")
+    with pytest.raises(growkern.GrowthError, match="is not what the interrupted run read"):
+        growkern.grow_checkpoint(source, target, **HOW)
+
+
+def test_a_source_changed_unseen_is_noticed_where_all_of_it_was_read(source, tmp_path, monkeypatch):
+    """No piece of the first tensor is left to build: nothing else would read it again."""
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=60)
+    lines = (staging_of(target) / "journal.jsonl").read_text().splitlines()
+    marks = [json.loads(line) for line in lines[1:]]
+    name = marks[0][1]
+    assert marks[0][0] == "source" and sum(m[:2] == ["target", name] for m in marks) > 5
+    change_unseen(source, name)
+    left = snapshot(staging_of(target) / "new")
+    with pytest.raises(growkern.GrowthError, match=rf"{name} is not what .*--no-resume"):
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert not target.exists() and snapshot(staging_of(target) / "new") == left
+
+
+def test_strays_are_not_published(source, expected, tmp_path, monkeypatch):
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    checkpoint = staging_of(target) / "new"
+    (checkpoint / "generation_config.json").write_text("{}")
+    (checkpoint / "other.safetensors").write_text("stray")
+    (checkpoint / "folder").mkdir()
+    (checkpoint / "folder" / "file").write_text("stray")
+    (checkpoint / "link").symlink_to(source)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+    assert (source / "config.json").is_file()
+
+
+def test_a_source_changed_meanwhile_is_noticed_though_its_time_was_set_back(
+    source, tmp_path, monkeypatch
+):
+    file = sorted(source.glob("*.safetensors"))[-1]
+    before, build = file.stat(), stream.build_tensor
+
+    def build_and_change(*args, **kwargs):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        with file.open("r+b") as opened:
+            opened.write(data)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(stream, "build_tensor", build_and_change)
+    with pytest.raises(growkern.GrowthError, match="was changed while it was grown"):
+        growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+
+
+def test_a_source_changed_meanwhile_is_noticed(source, tmp_path, monkeypatch):
+    build = stream.build_tensor
+
+    def build_and_touch(*args, **kwargs):
+        touch(source)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(stream, "build_tensor", build_and_touch)
+    with pytest.raises(growkern.GrowthError, match="was changed while it was grown"):
+        growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_one_run_at_a_time(source, expected, tmp_path):
+    target = tmp_path / "grown"
+    with (
+        staging(target, resume=True),
+        pytest.raises(growkern.GrowthError, match=rf"process {os.getpid()} on \S+ is growing it"),
+    ):
+        growkern.grow_checkpoint(source, target, **HOW)
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+
+
+# ------------------------------------------------------------------ the disk
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_midway(source, expected, tmp_path, monkeypatch, code):
+    target = tmp_path / "grown"
+    pwrite, count = os.pwrite, []
+
+    def failing(*args):
+        count.append(1)
+        if len(count) > 30:
+            raise OSError(code, os.strerror(code))
+        return pwrite(*args)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(growkern.GrowthError, match=rf"{os.strerror(code)}; what is done is kept"):
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert not target.exists()
+    monkeypatch.undo()
+    cut_small(monkeypatch.setattr)
+    assert growkern.grow_checkpoint(source, target, **HOW).bytes_kept > 0
+    assert snapshot(target) == expected
+
+
+def test_a_disk_takes_a_write_in_bites(source, expected, tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:101], at))
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert snapshot(tmp_path / "grown") == expected
+
+
+def test_a_file_system_that_cannot_reserve(source, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert snapshot(tmp_path / "grown") == expected
+
+
+def test_places_that_cannot_be_written_to(source, tmp_path):
+    for target in (source / "config.json" / "grown", Path("/proc/growkern")):
+        with pytest.raises(growkern.GrowthError, match=str(target)):
+            growkern.grow_checkpoint(source, target, **HOW)

@@ -1,0 +1,259 @@
+"""Every family against every row of what is exact, written to disk, loaded and run by Hugging Face.
+
+One test per row: widths with tied and untied heads, under both ways to break symmetry and with
+identity blocks; every head that rides on a body; larger heads; regrouped keys; vocabularies;
+bfloat16. Everything goes through `grow_checkpoint` and `from_pretrained`.
+"""
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern.families.load import load_family, supported_families
+from growkern.families.model import ModelSpec
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.plan.test_families import BART, MODERN, NEOX, ROTARY, SQUARE, T5, WINDOW
+
+EXACT = 1e-12
+
+# identity blocks behind post-norms are exact up to eps
+ENCODER = {**BERT, "layer_norm_eps": 1e-12}
+GROUPED = {**SQUARE, "pad_token_id": 0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4}
+# model type -> class with a vocabulary head, sizes
+FAMILIES = {
+    "bart": ("BartForConditionalGeneration", {**BART, "eos_token_id": 1}),
+    "bert": ("BertForMaskedLM", ENCODER),
+    "electra": ("ElectraForMaskedLM", {**ENCODER, "embedding_size": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {**ROTARY, **WINDOW}),
+    "gemma3_text": ("Gemma3ForCausalLM", {**ROTARY, **WINDOW}),
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_inner": 20, "pad_token_id": 0}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**NEOX, "pad_token_id": 0}),
+    "llama": ("LlamaForCausalLM", {**LLAMA, "pad_token_id": 0}),
+    "mistral": ("MistralForCausalLM", {**ROTARY, "pad_token_id": 0}),
+    "modernbert": ("ModernBertForMaskedLM", MODERN),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED),
+    "phi3": ("Phi3ForCausalLM", GROUPED),
+    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **SLIDING}),
+    "qwen3": ("Qwen3ForCausalLM", {**ROTARY, **SLIDING, "pad_token_id": 0}),
+    "roberta": ("RobertaForMaskedLM", {**ENCODER, "pad_token_id": 1}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
+}
+GROUPED_QUERIES = [m for m in FAMILIES if "kv_heads" in load_family(m).config]
+# sizes that are no multiple are exact under RMSNorm, and under LayerNorm before blocks
+ANY_WIDTH = [
+    m
+    for m in FAMILIES
+    if (norm := load_family(m).norm).kind == "rmsnorm"
+    or (norm.placement == "pre" and not load_family(m).carries)
+]
+WIDTHS = [(m, "even") for m in FAMILIES] + [(m, "uneven") for m in ANY_WIDTH]
+
+
+def width(model_type, kind):
+    """The target sizes of one family: twice the hidden size, or 5/3 of it."""
+    family = load_family(model_type)
+    if kind == "even":
+        return {family.config_field("stream"): 24}
+    sizes = {family.config_field("stream"): 20, family.config_field("ffn"): 33}
+    if model_type == "t5":
+        return {**sizes, "num_heads": 5}
+    if model_type in GROUPED_QUERIES:
+        sizes |= {"num_attention_heads": 10, "num_key_value_heads": 5}
+    return sizes
+
+
+def deeper(model_type):
+    """One layer more in every stack, as identity blocks."""
+    family = load_family(model_type)
+    class_name, sizes = FAMILIES[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model = ModelSpec(family, config, class_name)
+    sizes = {family.config_field(key): model.size(key) + 1 for key in family.stacks.values()}
+    return {**sizes, "depth": "identity"}
+
+
+def grown_on_disk(directory, source, how, loader=None):
+    """The source, saved, grown there, and loaded without a tensor too many or too few."""
+    source.save_pretrained(directory / "small")
+    small, large = directory / "small", directory / "large"
+    report = growkern.grow_checkpoint(small, large, progress=False, **how)
+    loader = loader or type(source)
+    loaded, info = loader.from_pretrained(large, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    loaded.growth_plan = report.plan
+    return loaded.eval()
+
+
+def test_every_family_has_its_row():
+    assert FAMILIES.keys() == set(supported_families())
+
+
+# Both heads and both ways to break symmetry for every family. The uneven widths take them in the
+# other pairs.
+PAIRS = {"even": [(True, "noise"), (False, "split")], "uneven": [(True, "split"), (False, "noise")]}
+
+
+@pytest.mark.parametrize(
+    "model_type, kind, tied, symmetry",
+    [(model_type, kind, *pair) for model_type, kind in WIDTHS for pair in PAIRS[kind]],
+)
+def test_width_and_identity_depth_are_exact(model_type, kind, tied, symmetry, tmp_path):
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, sizes, tie_word_embeddings=tied)
+    how = {**width(model_type, kind), **deeper(model_type), "symmetry": symmetry}
+    # the norms of BART have an eps of their own, 1e-5
+    if model_type == "bart":
+        how["identity_gain"] = 1e-8
+    grown = grown_on_disk(tmp_path, source, how)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert grown.config.tie_word_embeddings == source.config.tie_word_embeddings
+    assert relative_error(source, grown) <= EXACT
+
+
+HEADS = [(m, name) for m in FAMILIES for name in load_family(m).classes if name != FAMILIES[m][0]]
+
+
+@pytest.mark.parametrize("model_type, class_name", HEADS)
+def test_every_head_on_a_known_body_is_exact(model_type, class_name, tmp_path):
+    source = random_model(class_name, FAMILIES[model_type][1])
+    is_body = not load_family(model_type).classes[class_name].heads
+    loader = transformers.AutoModel if is_body and class_name != "T5EncoderModel" else None
+    grown = grown_on_disk(tmp_path, source, width(model_type, "even"), loader)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert type(grown) is type(source)
+    assert relative_error(source, grown) <= EXACT
+    report = growkern.verify(tmp_path / "small", tmp_path / "large")
+    assert report.ok, report.failure
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_larger_heads_are_exact(model_type, times, tmp_path):
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, sizes)
+    family = load_family(model_type)
+    model = ModelSpec(family, source.config, class_name)
+    if family.forces_head_dim:
+        how = {family.config_field(heads): model.size(heads) for heads in family.query_heads}
+        how |= {family.config_field("stream"): 12 * times}
+    else:
+        how = {family.config_field("head_dim"): times * model.head_dim()}
+    grown = grown_on_disk(tmp_path, source, how)
+    assert any("head_dim" in finding.what for finding in grown.growth_plan.findings)
+    assert grown.growth_plan.exact, grown.growth_plan.findings
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize("q_heads, kv_heads", [(12, 4), (12, 2), (12, 3), (10, 5), (6, 6)])
+@pytest.mark.parametrize("model_type", GROUPED_QUERIES)
+def test_query_groups_become_any_consistent_layout(model_type, q_heads, kv_heads, tmp_path):
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, sizes)
+    how = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
+    # classes that derive head_dim, and those that want a multiple of the heads
+    head_dim = 2 if ModelSpec.of(source.config, class_name).head_dim() == 2 else 5
+    how["hidden_size"] = head_dim * q_heads
+    grown = grown_on_disk(tmp_path, source, how)
+    assert relative_error(source, grown) <= EXACT
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_vocabulary_padded_to_a_multiple_keeps_the_old_logits(model_type, tmp_path):
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, sizes)
+    grown = grown_on_disk(tmp_path, source, {"vocab_size": 64})
+    old, new = (outputs(model)["logits"] for model in (source, grown))
+    assert new.shape[-1] == 64
+    assert ((new[..., :50] - old).abs().max() / old.abs().max()).item() <= EXACT
+    assert not bool(new[..., 50:].any())
+
+
+def error_of_bfloat16(directory, model_type, how, **config):
+    """Of weights of bfloat16 in float64, and whether the plan calls them exact."""
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, sizes, dtype=torch.bfloat16, **config)
+    grown = grown_on_disk(directory, source, how)
+    assert grown.dtype == torch.bfloat16
+    small, large = (
+        type(source).from_pretrained(directory / name, dtype=torch.float64).eval()
+        for name in ("small", "large")
+    )
+    return relative_error(small, large), grown.growth_plan.exact
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_powers_of_two_round_no_bfloat16(model_type, symmetry, tmp_path):
+    """No sum of copies is off by a bit, where the hidden size is four times the source's.
+
+    Its root, by which some families multiply, is then twice the source's.
+    """
+    # norms of 1 + weight cannot be halved without rounding, which a tied head asks for
+    tied = {"tie_word_embeddings": False} if "gemma" in model_type else {}
+    how = {load_family(model_type).config_field("stream"): 48, "symmetry": symmetry}
+    error, exact = error_of_bfloat16(tmp_path, model_type, how, **tied)
+    assert exact and error <= EXACT
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "none"])
+@pytest.mark.parametrize(
+    "model_type, how",
+    [
+        ("gemma2", {"hidden_size": 48}),
+        ("gemma3_text", {"hidden_size": 48}),
+        ("t5", {"d_model": 24}),
+        ("bert", {"hidden_size": 24, "intermediate_size": 60}),
+        ("bert", {"hidden_size": 36}),
+        ("gpt2", {"n_embd": 20}),
+        ("llama", {"head_dim": 8}),
+        ("llama", {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}),
+    ],
+)
+def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, symmetry, tmp_path):
+    error, exact = error_of_bfloat16(tmp_path, model_type, {**how, "symmetry": symmetry})
+    assert not exact and (error > EXACT or model_type == "gemma2")
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+def test_float16_has_numbers_too_small_to_halve(symmetry):
+    source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float64)
+    for parameter in source.parameters():
+        parameter.data *= 1e-3
+    source = source.half()
+    grown = growkern.grow(source, n_embd=48, symmetry=symmetry)
+    is_exact = relative_error(source.double(), grown.double()) <= EXACT
+    assert is_exact == grown.growth_plan.exact == (symmetry == "split")
+
+
+def test_depth_alone_rounds_nothing():
+    class_name, sizes = FAMILIES["llama"]
+    source = random_model(class_name, sizes, dtype=torch.bfloat16)
+    plan = growkern.plan(source, num_hidden_layers=4, depth="identity")
+    assert plan.exact, plan.findings
+
+
+def test_llama3_frequencies_stay_with_larger_heads(tmp_path):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    source = random_model("LlamaForCausalLM", LLAMA, rope_parameters=rope)
+    assert relative_error(source, grown_on_disk(tmp_path, source, {"head_dim": 8})) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "model_type", [m for m in FAMILIES if "layer_types" in load_family(m).per_layer]
+)
+def test_lists_with_one_entry_per_layer_follow_their_layers(model_type, tmp_path):
+    class_name, sizes = FAMILIES[model_type]
+    source = random_model(class_name, {**sizes, "num_hidden_layers": 4})
+    kinds = source.config.layer_types = ["sliding_attention", *["full_attention"] * 3]
+    how = {"num_hidden_layers": 6, "depth": "interleave"}
+    grown = grown_on_disk(tmp_path, source, how)
+    assert grown.config.layer_types == [kinds[layer * 4 // 6] for layer in range(6)]

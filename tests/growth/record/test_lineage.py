@@ -1,0 +1,268 @@
+"""The lineage file: repeated from it, checked against it, and what tampering does."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern.families.model import ModelSpec
+from growkern.growth.disk.shards import lay_out
+from growkern.growth.record.lineage import config_dict, read_lineage, record_of
+from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.plan.test_families import BART
+from tests.growth.plan.test_matrix import FAMILIES, deeper, width
+
+GROWTHS = [
+    ("BertForMaskedLM", BERT, {"hidden_size": 32, "num_hidden_layers": 4, "depth": "identity"}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "split", "seed": 7}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "method": "aki", "maps": "balanced"}),
+    ("LlamaForCausalLM", LLAMA, {"head_dim": 8, "scheme": "paper", "dtype": torch.bfloat16}),
+    ("BertModel", BERT, {"hidden_size": 24, "method": "random", "backend": "reference"}),
+    # this class writes into the config it is given
+    ("BartForQuestionAnswering", BART, {"d_model": 24, "method": "direct_copy"}),
+]
+
+
+def grow(directory, class_name="LlamaForCausalLM", sizes=LLAMA, **how):
+    how = how or {"hidden_size": 24}
+    random_model(class_name, sizes, dtype=torch.float32).save_pretrained(directory / "small")
+    (directory / "small" / "tokenizer.json").write_text("{}")
+    return growkern.grow_checkpoint(directory / "small", directory / "large", progress=False, **how)
+
+
+def replay(directory, source, target="again", **how):
+    return growkern.replay(directory / "large", source, directory / target, progress=False, **how)
+
+
+def files(directory):
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+# ------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("class_name, sizes, how", GROWTHS)
+def test_replayed_it_is_the_same_to_the_byte(tmp_path, class_name, sizes, how):
+    grow(tmp_path, class_name, sizes, **how, max_shard_size="20kB")
+    # another place, another time
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(tmp_path / "small", tmp_path / "copy" / "small", copy_function=shutil.copyfile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replay(tmp_path, tmp_path / "copy" / "small")
+    assert files(tmp_path / "again") == files(tmp_path / "large")
+
+
+def test_a_target_config_is_repeated_too(tmp_path):
+    # the source has none, so that the target may have its own
+    config = transformers.LlamaConfig(**{**LLAMA, "hidden_size": 24, "pad_token_id": 7})
+    grow(tmp_path, target_config=config)
+    replay(tmp_path, tmp_path / "small")
+    assert files(tmp_path / "again") == files(tmp_path / "large")
+    assert b'"pad_token_id": 7' in files(tmp_path / "again")["config.json"]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_familys_configs_survive_the_record(tmp_path, model_type):
+    class_name, sizes = FAMILIES[model_type]
+    plan = growkern.plan(
+        random_model(class_name, sizes, dtype=torch.float32),
+        **width(model_type, "even"),
+        **deeper(model_type),
+    )
+    record = {**record_of(plan), "settings": {}}
+    (tmp_path / "lineage.json").write_text(json.dumps(record))
+    lineage = read_lineage(tmp_path)
+    assert config_dict(lineage.source_config) == config_dict(plan.source.config)
+    assert config_dict(lineage.target_config) == config_dict(plan.target_config)
+    for task in plan.tasks:
+        assert lineage.origins[task.name].to_dict() == origin_fields(record, task.name)
+
+
+def origin_fields(record, name):
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in record["tensors"][name].items()}
+
+
+def test_of_a_large_model_it_is_small(tmp_path):
+    """A Llama of 70B, its files all hole: headers alone are read."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256}
+    config = transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    shapes = ModelSpec.of(config, "LlamaForCausalLM").shapes
+    layout = lay_out(shapes, torch.bfloat16, 50 * 10**9)
+    for name, size in layout.sizes.items():
+        with open(tmp_path / name, "wb") as file:
+            file.write(layout.heads[name])
+            file.truncate(size)
+    (tmp_path / "model.safetensors.index.json").write_text(layout.index)
+    for how, most in (({}, 1e6), ({"symmetry": "split"}, 1e7)):
+        record = record_of(growkern.plan(tmp_path, hidden_size=16384, **how))
+        assert len(json.dumps(record)) < most
+
+
+def test_other_versions_and_another_source_are_said(tmp_path):
+    grow(tmp_path)
+    edit(tmp_path, lambda d: d["versions"].update(growkern="0.0.1", torch="1.0"))
+    with pytest.warns(UserWarning) as warned:
+        replay(tmp_path, tmp_path / "small")
+    said = [str(w.message) for w in warned]
+    assert any(f"growkern 0.0.1, this is {growkern.__version__}" in line for line in said)
+    assert any(f"torch 1.0, this is {torch.__version__}" in line for line in said)
+    other = tmp_path / "other"
+    random_model("LlamaForCausalLM", LLAMA, dtype=torch.bfloat16).save_pretrained(other)
+    with pytest.warns(UserWarning, match="source_dtype"):
+        replay(tmp_path, other, "third")
+    sizes = {**LLAMA, "intermediate_size": 30}
+    random_model("LlamaForCausalLM", sizes, dtype=torch.float32).save_pretrained(tmp_path / "wide")
+    with pytest.raises(growkern.GrowthError, match="intermediate_size=20, this source has 30"):
+        replay(tmp_path, tmp_path / "wide", "fourth")
+
+
+# ---------------------------------------------------------------- tampering
+
+
+def edit(directory, change):
+    file = directory / "large" / "lineage.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+def verify(directory):
+    return growkern.verify(directory / "small", directory / "large")
+
+
+@pytest.mark.parametrize(
+    "change, where",
+    [
+        (lambda d: d["maps"]["ffn"].update(read="0.25x40"), "maps.ffn.read"),
+        (lambda d: d["layer_maps"].update({"": [1, 0]}), "layer_maps"),
+        (lambda d: d["sizes"].update(hidden_size=[12, 36]), "sizes.hidden_size"),
+        (lambda d: d["tensors"]["model.norm.weight"].update(source="x"), "tensors.model.norm"),
+        (lambda d: d["tensors"].pop("model.norm.weight"), "tensors.model.norm.weight"),
+        (lambda d: d.update(exact=False), "exact"),
+        (lambda d: d["source_config"].update(rope_theta=1, rms_norm_eps=1.0), "source_config.rms"),
+        (
+            lambda d: d["source_files"]["model.safetensors"].update(header="00"),
+            "source_files.model.safetensors.header",
+        ),
+        (lambda d: d.update(family="bert"), "family"),
+    ],
+)
+def test_a_lineage_that_says_otherwise(tmp_path, change, where):
+    grow(tmp_path)
+    assert verify(tmp_path).ok
+    edit(tmp_path, change)
+    report = verify(tmp_path)
+    assert not report.ok and "the lineage disagrees" in report.failure
+    assert any(where in line for line in report.contradictions), report.contradictions
+
+
+def test_other_versions_are_a_note(tmp_path):
+    grow(tmp_path)
+
+    def age(data):
+        data["versions"]["growkern"] = data["growkern"] = "0.0.1"
+        data["findings"][0]["why"] = "as it was worded then"
+
+    edit(tmp_path, age)
+    report = verify(tmp_path)
+    assert report.ok, report.failure
+    assert len(report.notes) == 1 and "growkern 0.0.1" in report.notes[0]
+
+
+def test_a_source_in_memory_has_no_files_to_compare(tmp_path):
+    grow(tmp_path)
+    source = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert growkern.verify(source, tmp_path / "large").ok
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xff\xfe\x00",
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"tensors": []}',
+        b'{"tensors": {"a": 1}}',
+        b'{"tensors": {"a": {"source": "b", "source_shape": [1], "shape": ["x"], "axes": ["y"]}}}',
+    ],
+)
+def test_what_is_no_lineage(tmp_path, raw):
+    grow(tmp_path)
+    (tmp_path / "large" / "lineage.json").write_bytes(raw)
+    for call in (
+        lambda: verify(tmp_path),
+        lambda: replay(tmp_path, tmp_path / "small"),
+        lambda: growkern.fold(tmp_path / "large", tmp_path / "back", progress=False),
+    ):
+        with pytest.raises(growkern.GrowthError, match=r"lineage\.json: not a growth record"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["maps"].pop("ffn"),
+        lambda d: d["maps"]["ffn"].update(read="a lot"),
+        lambda d: d["maps"]["ffn"].update(read="1.0x3"),
+        lambda d: d.pop("maps"),
+        # 80 GB, if it were believed
+        lambda d: d["maps"]["stream"].update(write="1.0x9999999999"),
+        lambda d: d["maps"]["stream"].update(read_index="0-9999999999"),
+        lambda d: d["maps"]["stream"].update(read_index="9-0 0-32"),
+        lambda d: d["maps"]["ffn"].update(
+            read_index=d["maps"]["ffn"]["read_index"].replace("0-", "100000-100001 2-", 1)
+        ),
+        lambda d: next(t for t in d["tensors"].values() if "norm" in t).update(norm=["stream"]),
+        lambda d: d["source_config"].update(bos_token_id="first"),
+        lambda d: d["target_config"].update(rope_parameters="fast"),
+        lambda d: d["options"].update(noise="much"),
+        lambda d: d["options"].update(method="magic"),
+        lambda d: d["options"].update(more=1),
+        lambda d: d.update(dtype="int8"),
+        lambda d: d["source_config"].update(model_type="mamba9"),
+        lambda d: d["settings"].update(speed=9),
+    ],
+)
+def test_a_damaged_lineage_folds_nothing(tmp_path, change):
+    grow(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(growkern.GrowthError, match=r"lineage\.json"):
+        growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    assert not (tmp_path / "back").exists()
+
+
+# ------------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize(
+    "index, text",
+    [
+        ([], ""),
+        ([0], "0"),
+        ([0, 1, 2, 0, 1], "0-2 0-1"),
+        ([5, 3, 3, 4, 9], "5 3 3-4 9"),
+    ],
+)
+def test_index_maps_as_text(index, text):
+    index = torch.tensor(index, dtype=torch.int64)
+    assert index_text(index) == text
+    assert torch.equal(read_index(text), index)
+
+
+def test_values_as_text_to_the_bit():
+    rng = torch.Generator().manual_seed(0)
+    values = torch.rand(50, generator=rng, dtype=torch.float64).repeat_interleave(3)
+    values = torch.cat([values, torch.tensor([1 / 3, -0.0, 1e-300, 5e-324], dtype=torch.float64)])
+    assert torch.equal(read_values(value_text(values)), values)
+    assert value_text(torch.tensor([0.5, 0.5, -1e-7], dtype=torch.float64)) == "0.5x2 -1e-07"
+    assert len(read_values("")) == 0

@@ -1,0 +1,226 @@
+"""What compiles csrc/*.cu and launches it; the emulation plays the driver."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.shared.cuda_cases import cuda_cases
+from growkern.errors import GrowthError
+from growkern.ops.backend import nvrtc
+from growkern.ops.backend.nvrtc import Grid
+from growkern.ops.loss.rows.on_cuda import RowsArgs, plan, rows_kernel
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
+from tests.ops.cuda_emulator import emulate
+from tests.ops.loss.loss_inputs import make_logits
+
+CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))
+
+
+# those of sm_90 are all there are
+CASES = {case.name: case for case in cuda_cases("sm_90")}
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: set CUDA_HOME or put it on PATH")
+@pytest.mark.parametrize(
+    "name", ["CUDA kl_mlm rows two teachers, capped, parts", "CUDA expand AKI, noise bf16"]
+)
+def test_nvcc_agrees_that_nothing_is_spilled(name, tmp_path, record_property):
+    kernel, registers = CASES[name].kernel, CASES[name].registers
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (90, 100)]
+    flags = [*kernel.flags, "-fatbin", "-Xptxas=-v", *targets]
+    source = nvrtc.source_folder() / f"{kernel.name}.cu"
+    command = [NVCC, *flags, "-o", str(tmp_path / "kernel.fatbin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    archs = re.findall(r"Compiling entry function .* for '(\w+)'", done.stderr)
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    kept = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", done.stderr)
+    assert archs == ["sm_90", "sm_100"] and len(used) == len(kept) == 2, done.stderr
+    record_property("registers", dict(zip(archs, used, strict=True)))
+    assert set(kept) == {("0", "0", "0")}, done.stderr
+    assert max(used) <= registers, done.stderr
+
+
+@pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+@pytest.mark.parametrize("name", CASES)
+def test_nvrtc_needs_no_header(name, tmp_path, monkeypatch):
+    kernel = CASES[name].kernel
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cubin = nvrtc.cached_cubin(kernel, "sm_90")
+    assert cubin[:4] == b"\x7fELF" and kernel.name.encode() in cubin
+    # the second time it comes from the disk
+    monkeypatch.setattr(nvrtc, "compile_cubin", None)
+    assert nvrtc.cached_cubin(kernel, "sm_90") == cubin
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.*")))
+
+
+def test_a_changed_source_or_header_is_compiled_again(tmp_path, monkeypatch):
+    """Every file that a kernel includes is in the name of its cached machine code."""
+    csrc = nvrtc.source_folder().parent
+    copied = shutil.copytree(csrc, tmp_path / "csrc") / "cuda"
+    kernel = CASES["CUDA expand FPI bf16"].kernel
+    before = nvrtc.cache_path(kernel, "sm_90")
+    monkeypatch.setattr(nvrtc, "source_folder", lambda: copied)
+    assert nvrtc.cache_path(kernel, "sm_90") == before
+    included, seen = {f"{kernel.name}.cu"}, {before}
+    for path in [copied / name for name in included]:
+        included |= set(re.findall(r'#include "(.*)"', path.read_text()))
+    assert included >= {"expand_rows.cu", "device.h", "../hash_noise.h"}
+    for name in included:
+        path = copied / name
+        path.write_text(path.read_text() + "// changed\n")
+        seen.add(nvrtc.cache_path(kernel, "sm_90"))
+    assert len(seen) == 1 + len(included)
+
+
+@pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
+def test_nvrtc_says_why_it_does_not_compile():
+    with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
+        nvrtc.compile_cubin(rows_kernel({"TEACHERS": 1, "STUDENT": "quad"}), "sm_90")
+
+
+def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
+    """In pip's packages, in CUDA_HOME, and beside an nvcc, also one that is a script."""
+    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: packages)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    nvcc = tmp_path / "local" / "bin" / "nvcc"
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: str(nvcc))
+    expected = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "home/lib64", "local/lib64"]
+    expected += ["local/cuda/lib64"]
+    found = list(nvrtc._nvrtc_folders("13"))
+    assert [f for f in found if str(f.relative_to(tmp_path)) in expected] == [
+        tmp_path / folder for folder in expected
+    ]
+    # from every one of them: both halves, the second of which the first opens by name alone
+    opened = []
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda path: opened.append(path) or path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for folder in reversed(found):
+        folder.mkdir(parents=True)
+        for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+            (folder / name).touch()
+        opened.clear()
+        assert nvrtc.nvrtc.__wrapped__() == str(folder / "libnvrtc.so.13")
+        assert opened[0] == str(folder / "libnvrtc-builtins.so.13.0")
+    monkeypatch.setattr(nvrtc, "_nvrtc_folders", lambda major: [tmp_path])
+    assert nvrtc.nvrtc.__wrapped__() == "libnvrtc.so.13"
+
+
+class FakeDriver:
+    """Answers like libcuda, and launches in the emulation."""
+
+    def __init__(self, kernel):
+        self.kernel, self.calls, self.attributes = kernel, [], {}
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.attributes[attribute] = value
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        self.calls.append(name)
+        return 0
+
+    def cuLaunchKernel(self, function, *rest):
+        *grid, shared, stream, params, extra = rest
+        blocks, y, z, threads, ty, tz = (n.value for n in grid)
+        assert (y, z, ty, tz, extra) == (1, 1, 1, 1, None)
+        self.stream = stream.value
+        args = RowsArgs.from_address(params._obj.value)
+        cluster = dict(self.kernel.macros)["CLUSTER"]
+        emulate(self.kernel, Grid(blocks, threads, shared.value, cluster), args)
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"no binary for this GPU"
+        return 0
+
+    def __getattr__(self, name):
+        def other(*args):
+            self.calls.append(name)
+            return 0
+
+        return other
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A plan of two rows over two blocks, and the driver that gets it."""
+    student, teachers, labels = make_logits(2, 100, torch.float32, "cpu")
+    rows = Rows(student, teachers, labels, torch.tensor([2, 2]), 100, Maths(), False)
+    state_SN = torch.empty(n_numbers(1), 2)
+    made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
+    assert made.grid.cluster == 2
+    driver = FakeDriver(made.kernel)
+    for cached in (nvrtc._function, nvrtc._allow):
+        cached.cache_clear()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda kernel, arch: arch.encode())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    yield made, state_SN, driver
+    for cached in (nvrtc._function, nvrtc._allow):
+        cached.cache_clear()
+
+
+def test_launch_reaches_the_kernel_through_the_driver(launched):
+    made, state_SN, driver = launched
+    device = torch.device("cuda", 0)
+    for _ in range(2):
+        nvrtc.launch(made.kernel, made.grid, made.args, device)
+    assert driver.calls.count("cuModuleLoadData") == 1 and b"kl_mlm_rows" in driver.calls
+    assert driver.attributes == {nvrtc.MAX_DYNAMIC_SHARED_BYTES: made.grid.shared_bytes}
+    assert driver.stream == 77
+    assert state_SN[7].tolist() == [100.0, 100.0]
+    # a thread that has no context gets one
+    assert "cuCtxSetCurrent" in driver.calls
+
+
+def test_a_large_cluster_asks_for_leave(launched):
+    made, _, driver = launched
+    nvrtc._allow(made.kernel, 0, 1000, 16)
+    assert driver.attributes[nvrtc.NON_PORTABLE_CLUSTERS] == 1
+
+
+def test_what_the_driver_refuses_is_told(launched, monkeypatch):
+    made, _, driver = launched
+    monkeypatch.setattr(driver, "cuModuleLoadData", lambda *args: 209, raising=False)
+    with pytest.raises(RuntimeError, match=r"loading kl_mlm_rows: no binary for this GPU \(209\)"):
+        nvrtc.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
+
+
+def test_reasons(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no NVIDIA GPU" in nvrtc.reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    assert "pip install nvidia-cuda-nvrtc" in nvrtc.reason()
+    monkeypatch.setattr(nvrtc, "source_folder", lambda: None)
+    assert "sources of csrc" in nvrtc.reason()
+
+
+def test_structures_are_laid_out_alike():
+    """The emulated kernel reads what Python wrote: here the last field, past every padding."""
+    student, _, labels = make_logits(1, 16, torch.float32, "cpu")
+    rows = Rows(student, [], labels, torch.tensor([1]), 16, Maths(z_loss=0.5), False)
+    state_SN = torch.empty(n_numbers(0), 1)
+    weights, grad = torch.ones(1, 1), torch.empty(1, 16)
+    made = plan(rows, state_SN, Steps(sums=True, grad=True), weights, grad, 227 << 10)
+    emulate(made.kernel, made.grid, made.args)
+    z = student.double().requires_grad_()
+    lse = z.logsumexp(-1)
+    (expected,) = torch.autograd.grad(lse - z[0, labels] + 0.5 * lse**2, z)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert ctypes.sizeof(made.args) % 8 == 0

@@ -1,0 +1,127 @@
+"""`expand` in CUDA C++, its very source run on a CPU: bit for bit the reference."""
+
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.checks import check_expand
+from growkern.ops.expand.on_cuda import by_source, plan
+from growkern.ops.expand.op import expand_reference
+from tests.ops.cuda_emulator import emulate
+from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+# of a block: the row and the one beside it in shared memory, or neither
+STAGED, DIRECT = 48 << 10, 0
+
+
+def run(call, limit=STAGED, eager=False):
+    made = plan(call, limit=limit)
+    assert made.args.staged == (limit == STAGED)
+    emulate(made.kernel, made.grid, made.args, eager=eager)
+    return call.out
+
+
+def assert_is_reference(case, dtype, out_dtype=None, **how):
+    out_dtype = out_dtype or dtype
+    expected = expand_reference(call_of(case, out_dtype))
+    out = torch.full_like(expected, float("nan"))
+    assert torch.equal(run(ExpandCall(out, **case), **how), expected), (case.keys(), dtype)
+
+
+# the dtypes with what they are likely to meet; each pair of kinds is compiled once
+KINDS = [(FP32, CASES), (BF16, [CASES[0], CASES[-1]]), (FP16, CASES[:1]), (FP64, CASES[-2:])]
+KINDS = [(dtype, *case) for dtype, cases in KINDS for case in cases]
+# one row; fewer output rows than sources; a source row of many; columns past what threads take
+SIZES = [(1, 9, 3, 40), (19, 33, 7, 70), (5, 300, 40, 2100)]
+
+
+@pytest.mark.parametrize("dtype, upper, noise", KINDS)
+def test_is_the_reference_bit_for_bit(dtype, upper, noise):
+    for size in SIZES:
+        case = make_case(*size, dtype, "cpu", upper=upper, noise=noise)
+        runs = in_runs(case)
+        assert_is_reference(case, dtype)
+        assert_is_reference(runs | {"row_scale": None, "col_scale": None}, dtype, limit=DIRECT)
+        if upper in ("none", "cols") and noise != "row":
+            assert_is_reference(case | {"rows": None, "row_scale": None}, dtype)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
+def test_runs_of_columns_are_read_as_one(dtype, out_dtype):
+    """Tiles and halves whose runs begin where a pack does, and runs that end inside one."""
+    for C, N in ((32, 96), (32, 90), (33, 99)):
+        case = make_case(5, C, 7, N, dtype, "cpu")
+        tiled, halves = torch.arange(N) % C, torch.arange(N) // 16 * 8 % C + torch.arange(N) % 16
+        for cols in (tiled, halves % C):
+            for limit in (STAGED, DIRECT):
+                assert_is_reference(case | {"cols": cols}, dtype, out_dtype, limit=limit)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(FP32, BF16), (BF16, FP32), (FP64, FP16)])
+def test_dtypes_in_and_out(dtype, out_dtype):
+    assert_is_reference(make_case(9, 21, 20, 50, dtype, "cpu"), dtype, out_dtype)
+
+
+@pytest.mark.parametrize("layout", ["strided", "offset", "transposed"])
+def test_any_strides_in_and_out(layout):
+    case = make_case(19, 33, 41, 70, FP32, "cpu", upper="both", noise="col")
+    expected = expand_reference(call_of(case, FP32))
+    moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
+    assert torch.equal(run(ExpandCall(torch.zeros(41, 70), **case | moved)), expected)
+    out = layouts(torch.zeros_like(expected))[layout]
+    around = out._base.clone() if out._base is not None else None
+    assert torch.equal(run(ExpandCall(out, **case)), expected)
+    if layout != "transposed":
+        out.zero_()
+        assert torch.equal(out._base, around), "wrote outside of out"
+
+
+def test_the_order_of_threads_changes_nothing():
+    case = make_case(5, 300, 40, 2100, FP32, "cpu", upper="both", noise="row")
+    assert_is_reference(case, FP32, eager=True)
+
+
+def test_identity_and_empty():
+    W = torch.randn(6, 11)
+    assert torch.equal(run(ExpandCall(torch.empty(6, 11), W)), W)
+    none = torch.empty(0, dtype=torch.long)
+    assert plan(ExpandCall(torch.empty(6, 0), W, cols=none)).grid.blocks == 6
+
+
+def test_columns_of_few_rows_are_shared_by_blocks():
+    W = torch.randn(1, 5000)
+    cols = torch.randint(5000, (9000,))
+    call = ExpandCall(torch.empty(1, 9000), W, cols=cols)
+    assert plan(call).grid.blocks == 9
+    assert torch.equal(run(call), W[:, cols])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_output_rows_by_source(times):
+    rows = torch.randint(times * 7, (50,))
+    first, target = by_source(rows, 7, 50, torch.device("cpu"))
+    assert sorted(target.tolist()) == list(range(50))
+    for r in range(7):
+        mine = rows[target[first[r] : first[r + 1]].long()]
+        assert (mine % 7 == r).all() and (mine.diff() >= 0).all()
+
+
+def test_a_weight_on_the_host_must_be_pinned():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda", 0)
+
+    out = torch.empty(3, 4).as_subclass(OnGpu)
+    for pinned in (False, True):
+        weight = torch.randn(3, 4)
+        weight.is_pinned = lambda pinned=pinned: pinned
+        call = ExpandCall(out, weight)
+        if pinned:
+            check_expand(call, None, reads_host=True)
+        else:
+            with pytest.raises(GrowthError, match=r"not pinned: use weight.pin_memory\(\)"):
+                check_expand(call, None, reads_host=True)
+        with pytest.raises(GrowthError, match="out is on cuda:0, but the weight is on cpu"):
+            check_expand(call, None)

@@ -1,0 +1,251 @@
+"""Where sizes, values and surroundings are at their limits."""
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import growkern
+from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.rows.options import Options, checked_labels, row_kinds
+from growkern.ops.loss.rows.state import Maths
+from tests.ops.loss.loss_inputs import BACKENDS, make_logits
+from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
+
+PROVIDERS = BACKENDS[1:]
+
+
+@pytest.fixture(autouse=True)
+def quiet_interpreter():
+    """Masked lanes are inf - inf in NumPy, which says so; a kernel drops them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_nothing_to_learn_from_oneself(padding, divergence, backend, device):
+    """The teacher is the student, its head padded to another size with whatever is there."""
+    student, _, labels = make_heads(6, 301, 16, torch.float32, device)
+    weight = torch.cat([student[1], torch.full((padding, 16), 9.0, device=device)])
+    bias = torch.cat([student[2], torch.full((padding,), 1e4, device=device)])
+    loss, grads = loss_and_grads(
+        student, [[student[0], weight, bias]], labels, alpha=1.0, divergence=divergence,
+        vocab_size=301, backend=backend,
+    )  # fmt: skip
+    assert abs(loss.item()) <= 1e-6
+    assert all(g.isfinite().all() and g.abs().max() <= 2e-6 for g in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("divergence", ["forward", "jsd"])
+def test_large_logits_and_tokens_that_are_ruled_out(divergence, backend, device):
+    """Scores of +-1e4 and, in the teacher, -inf; also with the label in another tile."""
+    student, teachers, labels = make_heads(5, 33, 8, torch.float64, device)
+    student[2][3], teachers[0][2][4] = 1e4, -1e4
+    # far below 0, where a tile without a finite logit must not pass for one of maximum 0
+    teachers[0][2] -= 2000
+    teachers[0][2][6:9] = float("-inf")
+    options = {"alpha": 0.5, "divergence": divergence, "backend": backend}
+    whole = loss_and_grads(student, teachers, labels, **options)
+    assert whole[0].isfinite() and all(g.isfinite().all() for g in whole[1])
+    # one of these tiles holds nothing the teacher allows
+    assert_same(loss_and_grads(student, teachers, labels, vocab_tile=3, **options), whole)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_rows_more_than_two_to_the_31_elements_apart(backend, tmp_path, device):
+    """Offsets in int64: the logits lie in a sparse file, 2**30 elements from row to row."""
+    if device != "cpu":
+        pytest.skip("a GPU cannot map a sparse file")
+    student, teachers, labels = make_logits(3, 9, torch.bfloat16, device)
+    apart = 1 << 30
+    path = tmp_path / "logits"
+    with path.open("wb") as file:
+        file.truncate(2 * (3 * apart + 64))
+    far = torch.from_file(str(path), shared=True, size=3 * apart + 64, dtype=torch.bfloat16)
+    views = [far.as_strided((3, 9), (apart, 1), offset) for offset in (0, 32)]
+    for view, logits in zip(views, (student, teachers[0]), strict=True):
+        view.copy_(logits)
+    grads = []
+    for z, u in ((student, teachers[0]), views):
+        z = z.detach().requires_grad_()
+        loss = growkern.kl_mlm_loss(z, u, labels, kl_rows="all", backend=backend)
+        grads += torch.autograd.grad(loss, z)
+    assert torch.equal(*grads)
+
+
+class NoQuestions(TorchDispatchMode):
+    """Refuses what would make a stream wait for its answer."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in {
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.masked_select,
+        }, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("door", ["logits", "hidden", "top k"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_global_count_of_nothing(backend, door, device):
+    """A batch of which no row has a label: its count is 0, its teacher's rows are whatever."""
+    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
+    teachers[0][0].fill_(float("nan"))
+    student = [x.requires_grad_() for x in student]
+    hidden, weight, bias = student
+    none = torch.full_like(labels, -100)
+    for count in (torch.tensor(0, device=device), (torch.tensor(0, device=device),) * 2):
+        options = {"num_items": count, "backend": backend}
+        if door == "logits":
+            z, u = hidden @ weight.t(), teachers[0][0] @ teachers[0][1].t()
+            loss = growkern.kl_mlm_loss(z, u, none, **options)
+        elif door == "hidden":
+            loss = growkern.linear_kl_mlm_loss(
+                hidden, weight, *teachers[0][:2], none, student_bias=bias,
+                teacher_bias=teachers[0][2], **options,
+            )  # fmt: skip
+        else:
+            ids = torch.full((6, 4), 99, device=device)
+            loss = growkern.topk_kl_mlm_loss(
+                hidden, weight, ids, ids * float("nan"), none, student_bias=bias, **options
+            )
+        grads = torch.autograd.grad(loss, student[:2])
+        assert loss.item() == 0 and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_a_teacher_that_weighs_nothing_brings_nothing_in(divergence, backend, device):
+    """A rate on the device reaches 0: an infinite or undefined term is then no part of the loss."""
+    student, teachers, labels = make_logits(6, 33, torch.float32, device, seed=3)
+    teachers[0][:, 0], teachers[0][2] = float("-inf"), float("nan")
+    options = {"divergence": divergence, "backend": backend}
+    z = student.requires_grad_()
+    loss = growkern.kl_mlm_loss(z, teachers[0], labels, alpha=torch.tensor(0.0), **options)
+    expected = torch.nn.functional.cross_entropy(z, labels)
+    torch.testing.assert_close(loss, expected)
+    actual, truth = (torch.autograd.grad(x, z)[0] for x in (loss, expected))
+    torch.testing.assert_close(actual, truth, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_tokens_that_both_rule_out(divergence, backend, device):
+    """As if those columns were not there."""
+    student, teachers, labels = make_logits(6, 33, torch.float64, device, seed=4)
+    labels = labels.clamp(max=20)
+    z, u = student.clone(), teachers[0].clone()
+    z[:, 25:30] = u[:, 25:30] = float("-inf")
+    kept = [i for i in range(33) if not 25 <= i < 30]
+    options = {"alpha": 0.7, "temperature": 1.5, "divergence": divergence}
+    z.requires_grad_()
+    loss = growkern.kl_mlm_loss(z, u, labels, backend=backend, **options)
+    (actual,) = torch.autograd.grad(loss, z)
+    z_kept = student[:, kept].requires_grad_()
+    expected = growkern.kl_mlm_loss(
+        z_kept, teachers[0][:, kept], labels, backend="reference", **options
+    )
+    (truth,) = torch.autograd.grad(expected, z_kept)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(actual[:, kept], truth)
+    assert (actual[:, 25:30] == 0).all()
+
+
+@pytest.mark.parametrize("tile", [0, 5])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_step_asks_the_gpu_nothing(beta, tile, device):
+    """All of the path but the kernel itself, which the interpreter runs by reading tensors."""
+    student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
+    grads = [torch.zeros_like(x) for x in student]
+    kind = torch.tensor([3, 0, 3, 2, 1, 3], dtype=torch.int32, device=device)
+    weights = torch.rand(2, 6, device=device)
+    maths = Maths(2.0, beta=beta, label_smoothing=0.1)
+    sizes = Sizes(17, 17, chunk_bytes=600, max_rows=5, vocab_tile=tile)
+    settings = Settings(sizes, maths, True, False, [True] * 3, torch.float32, "", "triton")
+
+    def kernel(rows, state_SN, steps, drows_SN=None, dstudent_NV=None):
+        for out in (state_SN, dstudent_NV):
+            if out is not None:
+                out.fill_(1.0)
+
+    with (
+        mock.patch.object(op_module, "may_ask", lambda device: False),
+        mock.patch.dict(op_module.ROW_FUNCTIONS, {"triton": kernel}),
+        NoQuestions(),
+    ):
+        heads = [student, teachers[0]]
+        rows = op_module.sweep(heads, (labels, kind, weights), settings, grads)
+    assert rows.shape == (4, 6) and all(g.abs().sum() > 0 for g in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_under_gradient_checkpointing(backend, device):
+    student, teachers, labels = make_heads(6, 17, 8, torch.float64, device)
+
+    def step(hidden, weight, bias):
+        return growkern.linear_kl_mlm_loss(
+            hidden.tanh(), weight, *teachers[0][:2], labels, student_bias=bias, backend=backend
+        )
+
+    results = []
+    for run in (step, lambda *x: checkpoint(step, *x, use_reentrant=False)):
+        inputs = [x.detach().clone().requires_grad_() for x in student]
+        loss = run(*inputs)
+        results.append((loss.detach(), torch.autograd.grad(loss, inputs)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_four_micro_batches_are_the_big_batch(backend, device):
+    """Unequal numbers of labels, one micro-batch without any; float32, gradients accumulated."""
+    student, teachers, labels = make_heads(24, 13, 8, torch.float32, device)
+    labels[:5] = -100
+    _, whole = loss_and_grads(student, teachers, labels, backend=backend)
+    inputs = [x.detach().clone().requires_grad_() for x in student]
+    items = (labels != -100).sum()
+    for a, b in [(0, 5), (5, 6), (6, 15), (15, 24)]:
+        growkern.linear_kl_mlm_loss(
+            inputs[0][a:b], inputs[1], teachers[0][0][a:b], teachers[0][1], labels[a:b],
+            student_bias=inputs[2], teacher_bias=teachers[0][2], num_items=items, backend=backend,
+        ).backward()  # fmt: skip
+    for x, expected in zip(inputs, whole, strict=True):
+        torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_labels_that_count_lie_inside_the_vocabulary(device):
+    """Also in a compiled graph; but nobody asks where no label is read."""
+    student, teachers, labels = make_logits(6, 33, torch.float32, device)
+    labels[3] = 33
+    loss = torch.compile(growkern.kl_mlm_loss, fullgraph=True, backend="aot_eager")
+    if device == "cpu":
+        for op in (growkern.kl_mlm_loss, loss):
+            with pytest.raises(growkern.GrowthError, match=r"row 3 is 33, outside 0\.\.32"):
+                op(student, teachers, labels)
+    assert growkern.kl_mlm_loss(student, teachers, labels, alpha=1.0).isfinite()
+    labels[1::3] = 33
+    assert growkern.kl_mlm_loss(student, teachers, labels, ignore_index=33).isfinite()
+
+
+def test_opcheck_of_the_labels(device):
+    labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
+    library.opcheck(checked_labels, (labels, kind, 9, ""))
+
+
+@pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])
+def test_kinds_of_rows_are_what_the_kernels_are_compiled_for(kl_rows):
+    labels = torch.tensor([5, -100, -100])
+    options = Options(0.5, Maths(), (1.0,), "mean", None, True, None)
+    kinds = row_kinds(labels, kl_rows, -100, options)
+    assert kinds.dtype == torch.int32
+    expected = {"labels": [3, 0, 0], "all": [3, 2, 2]}.get(str(kl_rows), [3, 0, 2])
+    assert kinds.tolist() == expected

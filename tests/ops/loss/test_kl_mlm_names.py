@@ -1,0 +1,96 @@
+"""The numbers of a row have the same names, in the same order, in Python, C++, CUDA and Triton."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from growkern.ops.backend import native
+from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.loss.linear.gemm import GemmArgs
+from growkern.ops.loss.rows import state
+from growkern.ops.loss.rows.on_cpu import KlMlmArgs
+from growkern.ops.loss.rows.on_cuda import RowsArgs
+from growkern.ops.loss.topk.buckets import TailFactors
+
+CSRC = Path(__file__).parents[3] / "csrc"
+CPU, CUDA = CSRC / "cpu/kl_mlm.h", CSRC / "cuda/kl_mlm_state.h"
+TUPLES = {
+    "StudentSums": state.StudentSums._fields,
+    "TeacherSums": state.TeacherSums._fields,
+    "TailFactors": TailFactors._fields,
+}
+
+
+def enum_of(header, name):
+    (body,) = re.findall(rf"enum class {name} {{([^}}]*)}}", header.read_text())
+    return tuple(re.findall(r"\w+", body))
+
+
+def struct_of(header, name):
+    """The fields of a structure in their order."""
+    text = re.sub(r"//.*", "", header.read_text())
+    (body,) = re.findall(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    fields = []
+    for declaration in body.split(";"):
+        names = re.sub(r"\[\w+\]", "", declaration).split(",")
+        # of `const void* const* teachers` the last word, then what follows commas
+        fields += [re.findall(r"\w+", part)[-1] for part in names if part.strip()]
+    return fields
+
+
+@pytest.mark.parametrize(
+    "header, name",
+    [(CPU, name) for name in TUPLES] + [(CUDA, "StudentSums"), (CUDA, "TeacherSums")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_enums_are_the_tuples_of_python(header, name):
+    assert enum_of(header, name) == TUPLES[name]
+
+
+@pytest.mark.parametrize("header", [CPU, CUDA], ids=lambda x: x.name)
+def test_sizes_and_kinds_are_those_of_python(header):
+    found = dict(re.findall(r"(\w+_(?:SUMS|ROW)) = (\d+)", header.read_text()))
+    assert {name: int(n) for name, n in found.items()} == {
+        "STUDENT_SUMS": len(state.StudentSums._fields),
+        "TEACHER_SUMS": len(state.TeacherSums._fields),
+        "MLM_ROW": state.MLM_ROW,
+        "KL_ROW": state.KL_ROW,
+    }
+
+
+@pytest.mark.parametrize(
+    "structure, header",
+    [(KlMlmArgs, CPU), (RowsArgs, CUDA), (GemmArgs, CSRC / "cpu/gemm.h")],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_structures_have_the_same_fields(structure, header):
+    fields = [name for name, *_ in structure._fields_]
+    assert fields == struct_of(header, structure.__name__)
+
+
+def test_the_library_is_built_from_this_abi():
+    text = (CSRC / "cpu/native.cpp").read_text()
+    assert f"growkern_abi() {{ return {native.ABI}; }}" in text
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_constants_of_triton_are_the_tuples_of_python():
+    from growkern.ops.loss.rows import triton_kernel as rows
+    from growkern.ops.loss.topk import tail_on_triton as tail
+
+    def named(module, fields, prefix=""):
+        names = [prefix + field.upper() for field in fields]
+        return [getattr(getattr(module, name), "value", None) for name in names]
+
+    def first(n):
+        return list(range(n))
+
+    maths = ["inv_t", *state.Maths._fields[1:]]
+    assert named(rows, maths) == first(6)
+    assert named(rows, [*state.Steps._fields, "parts"]) == first(4)
+    assert named(rows, state.StudentSums._fields) == first(rows.STUDENT_SUMS.value) == first(8)
+    assert named(rows, state.TeacherSums._fields, "T_") == first(rows.TEACHER_SUMS.value)
+    assert len(state.TeacherSums._fields) == rows.TEACHER_SUMS.value
+    assert named(tail, TailFactors._fields) == first(5)
+    assert (rows.MLM_ROW.value, rows.KL_ROW.value) == (state.MLM_ROW, state.KL_ROW)

@@ -1,0 +1,501 @@
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import library
+from torch.nn import functional as F
+
+import growkern
+from growkern.ops.backend import native
+from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear.gemm import chunk_size
+from growkern.ops.loss.linear.heads import Settings, Sizes, _has_fast_float64, as_arguments
+from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.rows.state import Maths
+from tests.ops.loss.loss_inputs import (
+    BACKENDS,
+    IGNORED,
+    check_compiled,
+    make_labels,
+    relative_error,
+    truth_of,
+)
+
+PROVIDERS = BACKENDS[1:]  # what is tested against the reference
+NAMES = ("dX", "dW", "db")
+
+
+@pytest.fixture(autouse=True)
+def quiet_interpreter():
+    """Masked lanes are inf - inf in NumPy, which says so; a kernel drops them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+        yield
+
+
+def make_heads(N, V, H, dtype, device, K=1, seed=0):
+    """Student (hidden, weight, bias), K narrower teachers of other widths, labels."""
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def head(width):
+        shapes = [(N, width), (V, width), (V,)]
+        return [torch.randn(s, generator=rng, device=device, dtype=torch.float64) for s in shapes]
+
+    heads = [[x.to(dtype) for x in head(width)] for width in (H, *range(H // 2, H // 2 + K))]
+    return heads[0], heads[1:], make_labels(N, V, rng)
+
+
+def drifted_heads(N, V, drift, dtype, device, seed=0):
+    """A student that is its teacher widened 128 -> 192, then moved by `drift` of its size."""
+    rng = torch.Generator().manual_seed(seed)
+    teacher_hidden = torch.randn(N, 128, generator=rng)
+    teacher_weight = 0.3 * torch.randn(V, 128, generator=rng)
+    columns = torch.cat([torch.arange(128), torch.randint(128, (64,), generator=rng)])
+    hidden, weight = teacher_hidden[:, columns], teacher_weight[:, columns]
+    weight = weight / columns.bincount()[columns]
+    moved = [x + drift * x.std() * torch.randn(x.shape, generator=rng) for x in (hidden, weight)]
+    bias = drift * torch.randn(V, generator=rng)
+    teacher = (teacher_hidden, teacher_weight)
+    labels = torch.randint(V, (N,), generator=rng)
+    student, teacher = ([x.to(device, dtype) for x in xs] for xs in ((*moved, bias), teacher))
+    return student, teacher, labels.to(device)
+
+
+def call(student, teachers, labels, **options):
+    options.setdefault("alpha", 0.5 if teachers else 0.0)
+    hidden, weight, bias = student
+    return linear_kl_mlm_loss(
+        hidden,
+        weight,
+        [t[0] for t in teachers],
+        [t[1] for t in teachers],
+        labels,
+        student_bias=bias,
+        teacher_bias=[t[2] for t in teachers] if teachers and len(teachers[0]) > 2 else None,
+        **options,
+    )
+
+
+def loss_and_grads(student, teachers, labels, **options):
+    student = [x.detach().clone().requires_grad_() for x in student]
+    loss = call(student, teachers, labels, **options)
+    # unequal weights per row with reduction="none"
+    weights = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype, device=loss.device)
+    scalar = (loss * weights.view_as(loss)).sum()
+    return loss.detach(), torch.autograd.grad(scalar, student)
+
+
+def assert_same(actual, expected, rtol=1e-9):
+    torch.testing.assert_close(actual[0], expected[0], rtol=rtol, atol=1e-12)
+    for name, a, e in zip(NAMES, actual[1], expected[1], strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "K, options",
+    [
+        (0, {"alpha": 0.0}),
+        (1, {"alpha": 0.4, "temperature": 2.0}),
+        (1, {"alpha": 1.0, "softcap": 4.0}),
+        (2, {"alpha": 0.7, "temperature": 1.5}),
+    ],
+    ids=str,
+)
+def test_is_what_torch_computes(K, options, backend, device):
+    student, teachers, labels = make_heads(9, 41, 12, torch.float64, device, K)
+    student = [x.requires_grad_() for x in student]
+    truth = truth_of(F.linear(*student), [F.linear(*t) for t in teachers], labels, **options)
+    truth = (truth.detach(), torch.autograd.grad(truth, student))
+    if "softcap" in options:
+        options = options | {"teacher_softcap": options["softcap"]}
+    actual = loss_and_grads(student, teachers, labels, backend=backend, **options)
+    assert_same(actual, truth)
+    # three rows a chunk: the sums run over several chunks, the last one ragged
+    chunk_bytes = 3 * 41 * 8 * (K + 1)
+    actual = loss_and_grads(
+        student, teachers, labels, backend=backend, chunk_bytes=chunk_bytes, **options
+    )
+    assert_same(actual, truth)
+
+
+# every pair of a drift, a dtype and an alpha
+@pytest.mark.parametrize(
+    "dtype, bar, alpha, drift",
+    [
+        (torch.bfloat16, 5e-3, 0.5, 0.01),
+        (torch.bfloat16, 5e-3, 1.0, 0.05),
+        (torch.bfloat16, 5e-3, 0.5, 0.2),
+        (torch.float32, 1e-5, 1.0, 0.01),
+        (torch.float32, 1e-5, 0.5, 0.05),
+        (torch.float32, 1e-5, 1.0, 0.2),
+    ],
+    ids=str,
+)
+def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
+    student, teacher, labels = drifted_heads(64, 32_000, drift, dtype, device)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    options = {"alpha": alpha, "temperature": 2.0}
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
+    loss, actual = loss_and_grads(student, [teacher], labels, **options)
+    assert loss.dtype == torch.float32 and all(a.dtype == dtype for a in actual)
+    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
+    assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("N", [1, 33])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"vocab_tile": 300}], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bar",
+    [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 2e-6), (torch.float64, 1e-13)],
+    ids=str,
+)
+def test_narrow_heads_on_a_cpu(dtype, bar, options, N, compiled, monkeypatch):
+    """With the compiled GEMM and rows and without; no size is a multiple of anything."""
+    if not compiled:
+        monkeypatch.setattr(native, "loaded", lambda: None)
+    student, teachers, labels = make_heads(N, 1021, 35, dtype, "cpu", K=2)
+    options = options | {"temperature": 1.5, "kl_rows": "all"}
+    in64 = [[x.double() for x in head] for head in (student, *teachers)]
+    loss, truth = loss_and_grads(in64[0], in64[1:], labels, backend="reference", **options)
+    # columns of the weight that lie apart, and several chunks
+    turned = [[h[0], h[1].t().contiguous().t(), h[2]] for h in (student, *teachers)]
+    for heads in ([student, *teachers], turned):
+        found, actual = loss_and_grads(heads[0], heads[1:], labels, chunk_bytes=200_000, **options)
+        torch.testing.assert_close(found.double(), loss, rtol=1e-6, atol=1e-6)
+        errors = {n: relative_error(a, e) for n, a, e in zip(NAMES, actual, truth, strict=True)}
+        assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled library works on a CPU")
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str)
+def test_gradients_beside_a_close_teacher_without_the_library(dtype, bar, monkeypatch):
+    monkeypatch.setattr(native, "loaded", lambda: None)
+    test_gradients_beside_a_close_teacher(dtype, bar, 1.0, 0.01, "cpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_dtype_is_where_the_digits_are(backend, device):
+    student, teacher, labels = drifted_heads(8, 3000, 0.01, torch.float32, device)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
+
+    def worst(dtype):
+        options = {"alpha": 1.0, "logits_dtype": dtype, "backend": backend, "chunk_bytes": 96_000}
+        _, grads = loss_and_grads(student, [teacher], labels, **options)
+        return max(relative_error(a, t) for a, t in zip(grads, truth, strict=True))
+
+    # what the float32 GEMMs of dX and dW leave
+    assert worst(torch.float64) <= 2e-6 < 1e-5 < worst(torch.float32)
+
+
+@pytest.mark.parametrize("capability, fast", [((8, 0), True), ((9, 0), True), ((12, 0), False)])
+def test_a_gpu_takes_float64_logits_where_they_are_as_fast(capability, fast, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert _has_fast_float64(torch.device("cuda", 0)) is fast
+
+
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
+def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
+    """The Triton kernel rounds dlogits once, in place; a small vocabulary for the interpreter."""
+    student, teacher, labels = drifted_heads(8, 9000, 0.01, dtype, device)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
+    _, actual = loss_and_grads(student, [teacher], labels, backend="triton", alpha=1.0)
+    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
+    assert all(error <= bar for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_float16_with_a_loss_scaler(backend, device):
+    """Row weights of 1e-5: dlogits lie under float16's floor until the scaler's 2^15 comes in."""
+    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16, device)
+    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+    options = {"alpha": 1.0, "num_items": 1e5}
+    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
+    inputs = [x.clone().requires_grad_() for x in student]
+    loss = call(inputs, [teacher], labels, backend=backend, **options)
+    actual = torch.autograd.grad(2.0**15 * loss, inputs)
+    for name, a, t in zip(NAMES, actual, truth, strict=True):
+        assert a.dtype == torch.float16 and relative_error(a, 2.0**15 * t) <= 2e-3, name
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_rows_of_neither_mask_reach_no_gemm(backend, device):
+    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
+    labels[:] = IGNORED
+    labels[2], labels[7] = 3, 5
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    broken = [x.clone() for x in student]
+    broken[0][labels == IGNORED] = float("nan")
+    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
+        actual = loss_and_grads(broken, teachers, labels, backend=backend)
+    assert_same(actual, expected)
+    assert (actual[1][0][labels == IGNORED] == 0).all()
+    if device == "cpu":
+        assert [c.args[0].shape[0] for c in project.call_args_list] == [2, 2]
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_compaction_without_asking_how_many(backend, device):
+    """The path a GPU takes: places by prefix sum, unused ones read and write a spare row."""
+    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    with mock.patch.object(op_module, "may_ask", lambda device: False):
+        for max_rows in (None, 12, 8):
+            actual = loss_and_grads(
+                student, teachers, labels, backend=backend, max_rows=max_rows, chunk_bytes=1400
+            )
+            assert_same(actual, expected)
+        # on a GPU an assertion ends the whole process
+        if device == "cpu":
+            with pytest.raises(RuntimeError, match="max_rows"):
+                loss_and_grads(student, teachers, labels, backend=backend, max_rows=3)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_frozen_parts_cost_no_gemm(backend, device):
+    student, teachers, labels = make_heads(6, 17, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")[1]
+    for trained in [(0,), (1,), (2,), (0, 2)]:
+        inputs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(student)]
+        loss = call(inputs, teachers, labels, backend=backend)
+        sizes = [saved.numel() for saved in loss.grad_fn.saved_tensors[1:]]
+        assert [size > 0 for size in sizes] == [i in trained for i in range(3)]
+        grads = torch.autograd.grad(loss, [inputs[i] for i in trained])
+        for i, grad in zip(trained, grads, strict=True):
+            torch.testing.assert_close(grad, expected[i])
+    with torch.no_grad():
+        assert not call(student, teachers, labels, backend=backend).requires_grad
+
+
+def test_alpha_zero_runs_no_teacher_gemm(device):
+    student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
+    for alpha, gemms in ((0.0, 1), (0.5, 2), (torch.tensor(0.0), 2)):
+        with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
+            call(student, teachers, labels, alpha=alpha)
+        assert project.call_count == gemms
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_vocabularies_and_parts(backend, device):
+    student, teachers, labels = make_heads(7, 20, 8, torch.float64, device)
+    labels = labels.clamp(max=16)
+    short = [[x[:17] if i else x for i, x in enumerate(head)] for head in (student, *teachers)]
+    wide = [[x[:18] if i else x for i, x in enumerate(teachers[0])]]
+    expected = loss_and_grads(short[0], short[1:], labels, backend=backend)
+    actual = loss_and_grads(student, wide, labels, vocab_size=17, backend=backend)
+    assert_same((actual[0], [g[:17] if i else g for i, g in enumerate(actual[1])]), expected)
+    assert all((grad[17:] == 0).all() for grad in actual[1][1:])
+    loss, parts = call(student, wide, labels, vocab_size=17, return_parts=True, backend=backend)
+    logits = [F.linear(*head) for head in short]
+    _, expected_parts = growkern.kl_mlm_loss(
+        logits[0], logits[1], labels, return_parts=True, backend="reference"
+    )
+    torch.testing.assert_close(loss, 0.5 * parts.mlm + 0.5 * parts.kl)
+    for part, expected_part in zip(parts, expected_parts, strict=True):
+        torch.testing.assert_close(part, expected_part)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_micro_batches_add_up(backend, device):
+    student, teachers, labels = make_heads(20, 13, 8, torch.float64, device)
+    labels[5:9] = IGNORED
+    whole = loss_and_grads(student, teachers, labels, backend=backend)
+    count = (labels != IGNORED).sum()
+    total, grads = 0.0, []
+    for a, b in [(0, 1), (1, 7), (7, 8), (8, 20)]:
+        part = [student[0][a:b], *student[1:]], [[teachers[0][0][a:b], *teachers[0][1:]]]
+        loss, grad = loss_and_grads(*part, labels[a:b], num_items=count, backend=backend)
+        total, grads = total + loss, [*grads, grad]
+    dX, dW, db = zip(*grads, strict=True)
+    assert_same((total, (torch.cat(dX), sum(dW), sum(db))), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_per_row_losses(backend, device):
+    student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
+    shaped = [[h[0].view(2, 3, -1), *h[1:]] for h in (student, *teachers)]
+    options = {"reduction": "none", "temperature": 2.0}
+    actual = loss_and_grads(shaped[0], shaped[1:], labels.view(2, 3), backend=backend, **options)
+    expected = loss_and_grads(student, teachers, labels, backend="reference", **options)
+    assert actual[0].shape == (2, 3) and actual[1][0].shape == (2, 3, 8)
+    assert_same((actual[0].view(6), (actual[1][0].view(6, 8), *actual[1][1:])), expected)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_non_contiguous_inputs(backend, device):
+    student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend="reference")
+    turned = [
+        [h[0].t().contiguous().t(), h[1].t().contiguous().t(), h[2]] for h in (student, *teachers)
+    ]
+    assert_same(loss_and_grads(turned[0], turned[1:], labels, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("N", [0, 1, 5])
+def test_nothing_to_learn_from(N, backend, device):
+    student, teachers, labels = make_heads(N, 13, 8, torch.float32, device)
+    loss, grads = loss_and_grads(student, teachers, labels.fill_(IGNORED), backend=backend)
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in grads)
+    if N == 1:
+        loss, grads = loss_and_grads(student, teachers, labels.fill_(2), backend=backend)
+        assert loss.item() > 0 and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_extreme_logits(backend, device):
+    student, teachers, labels = make_heads(4, 13, 8, torch.float32, device)
+    student[2][3], teachers[0][2][3], teachers[0][2][5] = 1e4, -1e4, float("-inf")
+    loss, grads = loss_and_grads(student, teachers, labels, backend=backend)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_autocast(backend, device):
+    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
+    low = [[x.bfloat16() for x in head] for head in (student, *teachers)]
+    expected = loss_and_grads(low[0], low[1:], labels, backend=backend)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = loss_and_grads(student, teachers, labels, backend=backend)
+    assert actual[0] == expected[0]
+    for a, e in zip(actual[1], expected[1], strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, e.float())
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction, backend, device):
+    student, teachers, labels = make_heads(3, 7, 4, torch.float64, device, K=2)
+
+    def loss(*head):
+        return call(
+            head, teachers, labels, temperature=1.7, kl_rows="all", reduction=reduction,
+            teacher_weights=[0.2, 0.8], backend=backend,
+        )  # fmt: skip
+
+    fast = {"fast_mode": backend == "triton"}
+    assert torch.autograd.gradcheck(loss, [x.requires_grad_() for x in student], **fast)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("per_row, dtype", [(False, torch.float32), (True, torch.float64)])
+def test_opcheck(per_row, dtype, backend, device):
+    student, teachers, labels = make_heads(4, 9, 8, torch.float32, device)
+    student = [x.requires_grad_() for x in student]
+    labels.clamp_(min=0)
+    kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
+    weights = torch.rand(2, 4, device=device)
+    anchor = torch.zeros(0, device=device, requires_grad=True)
+    sizes = Sizes(vocab=9, columns=9)
+    settings = Settings(sizes, Maths(2.0), False, per_row, [True] * 3, dtype, "", backend)
+    inputs = (student, teachers[0], labels, kind, weights, anchor, *as_arguments(settings))
+    library.opcheck(linear_kl_mlm_op, inputs)
+    grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]
+    inputs = (torch.tensor(2.0, device=device), grads, anchor.detach(), torch.float16)
+    library.opcheck(linear_kl_mlm_backward_op, inputs)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_backward_twice_is_the_same_twice(backend, device):
+    student, teachers, labels = make_heads(4, 9, 8, torch.float32, device)
+    student = [x.requires_grad_() for x in student]
+    loss = 3.0 * call(student, teachers, labels, backend=backend)
+    first = torch.autograd.grad(loss, student, retain_graph=True)
+    second = torch.autograd.grad(loss, student)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_second_derivative_is_refused(backend, reduction, device):
+    student, teachers, labels = make_heads(4, 9, 8, torch.float64, device)
+    expected = loss_and_grads(student, teachers, labels, backend=backend, reduction=reduction)[1]
+    for i in range(3):
+        inputs = [x.detach().clone().requires_grad_(j == i) for j, x in enumerate(student)]
+        loss = call(inputs, teachers, labels, backend=backend, reduction=reduction)
+        scalar = (loss * torch.linspace(1, 2, loss.numel(), device=device).view_as(loss)).sum()
+        (grad,) = torch.autograd.grad(scalar, inputs[i], create_graph=True)
+        torch.testing.assert_close(grad.detach(), expected[i])
+        with pytest.raises(growkern.errors.GrowthError, match="differentiated once"):
+            torch.autograd.grad(grad.square().sum(), inputs[i])
+
+
+def test_compiles_whole_and_once_for_every_alpha_and_size(device, backend="aot_eager"):
+    def step(hidden, weight, bias, teacher, labels, rate, t):
+        # the schedule inside the compiled step
+        alpha = (rate * (1 - t / 10)).clamp(min=0)
+        return linear_kl_mlm_loss(
+            hidden, weight, *teacher[:2], labels, student_bias=bias, teacher_bias=teacher[2],
+            alpha=alpha,
+        )  # fmt: skip
+
+    rate = torch.tensor(0.9, device=device)
+    check_compiled(
+        torch.compile(step, fullgraph=True, backend=backend, dynamic=True),
+        lambda N: make_heads(N, 33, 8, torch.float32, device),
+        lambda c, z, ts, labels, t: c(*z, ts[0], labels, rate, torch.tensor(t, device=device)),
+        lambda z, ts, labels, t: loss_and_grads(z, ts, labels, alpha=0.9 * (1 - t / 10)),
+    )
+
+
+def test_chunks_follow_the_memory_and_the_rows():
+    def size(rows, widths, element=4, **limits):
+        sizes = Sizes(32_000, 32_000, **limits)
+        return chunk_size(rows, widths, torch.zeros(1, 768), element, sizes)
+
+    assert size(1000, [768, 512], chunk_bytes=100 * 32_000 * 8) == (100, 0)
+    # equal chunks, not one ragged end
+    assert size(101, [768, 512], chunk_bytes=100 * 32_000 * 8) == (51, 0)
+    assert size(7, [768, 512]) == (7, 0)
+    # a wider teacher's GEMMs hide the accumulation of dW sooner
+    alone, wide = (size(100_000, heads)[0] for heads in ([768], [768, 4096]))
+    assert wide < alone
+    # the rows are those of dW, whatever a logit's size; what holds logits counts their bytes
+    assert size(100_000, [768], 8)[0] == alone
+    assert size(1000, [768, 512], 8, chunk_bytes=100 * 32_000 * 16) == (100, 0)
+    # no room for enough whole rows: tiles of the vocabulary, never more than there is room for
+    rows, columns = size(1000, [768, 512], chunk_bytes=1 << 20)
+    assert rows >= 32 and 0 < columns < 32_000 and rows * columns * 8 <= 1 << 20
+    assert size(3, [768], chunk_bytes=3 * 32_000 * 4) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"student_weight": torch.ones(9, 5)}, "student: hidden"),
+        ({"teacher_weight": torch.ones(9, 5)}, r"teacher\[0\]: hidden"),
+        ({"teacher_weight": None}, r"teacher\[0\]"),
+        ({"teacher_weight": torch.ones(9, 3).requires_grad_()}, "frozen"),
+        ({"teacher_hidden": torch.ones(3, 3)}, "same rows"),
+        ({"teacher_hidden": [torch.ones(4, 3)] * 2}, "2 teacher_hidden need 2"),
+        ({"teacher_hidden": None, "teacher_weight": None}, "needs a teacher"),
+        ({"teacher_weight": torch.ones(8, 3)}, "vocab_size=8"),
+        ({"student_bias": torch.ones(8)}, "bias"),
+        ({"student_bias": torch.ones(9).double()}, "share a dtype"),
+        ({"labels": torch.zeros(5, dtype=torch.long)}, "must match the rows"),
+        ({"labels": torch.tensor([0, 1, 99, 2])}, "row 2 is 99, outside 0"),
+        ({"ignore_index": 0.5}, "ignore_index must be an integer"),
+        ({"chunk_bytes": 0}, "chunk_bytes"),
+        ({"max_rows": 3}, "max_rows=3"),
+        ({"logits_dtype": torch.bfloat16}, "logits_dtype must be"),
+    ],
+    ids=str,
+)
+def test_refusals(change, message):
+    inputs = {
+        "student_hidden": torch.ones(4, 6),
+        "student_weight": torch.ones(9, 6),
+        "teacher_hidden": torch.ones(4, 3),
+        "teacher_weight": torch.ones(9, 3),
+        "labels": torch.zeros(4, dtype=torch.long),
+    }
+    with pytest.raises(growkern.errors.GrowthError, match=message):
+        linear_kl_mlm_loss(**(inputs | change))
