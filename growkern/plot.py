@@ -21,7 +21,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.growth.record.outputs import load_model
 from growkern.train.load import load_tokenizer
-from growkern.train.safety.checkpoints import last_checkpoint
+from growkern.train.safety.checkpoints import checkpoints_in
 from growkern.whole import write_whole
 
 STATE_FILE = "trainer_state.json"
@@ -107,7 +107,8 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     """
     directory = Path(directory)
     # an unfinished run has its log in its checkpoints only
-    holder = directory if (directory / STATE_FILE).is_file() else last_checkpoint(directory)
+    places = (directory, *checkpoints_in(directory))
+    holder = next((place for place in places if (place / STATE_FILE).is_file()), None)
     if holder is None:
         raise GrowthError(f"{directory} is not a training directory: it has no {STATE_FILE}")
     history = json.loads((holder / STATE_FILE).read_text())["log_history"]

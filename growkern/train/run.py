@@ -36,7 +36,7 @@ from growkern.train.load import (
     load_tokenizer,
     stored_dtype,
 )
-from growkern.train.safety.checkpoints import step_of
+from growkern.train.safety.checkpoints import close_staging, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.messages import (
     PRECISIONS,
@@ -95,12 +95,15 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
     output = base / run.output.directory
     check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = _identity(run, base, texts)
+    is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
-        if progress:
+        if is_first:
+            # a run that was killed after it had saved its model
+            close_staging(output)
+        if progress and is_first:
             print_lines({"finished": f"{output} is trained already; nothing was done"})
         return None
 
-    is_first = os.environ.get("RANK", "0") == "0"
     with locked(output, "training in") if is_first else nullcontext():
         # another process may have been at work until now
         ours = is_ours(output, identity, overwrite)

@@ -7,17 +7,21 @@ the checksum of every file is written last, everything is synced, and one rename
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.publish.calls import exchange, rename_new
+from growkern.whole import sync
 
 MANIFEST = "manifest.json"
 ALGORITHM = "xxh3_128"
@@ -176,12 +180,24 @@ def publish(staged: Path, target: Path) -> None:
         OSError: the disk is full or failed. `target` is as it was.
     """
     finish(staged)
-    replaced = staged.with_name(f"replaced-{target.name}")
-    if target.exists():
-        target.rename(replaced)
-    staged.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with _opened(staged.parent) as staging, _opened(target.parent) as run:
+        try:
+            rename_new(staged.name, staging, target.name, run)
+        except FileExistsError:
+            # the old checkpoint is deleted with the staging folder
+            if not exchange(staged.name, staging, target.name, run):
+                os.rename(target, staged.with_name(f"replaced-{target.name}"))
+                rename_new(staged.name, staging, target.name, run)
+    sync(target.parent)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def publish_into(staged: Path, directory: Path) -> None:
@@ -194,15 +210,15 @@ def publish_into(staged: Path, directory: Path) -> None:
     """
     finish(staged)
     (directory / MANIFEST).unlink(missing_ok=True)
-    _sync(directory)
+    sync(directory)
     for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
         place = directory / path.name
         if path.name == MANIFEST:
-            _sync(directory)
+            sync(directory)
         if place.is_dir():
             shutil.rmtree(place)
         path.replace(place)
-    _sync(directory)
+    sync(directory)
 
 
 def finish(staged: Path) -> None:
@@ -213,7 +229,7 @@ def finish(staged: Path) -> None:
     """
     write_manifest(staged)
     for path in (*staged.rglob("*"), staged):
-        _sync(path)
+        sync(path)
 
 
 def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
@@ -236,12 +252,3 @@ def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
         trash.parent.mkdir(exist_ok=True)
         path.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -315,7 +315,8 @@ class SafeTrainer(Trainer):
     def _writing_to(self, staging: Path) -> Iterator[None]:
         """While active, Trainer writes its checkpoint to a folder and leaves all others alone."""
         best_step, push = self.state.best_global_step, self.args.push_to_hub
-        # Trainer looks for the best checkpoint beside this one, and uploads before it is complete
+        # with a best step Trainer waits for all processes, of which one may have no disk any more;
+        # it would upload before the checkpoint is complete
         self._staging, self.state.best_global_step, self.args.push_to_hub = staging, None, False
         try:
             yield

@@ -7,10 +7,11 @@ import pytest
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
+from growkern.train.safety import checkpoints
 from growkern.train.safety.checkpoints import (
     MANIFEST,
-    STAGING,
     checkpoints_in,
+    close_staging,
     damage,
     last_checkpoint,
     newest_whole,
@@ -126,12 +127,18 @@ def test_steps_are_compared_as_numbers(tmp_path):
     assert newest_whole(tmp_path).name == last_checkpoint(tmp_path).name == "checkpoint-10"
 
 
-def test_a_checkpoint_that_is_written_again_replaces_the_old_one(tmp_path):
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_that_is_written_again_replaces_the_old_one(
+    tmp_path, monkeypatch, can_exchange
+):
+    if not can_exchange:
+        monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
     make(tmp_path, 2, b"old")
     checkpoint = make(tmp_path, 2, b"new")
     assert (checkpoint / "inner" / "file").read_bytes() == b"new"
     assert newest_whole(tmp_path) == checkpoint
-    assert [p.name for p in (tmp_path / STAGING).iterdir()] == []
+    close_staging(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

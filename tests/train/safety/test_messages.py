@@ -33,13 +33,12 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    header, line, rest = capsys.readouterr().out.partition("finished ")
-    found, end = values(header), values(line + rest)
+    header, finished, end = capsys.readouterr().out.partition("finished  ")
+    found, end = values(header), values(finished + end)
     parameters = format_count(sum(p.numel() for p in model.parameters()))
-    assert parameters in found["model"]
-    assert (
-        found["precision"] == "bfloat16 autocast over float32 weights; the checkpoint is bfloat16"
-    )
+    assert found["model"] == f"BertForMaskedLM from {workplace / 'model'}, {parameters} parameters"
+    autocast = "bfloat16 autocast over float32 weights"
+    assert found["precision"] == f"{autocast}; the checkpoint is bfloat16"
     assert found["device"] in ("cpu, 1 process", "cuda:0, 1 process") or torch.cuda.is_available()
     assert found["steps"] == "6, of 4 x 16 tokens"
     assert found["saves"] == (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainerState
 
 from growkern import GrowthError
 from growkern.train.run import train
@@ -60,6 +61,15 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, numb
     assert_same(weights_of(again), straight)
     # what was logged before the stop is in the checkpoint
     assert [line["step"] for line in again.state.log_history if "loss" in line] == [*range(1, 9)]
+
+
+def test_the_loss_before_a_stop_is_logged(tmp_path):
+    args = {"logging_steps": 100}
+    trainer = small_trainer(tmp_path, callbacks=[At(4, send(signal.SIGTERM))], args=args)
+    with pytest.raises(Terminated):
+        trainer.train()
+    saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-5" / "trainer_state.json"))
+    assert [line["step"] for line in saved.log_history if "loss" in line] == [5]
 
 
 def test_a_second_sigterm_does_not_disturb_the_save(tmp_path, straight):
