@@ -8,9 +8,6 @@ share of the whole model's FLOPs.
 
 import copy
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,41 +17,9 @@ from torch.nn import functional as F
 
 from bench.on_gpu.recorder import Recorder
 from bench.on_gpu.train_step import FULL, TOY, bert, make_batch
+from bench.shared.trainer_runs import Clock, trained
 
 Batch = tuple[dict[str, Tensor], Tensor]
-
-
-class _Rows(torch.utils.data.Dataset):
-    def __init__(self, batch: Batch, count: int) -> None:
-        self.ids, self.labels = batch[0]["input_ids"].cpu(), batch[1].cpu()
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        at = i % len(self.ids)
-        return {"input_ids": self.ids[at], "labels": self.labels[at]}
-
-
-class _Clock(transformers.TrainerCallback):
-    """Notes when each step ended, after the device has finished its work."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(_now())
-
-    @property
-    def seconds(self) -> list[float]:
-        return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _layers_alone(model: Any, batch: Batch, steps: int) -> tuple[list[float], float]:
@@ -67,7 +32,7 @@ def _layers_alone(model: Any, batch: Batch, steps: int) -> tuple[list[float], fl
     def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear_kl_mlm_loss(hidden, weight, None, None, labels, student_bias=bias, alpha=0.0)
 
-    clock, losses = _Clock(), []
+    clock, losses = Clock(), []
     for _ in range(steps):
         with head_swap(model, loss_of):
             loss = model(**inputs).logits
@@ -77,28 +42,6 @@ def _layers_alone(model: Any, batch: Batch, steps: int) -> tuple[list[float], fl
         losses.append(loss.detach())
         clock.on_step_end()
     return clock.seconds, losses[0].item()
-
-
-def _trained(make: Callable[..., Any], model: Any, batch: Batch, steps: int) -> tuple[Any, _Clock]:
-    clock = _Clock()
-    with tempfile.TemporaryDirectory() as directory:
-        args = transformers.TrainingArguments(
-            directory,
-            max_steps=steps,
-            per_device_train_batch_size=len(batch[1]),
-            learning_rate=1e-5,
-            max_grad_norm=0.0,
-            logging_first_step=True,
-            logging_steps=10**6,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            train_sampling_strategy="sequential",
-        )
-        data = _Rows(batch, steps * len(batch[1]))
-        trainer = make(model, args, train_dataset=data, callbacks=[clock])
-        trainer.train()
-    return trainer, clock
 
 
 def _first_loss(trainer: Any) -> float:
@@ -136,7 +79,7 @@ def run(recorder: Recorder) -> None:
         ("TwoStageTrainer", TwoStageTrainer),
     ):
         model.load_state_dict(start)
-        trainer, clock = _trained(make, model, batch, steps)
+        trainer, clock = trained(make, model, batch[0]["input_ids"], batch[1], steps)
         record(name, clock.seconds, _first_loss(trainer))
     _stage_one(recorder, model, batch, limit)
 
@@ -154,7 +97,7 @@ def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> 
     def make(*args: Any, **rest: Any) -> Any:
         return TwoStageTrainer(*args, two_stage=stages, **rest)
 
-    _, clock = _trained(make, model, batch, steps)
+    _, clock = trained(make, model, batch[0]["input_ids"], batch[1], steps)
     cost = ModelCost(model, layer_stacks(model))
     (B, S), rows = batch[1].shape, int((batch[1] != -100).sum())
 

@@ -1,0 +1,167 @@
+"""Measures the steps of `TwoStageTrainer` beside those of other trainers on the same model.
+
+    python -m bench.bench_trainer
+
+- "no teacher": the overhead over a plain `transformers.Trainer` (goal: at most 3 %). Every token is
+  a label, so both compute as much.
+- "teacher": against a `transformers.Trainer` that distils from whole logits (goal: faster).
+- "stage 1": the mean step of stage 1 over the full step, against the same ratio of the FLOPs (goal:
+  within 10 %).
+
+The trainers take turns, one run each per round. A run is the median of its steps. Ratios are taken
+within each round, and the medians over the rounds are reported.
+"""
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.trainer_runs import Clock, trained
+from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern.train.flops import ModelCost
+from growkern.train.sub_model import layer_stacks
+
+ALPHA, TEMPERATURE = 0.5, 2.0
+PLAIN, OURS = "transformers.Trainer", "TwoStageTrainer"
+DISTILLING, BESIDE_TEACHER = "distillation on whole logits", "TwoStageTrainer, teacher"
+STAGE1 = "TwoStageTrainer, stage 1"
+
+
+class DistillingTrainer(transformers.Trainer):
+    """The usual distillation: cross-entropy and KL from the logits of both models."""
+
+    def __init__(self, *args: Any, teacher: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        """(1 - ALPHA) times the cross-entropy, plus ALPHA times the KL from the teacher."""
+        labels_R = inputs["labels"][:, 1:].flatten()
+        student_RV = model(inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+        with torch.no_grad():
+            teacher_RV = self.teacher(inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+        kl = F.kl_div(
+            (student_RV / TEMPERATURE).log_softmax(-1),
+            (teacher_RV / TEMPERATURE).log_softmax(-1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        loss = F.cross_entropy(student_RV, labels_R)
+        return (1 - ALPHA) * loss + ALPHA * TEMPERATURE**2 * kl
+
+
+def gpt2(width: int, layers: int, vocab: int, length: int) -> Any:
+    """A GPT-2 with random weights and without dropout, which the teacher would not share."""
+    config = transformers.GPT2Config(
+        vocab_size=vocab,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=max(1, width // 64),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def contenders(teacher: Any, stages: TwoStageConfig) -> dict[str, Callable[..., Any]]:
+    """What makes each trainer, by name."""
+    # the rate falls to 0 long after the run
+    schedule = InheritanceSchedule(rate=ALPHA, end_step=10**9, temperature=TEMPERATURE)
+    return {
+        PLAIN: transformers.Trainer,
+        OURS: TwoStageTrainer,
+        DISTILLING: partial(DistillingTrainer, teacher=teacher),
+        BESIDE_TEACHER: partial(TwoStageTrainer, teacher=teacher, inheritance=schedule),
+        STAGE1: partial(TwoStageTrainer, two_stage=stages),
+    }
+
+
+def step_seconds(name: str, clock: Clock, stages: TwoStageConfig, layers: int) -> float:
+    """The time of a step: the median, or in stage 1 the mean over depths of their medians."""
+    if name != STAGE1:
+        return statistics.median(clock.seconds)
+    by_depth: dict[int | None, list[float]] = {}
+    # the first interval is that of the second step
+    for step, seconds in enumerate(clock.seconds, start=1):
+        by_depth.setdefault(stages.depth(step, layers), []).append(seconds)
+    return statistics.mean(map(statistics.median, by_depth.values()))
+
+
+def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], steps: int) -> float:
+    """FLOPs of a step of stage 1 over those of a full step, as a mean over the depths that ran."""
+    cost, (batch, length) = ModelCost(model, layer_stacks(model)), shape
+    layers, block = model.config.num_hidden_layers, stages.layers_per_block
+    head = batch * (length - 1) * cost.head_row(train=True)
+    depths = {stages.depth(step, layers) for step in range(1, steps)}
+    some = [cost.train(batch, length, depth, block) + head for depth in depths]
+    return statistics.mean(some) / (cost.train(batch, length) + head)
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the table: one per comparison."""
+    torch.manual_seed(0)
+    student = gpt2(options.width, options.layers, options.vocab, options.length)
+    teacher = gpt2(options.width // 2, options.layers, options.vocab, options.length)
+    ids = torch.randint(options.vocab, (options.batch, options.length))
+    stages = TwoStageConfig(max(1, options.layers // 4), stage1_steps=options.steps)
+    times: dict[str, list[float]] = {}
+    for _ in range(options.repeats):
+        for name, make in contenders(teacher, stages).items():
+            _, clock = trained(make, copy.deepcopy(student), ids, ids, options.steps)
+            times.setdefault(name, []).append(step_seconds(name, clock, stages, options.layers))
+
+    def ratio(ours: str, theirs: str) -> float:
+        pairs = zip(times[ours], times[theirs], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    size = f"{options.layers} x {options.width}, V {options.vocab}"
+    share = flops_share(student, stages, (options.batch, options.length), options.steps)
+    rows = Rows()
+    for case, ours, theirs in (
+        ("no teacher", OURS, PLAIN),
+        ("teacher", BESIDE_TEACHER, DISTILLING),
+        ("stage 1", STAGE1, OURS),
+    ):
+        row = {
+            "case": case,
+            "model": size,
+            "batch": f"{options.batch} x {options.length}",
+            "beside": theirs,
+            "ms": 1e3 * statistics.median(times[ours]),
+            "ms beside": 1e3 * statistics.median(times[theirs]),
+            "ratio": ratio(ours, theirs),
+        }
+        if case == "stage 1":
+            row |= {"FLOP share": share, "ratio / FLOP share": row["ratio"] / share}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, repeats=5)
+    for name, default in (
+        *(("width", 256), ("layers", 8), ("vocab", 8192)),
+        *(("batch", 8), ("length", 128), ("steps", 25)),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    if not options.no_test:
+        require_green("tests/train/test_trainer.py")
+    show_and_save("trainer", machine(), measure(options))
+
+
+if __name__ == "__main__":
+    main()
