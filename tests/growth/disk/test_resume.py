@@ -480,19 +480,19 @@ def test_rows_that_were_repaired_and_lost_again_are_not_trusted(
     """Their old line speaks of the same sum: after the failed sync it must not count any more."""
     target = tmp_path / "grown"
     interrupt(monkeypatch, source, target, after=60)
-    shards = sorted(staging_of(target).glob("new/*.safetensors"))
-    damaged = {shard: shard.read_bytes() for shard in shards}
-    for shard in shards:
+    for shard in staging_of(target).glob("new/*.safetensors"):
         flip_bits(shard)
+    noted = marks_in(target)
     with monkeypatch.context() as patched:
+        before = watch_writes(patched)
         failing_once(patched, "fdatasync", 0)
         with pytest.raises(growkern.GrowthError, match="Input/output error"):
             growkern.grow_checkpoint(source, target, **HOW)
-    assert damaged
+    assert before and len(noted) > 40
     with monkeypatch.context() as patched:
         again = watch_writes(patched)
-        report = growkern.grow_checkpoint(source, target, **HOW)
-    assert report.bytes_kept == 0 and again
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert before <= again
     assert snapshot(target) == expected
 
 
