@@ -281,6 +281,21 @@ def test_nothing_is_read_from_outside_the_package(path):
             assert not outside, f"{where(path, node)} names a path outside: {node.value!r}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=by_name)
+def test_little_is_renamed(path):
+    """A rename may replace what somebody else put there: directories have one module for it."""
+    if layer_of(path) in ("whole", "publish"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        # of a path; that of a text takes two, that of dataclasses keywords
+        of_path = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+        by_os = ast.unparse(node.func) in ("os.replace", "shutil.move")
+        renames = of_path or by_os or node.func.attr in ("rename", "renames", "renameat2")
+        assert not renames, f"{where(path, node)}: {ast.unparse(node)}"
+
+
 def test_the_reader_of_imports_sees_every_kind(monkeypatch):
     source = "import growkern.cli\ndef f():\n    from ..train import run\n    from . import spec\n"
     monkeypatch.setattr(Path, "read_text", lambda self: source)

@@ -1,6 +1,7 @@
 """python -m tests.faults.publishing DIRECTORY: walk through a publication of three small files."""
 
 import errno
+import json
 import sys
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def main():
             )
             for line in Walk(work, directory, shim, without).run():
                 print(line, file=sys.stderr)
-            print(work.name, dict(work.cases))
+            print(json.dumps({"name": work.name, "cases": work.cases}), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ enum trait { CHANGES = 1, TAKES_SPACE = 2, WAITS = 4, MOVES = 8 };
 #define MOST_FILES 65536
 
 static char root[4096];
-static int kind, unsupported, log_file = -1;
-static long at, count, seen;
+static int kind, unsupported;
+static long at, count;
+/* reads and writes of all files */
+static long moved[2];
 static const char *fired;
 static char is_ours[MOST_FILES];
 
@@ -59,8 +61,6 @@ static void note(int file, int ours) {
 
 /* Counts an operation; 1: it has to fail, with errno set; 2: it moves a part of its bytes only. */
 static int strikes(const char *name, int traits, size_t bytes) {
-  seen++;
-  if (log_file >= 0) dprintf(log_file, "%s\n", name);
   int hit = kind == FAIL_EIO || (kind == FAIL_EIO_OF_CHANGES && traits & (CHANGES | TAKES_SPACE)) ||
             (kind == FAIL_ENOSPC && traits & TAKES_SPACE) ||
             (kind == FAIL_EINTR && traits & WAITS) || (kind == CUT && traits & MOVES && bytes > 1) ||
@@ -80,13 +80,12 @@ static int strikes(const char *name, int traits, size_t bytes) {
 
 void faults_arm(const char *folder, int new_kind, long new_at) {
   strncpy(root, folder, sizeof root - 1);
-  kind = new_kind, at = new_at, count = seen = 0, fired = NULL;
+  kind = new_kind, at = new_at, count = 0, fired = NULL;
 }
 
 void faults_disarm(void) { kind = NONE; }
 void faults_without_renameat2(int code) { unsupported = code; }
-void faults_log(int file) { log_file = file; }
-long faults_seen(void) { return seen; }
+long faults_moved(int writes) { return moved[writes]; }
 const char *faults_fired(void) { return fired; }
 
 /* ---------------------------------------------------------------- the wrappers */
@@ -140,7 +139,9 @@ int close(int file) {
 #define MOVE(name, declared, traits, whole, part)           \
   ssize_t name declared {                                   \
     REAL(name);                                             \
-    int struck = is_file(file) ? strikes(#name, traits, n) : 0; \
+    int does = traits;                                      \
+    moved[(does & CHANGES) != 0]++;                         \
+    int struck = is_file(file) ? strikes(#name, does, n) : 0; \
     if (struck == 1) return -1;                             \
     return struck ? real part : real whole;                 \
   }
@@ -156,15 +157,18 @@ MOVE(pwrite, (int file, const void *data, size_t n, off_t o), WRITES, (file, dat
      (file, data, n / 2, o))
 MOVE(pwrite64, (int file, const void *data, size_t n, off64_t o), WRITES, (file, data, n, o),
      (file, data, n / 2, o))
-MOVE(sendfile, (int file, int from, off_t *o, size_t n), WRITES, (file, from, o, n),
+/* the system counts each of these as a read, too */
+#define BOTH (moved[0]++, WRITES)
+MOVE(sendfile, (int file, int from, off_t *o, size_t n), BOTH, (file, from, o, n),
      (file, from, o, n / 2))
-MOVE(sendfile64, (int file, int from, off64_t *o, size_t n), WRITES, (file, from, o, n),
+MOVE(sendfile64, (int file, int from, off64_t *o, size_t n), BOTH, (file, from, o, n),
      (file, from, o, n / 2))
 MOVE(copy_file_range, (int from, off64_t *a, int file, off64_t *b, size_t n, unsigned flags),
-     WRITES, (from, a, file, b, n, flags), (from, a, file, b, n / 2, flags))
+     BOTH, (from, a, file, b, n, flags), (from, a, file, b, n / 2, flags))
 
 ssize_t writev(int file, const struct iovec *parts, int n) {
   REAL(writev);
+  moved[1]++;
   int struck = is_file(file) ? strikes("writev", WRITES, parts[0].iov_len) : 0;
   if (struck == 1) return -1;
   return struck ? write(file, parts[0].iov_base, parts[0].iov_len / 2) : real(file, parts, n);

@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL:
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
     shim.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
     shim.faults_fired.restype = ctypes.c_char_p
-    shim.faults_seen.restype = ctypes.c_long
+    shim.faults_moved.restype = ctypes.c_long
     return shim
 
 

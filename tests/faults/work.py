@@ -1,5 +1,6 @@
 """python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and teacher caches."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def tiny(seed=0, **sizes):
 
 
 def save_source(folder, *, optimizer=False):
+    folder.mkdir(exist_ok=True)
     model = tiny()
     model.save_pretrained(folder / "source")
     (folder / "source" / "tokenizer.json").write_text("{}")
@@ -124,7 +126,7 @@ def main():
             work = WORKS[name]
             for line in Walk(work, directory, shim).run():
                 print(line, file=sys.stderr)
-            print(name, dict(work.cases), flush=True)
+            print(json.dumps({"name": name, "cases": work.cases}), flush=True)
 
 
 if __name__ == "__main__":

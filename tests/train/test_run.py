@@ -1,6 +1,7 @@
 """`growkern train RUN.toml` from the file to the trained checkpoint, and on again."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -8,6 +9,8 @@ import transformers
 from safetensors.torch import load_file
 
 from growkern import GrowthError
+from growkern.publish.lock import locked
+from growkern.train import run as run_module
 from growkern.train.run import train
 from tests.train.tiny import VOCAB, build
 
@@ -114,6 +117,40 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     with pytest.raises(GrowthError, match="not the directory of a run"):
         train(workplace / "run.toml", overwrite=True, progress=False)
     assert (workplace / "out" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_directory_has_one_trainer(workplace):
+    """The second one is told who is there, before any work."""
+    who = rf"out: process {os.getpid()} on \S+ is training in it now"
+    with locked(workplace / "out", "training in"), pytest.raises(GrowthError, match=who):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+    train(workplace / "run.toml", progress=False)
+    assert not list((workplace / "out").glob(".*"))
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
+    """A marker is whole or not there, and an old one stays until a new one replaces it."""
+    out = workplace / "out"
+    out.mkdir()
+    (out / ".lock").write_text("1 host")
+    (out / ".run.json.0a1b2c3d.part").write_text("{")
+    train(workplace / "run.toml", progress=False)
+    (out / "run.json").write_text("{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "write_whole", lambda *_: killed())
+        with pytest.raises(KeyboardInterrupt):
+            train(workplace / "run.toml", overwrite=True, progress=False)
+    assert [path.name for path in out.iterdir()] == ["run.json"]
+    with pytest.raises(GrowthError, match="holds another run"):
+        train(workplace / "run.toml", progress=False)
+    train(workplace / "run.toml", overwrite=True, progress=False)
+
+
+def killed():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

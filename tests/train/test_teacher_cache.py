@@ -1,15 +1,18 @@
 """A teacher's kept rows: what is on disk, who may read it, and what survives a kill."""
 
+import os
 import pickle
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
+from growkern.train.cached_teacher import store
 from growkern.train.cached_teacher import write as writer
 from growkern.train.cached_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
@@ -229,6 +232,73 @@ def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypat
     make(tmp_path / "c", overwrite=True)
     assert TeacherCache(tmp_path / "c").header.temperature == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_one_process_at_a_time(tmp_path, monkeypatch):
+    """The second one is refused before any work, and takes nothing from the first."""
+    real = writer.kept_rows
+
+    def second(*args):
+        with pytest.raises(GrowthError, match=rf"process {os.getpid()} on \S+ is caching it now"):
+            make(tmp_path / "c", overwrite=True, model=tmp_path / "not loaded")
+        return real(*args)
+
+    monkeypatch.setattr(writer, "kept_rows", second)
+    make(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_kill_while_the_old_cache_is_deleted(tmp_path):
+    """It costs nothing later: what is left of the old one is swept."""
+    make(tmp_path / "c")
+    child = os.fork()
+    if not child:
+        unlink = os.unlink
+
+        def killed(name, *, dir_fd=None):
+            if name == "rows-00000.safetensors":
+                os._exit(9)
+            unlink(name, dir_fd=dir_fd)
+
+        os.unlink = killed
+        make(tmp_path / "c", k=4, overwrite=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert TeacherCache(tmp_path / "c").header.k == 4 and len(list(tmp_path.iterdir())) == 2
+    make(tmp_path / "c", k=3, overwrite=True)
+    assert TeacherCache(tmp_path / "c").header.k == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch):
+    real = writer.kept_rows
+
+    def appear(*args):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        (tmp_path / "c" / "mine.txt").write_text("mine")
+        return real(*args)
+
+    monkeypatch.setattr(writer, "kept_rows", appear)
+    for overwrite in (False, True):
+        with pytest.raises(GrowthError, match=r"came .* left alone"):
+            make(tmp_path / "c", overwrite=overwrite)
+        assert [path.name for path in (tmp_path / "c").iterdir()] == ["mine.txt"]
+        (tmp_path / "c" / "mine.txt").unlink()
+        (tmp_path / "c").rmdir()
+    monkeypatch.setattr(writer, "kept_rows", lambda *args: pytest.fail("run again"))
+    make(tmp_path / "c")
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
+    """The library that writes the files has errors of its own."""
+
+    def full(*args):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(GrowthError, match=r"rows-00000.*No space left on device; nothing"):
+        make(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_but_a_cache_is_replaced(tmp_path):

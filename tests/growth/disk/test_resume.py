@@ -372,3 +372,146 @@ def test_places_that_cannot_be_written_to(source, tmp_path):
     for target in (source / "config.json" / "grown", Path("/proc/growkern")):
         with pytest.raises(growkern.GrowthError, match=str(target)):
             growkern.grow_checkpoint(source, target, **HOW)
+
+
+def test_a_target_that_came_into_being_is_left_alone(source, expected, tmp_path, monkeypatch):
+    """It is not even looked into; moved away, a repeat publishes what is finished."""
+    target, build = tmp_path / "grown", stream.build_tensor
+
+    def build_and_appear(*args, **kwargs):
+        target.mkdir(exist_ok=True)
+        (target / "mine.txt").write_text("mine")
+        return build(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "build_tensor", build_and_appear)
+        with pytest.raises(growkern.GrowthError, match=r"came into being .* the result is kept"):
+            growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == {"mine.txt": b"mine"}
+    with pytest.raises(growkern.GrowthError, match="something other than a checkpoint"):
+        growkern.grow_checkpoint(source, target, overwrite=True, **HOW)
+    assert snapshot(target) == {"mine.txt": b"mine"}
+    target.rename(tmp_path / "mine")
+    monkeypatch.setattr(stream, "build_tensor", lambda *args, **kwargs: pytest.fail("built again"))
+    growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected and not staging_of(target).exists()
+
+
+# ---------------------------------------------------- what counts as on disk
+
+
+def failing_once(monkeypatch, name, after, condition=lambda *args: True):
+    """The call `name` of os fails once, `after` calls that meet the condition; gives the count."""
+    call, count = getattr(os, name), []
+
+    def fails(*args):
+        count.append(condition(*args))
+        if count[-1] and sum(count) == after + 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(*args)
+
+    monkeypatch.setattr(os, name, fails)
+    return count
+
+
+def is_journal(file, *_):
+    return os.readlink(f"/proc/self/fd/{file}").endswith("journal.jsonl")
+
+
+@pytest.mark.parametrize("name", ["write", "fsync"])
+def test_sources_of_rows_are_noted_after_a_failed_append(source, tmp_path, monkeypatch, name):
+    """A source that changes unseen between two runs is noticed, whatever the first one lost."""
+    target = tmp_path / "grown"
+    with monkeypatch.context() as patched:
+        failing_once(patched, name, 1, is_journal)
+        with pytest.raises(growkern.GrowthError, match="Input/output error"):
+            growkern.grow_checkpoint(source, target, **HOW)
+    file = staging_of(target) / "journal.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    sources = {line[1] for line in lines[1:] if line[0] == "source"}
+    for line in lines[1:]:
+        assert line[0] == "source" or sources, "rows without the source they were made of"
+    growkern.grow_checkpoint(source, target, **HOW)
+    sums = json.loads((target / "checksums.json").read_text())
+    assert sums["source"].keys() == read_headers(source).keys()
+
+
+def marks_in(target):
+    lines = (staging_of(target) / "journal.jsonl").read_text().splitlines()[1:]
+    return {tuple(mark[1:4]) for mark in map(json.loads, lines) if mark[0] == "target"}
+
+
+def watch_writes(monkeypatch):
+    """(file name, byte) of each write of rows."""
+    writes, write = set(), TargetFile.write
+
+    def watched(self, data, at):
+        writes.add((os.path.basename(os.readlink(f"/proc/self/fd/{self._cached}")), at))
+        write(self, data, at)
+
+    monkeypatch.setattr(TargetFile, "write", watched)
+    return writes
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_what_a_failed_sync_covered_is_written_again(
+    source, expected, tmp_path, monkeypatch, after
+):
+    """The page cache still answers for it, and a second sync would succeed: neither is asked."""
+    target = tmp_path / "grown"
+    with monkeypatch.context() as patched:
+        before = watch_writes(patched)
+        synced = failing_once(patched, "fdatasync", after)
+        with pytest.raises(growkern.GrowthError, match="Input/output error"):
+            growkern.grow_checkpoint(source, target, **HOW)
+    # nothing was synced after the failure
+    assert len(synced) == after + 1
+    noted = marks_in(target) if staging_of(target).exists() else set()
+    with monkeypatch.context() as patched:
+        again = watch_writes(patched)
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert snapshot(target) == expected
+    assert len(before - again) <= len(noted)
+
+
+def test_rows_that_were_repaired_and_lost_again_are_not_trusted(
+    source, expected, tmp_path, monkeypatch
+):
+    """Their old line speaks of the same sum: after the failed sync it must not count any more."""
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=60)
+    for shard in staging_of(target).glob("new/*.safetensors"):
+        flip_bits(shard)
+    noted = marks_in(target)
+    with monkeypatch.context() as patched:
+        before = watch_writes(patched)
+        failing_once(patched, "fdatasync", 0)
+        with pytest.raises(growkern.GrowthError, match="Input/output error"):
+            growkern.grow_checkpoint(source, target, **HOW)
+    assert before and len(noted) > 40
+    with monkeypatch.context() as patched:
+        again = watch_writes(patched)
+        growkern.grow_checkpoint(source, target, **HOW)
+    assert before <= again
+    assert snapshot(target) == expected
+
+
+def test_a_call_that_was_interrupted_is_made_again(source, expected, tmp_path, monkeypatch):
+    """EINTR, from the calls that Python does not repeat itself."""
+    calls, library = [], ctypes.CDLL(None, use_errno=True)
+
+    class Interrupted:
+        def __getattr__(self, name):
+            def call(*args):
+                calls.append(name)
+                if calls.count(name) == 1:
+                    ctypes.set_errno(errno.EINTR)
+                    return -1
+                return getattr(library, name)(*args)
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Interrupted())
+    growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
+    assert snapshot(tmp_path / "grown") == expected
+    assert calls.count("fallocate") > 1 and calls.count("renameat2") == 2

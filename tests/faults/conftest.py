@@ -1,0 +1,44 @@
+"""The library that fails file operations, compiled once."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("cc")
+FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-D_LARGEFILE64_SOURCE", "-fno-builtin")
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory):
+    if not sys.platform.startswith("linux") or COMPILER is None:
+        pytest.skip("file operations are failed by a C library, on Linux")
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    source = Path(__file__).with_name("shim.c")
+    subprocess.run([COMPILER, *FLAGS, "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def preloaded(shim):
+    """Runs a module of the tests in a folder, with the library before all others."""
+    # in memory where there is such a place: a walk syncs thousands of times
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+
+        def run(module, *arguments):
+            command = [sys.executable, "-W", "ignore", "-m", module, folder, *arguments]
+            environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
+            )
+            assert done.returncode == 0, done.stderr
+            return done
+
+        yield run

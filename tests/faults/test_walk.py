@@ -1,0 +1,45 @@
+"""Every file operation fails once, in every way: nothing is lost, wrong, or left for good.
+
+The walks are processes of their own (`walk.py`), since a library has to be loaded before Python.
+"""
+
+import json
+
+import pytest
+
+KINDS = {"EIO", "ENOSPC", "cut", "kill"}
+
+
+def check(done, most):
+    """What a walk wrote: a line per work, with the cases of each kind; nothing is wrong."""
+    assert done.stderr == ""
+    works = [json.loads(line) for line in done.stdout.splitlines()]
+    for work in works:
+        cases = work["cases"]
+        assert cases.keys() >= KINDS | {"done", "refused", "killed"}, work
+        assert cases["killed"] == cases["kill"] and sum(cases.values()) < most
+    return works
+
+
+def test_the_library_sees_every_operation(preloaded):
+    """As many reads and writes as the system counts for the process."""
+    counted = json.loads(preloaded("tests.faults.counting").stdout)
+    assert counted["seen"] == counted["system"]
+    assert min(counted["system"].values()) > 20
+
+
+def test_publishing(preloaded):
+    works = check(preloaded("tests.faults.publishing"), 2000)
+    assert len(works) == 6
+
+
+@pytest.mark.parametrize("name", ["fold", "fold-over", "cache", "cache-over", "grow"])
+def test_changes_of_the_disk(preloaded, name):
+    (work,) = check(preloaded("tests.faults.work", name), 2000)
+    assert work["cases"]["EIO"] > 40
+
+
+def test_all_operations_of_a_growth(preloaded):
+    """With an optimizer, over an existing target; reads are failed too, and interrupted."""
+    (work,) = check(preloaded("tests.faults.work", "grow-over"), 10_000)
+    assert work["cases"]["EIO"] > 400 and work["cases"]["EINTR"] > 200
