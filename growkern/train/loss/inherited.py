@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -98,18 +98,10 @@ def inherited_loss(
     inputs = dict(batch)
     if row_weights is not None:
         inputs["row_weights"] = row_weights
-    rows = take_rows(
-        inputs,
-        causal=causal,
-        kl_rows=kl_rows,
-        row_weights=None if row_weights is None else "row_weights",
-    )
+    weights = None if row_weights is None else "row_weights"
+    rows = take_rows(inputs, causal=causal, kl_rows=kl_rows, row_weights=weights)
     _check_models(model, teachers, causal)
-    predictions = [] if _is_zero(alpha) else [_predict(one, inputs) for one in teachers]
-    softcaps = {_softcap(one) for one in teachers} or {None}
-    if len(softcaps) > 1:
-        raise GrowthError(f"the teachers have different softcaps: {softcaps}. They must be equal")
-    loss_function = loss_beside(predictions, teacher_weights, softcaps.pop())
+    loss_function = _run_teachers(teachers, inputs, alpha, teacher_weights)
     options = {
         **rows.options(),
         "alpha": alpha,
@@ -137,6 +129,20 @@ def inherited_loss(
         with head_swap(_unwrapped(model), loss_of):
             loss = model(**inputs).logits
     return (loss, seen[0]) if return_parts else loss
+
+
+def _run_teachers(
+    teachers: Sequence[Any],
+    inputs: dict[str, Any],
+    alpha: float | Tensor,
+    teacher_weights: Sequence[float] | None,
+) -> Callable[..., Any]:
+    """The loss function beside the teachers' predictions; without a KL term they do not run."""
+    predictions = [] if _is_zero(alpha) else [_predict(one, inputs) for one in teachers]
+    softcaps = {_softcap(one) for one in teachers} or {None}
+    if len(softcaps) > 1:
+        raise GrowthError(f"the teachers have different softcaps: {softcaps}. They must be equal")
+    return loss_beside(predictions, teacher_weights, softcaps.pop())
 
 
 def count_labels(
