@@ -37,9 +37,3 @@ def test_publishing(preloaded):
 def test_changes_of_the_disk(preloaded, name):
     (work,) = check(preloaded("tests.faults.work", name), 2000)
     assert work["cases"]["EIO"] > 40
-
-
-def test_all_operations_of_a_growth(preloaded):
-    """With an optimizer, over an existing target; reads are failed too, and interrupted."""
-    (work,) = check(preloaded("tests.faults.work", "grow-over"), 10_000)
-    assert work["cases"]["EIO"] > 400 and work["cases"]["EINTR"] > 200
