@@ -238,7 +238,7 @@ BREAKAGES = [
     (lambda d: edit_config(d, intermediate_size=41), r"is \[40.*\], config.json says \[41"),
     (lambda d: edit_config(d, num_hidden_layers=1), "no rule for tensor bert.encoder.layer.1"),
     (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
-    (lambda d: edit_config(d, model_type=["bert"]), "has no family table"),
+    (lambda d: edit_config(d, model_type=["bert"]), 'no "model_type"'),
     (lambda d: edit_config(d, hidden_act="gelo"), "did you mean 'gelu'"),
     (lambda d: edit_config(d, intermediate_size=0), r"intermediate_size=0 must lie in 1 \.\."),
     (
