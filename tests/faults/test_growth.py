@@ -1,4 +1,4 @@
-"""Every file operation of a growth fails once, in every way. In a file of its own: it is longest."""
+"""Every file operation of a growth fails once, in every way. The longest of the walks."""
 
 from tests.faults.test_walk import check
 
