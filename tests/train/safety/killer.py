@@ -106,16 +106,17 @@ def one_round(workplace, straight, folder, number, moment):
 def main():
     workplace, how = Path(sys.argv[1]).resolve(), sys.argv[2]
     rounds, rng = int(sys.argv[3]), random.Random(int(sys.argv[4]))
-    straight = workplace.with_name("straight")
+    rooms = workplace.with_name(f"{workplace.name}-rooms")
+    straight = rooms / "straight"
     shutil.copytree(workplace, straight)
     assert status_of(child(straight / "run.toml")) == 0
     # later children find what the first one had to import
     for name in json.loads((straight / "modules.json").read_text()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    shutil.copytree(workplace, workplace.with_name("timed"))
+    shutil.copytree(workplace, rooms / "timed")
     begin = time.perf_counter()
-    assert status_of(child(workplace.with_name("timed") / "run.toml")) == 0
+    assert status_of(child(rooms / "timed" / "run.toml")) == 0
     duration = time.perf_counter() - begin
     numbers = itertools.count(1) if rounds == 0 else iter(range(rounds))
     for i in numbers:
@@ -124,7 +125,7 @@ def main():
             # a run of three checkpoints does some 145 operations
             number = i if rounds == 0 else rng.randrange(1, 145)
         moment = duration * rng.random()
-        folder = workplace.with_name(f"round{i}")
+        folder = rooms / f"round{i}"
         struck, left, end = one_round(workplace, straight, folder, number, moment)
         shutil.rmtree(folder)
         print(json.dumps([number or round(moment, 2), struck, left, end]), flush=True)
