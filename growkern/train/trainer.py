@@ -101,8 +101,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
 
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
-        self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         self.check_labels()
+        self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
