@@ -35,8 +35,8 @@ from growkern.package import version
 DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
 # config fields that tell how a model was saved or loaded, and do not change the model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
-# fields that another version of growkern may judge or word differently
-VERSION_DEPENDENT = ("exact", "findings")
+# fields that do not decide the result: the version, and sentences about it
+NOT_COMPARED = {"growkern", "findings"}
 
 
 @dataclass(frozen=True)
@@ -285,9 +285,10 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
     else:
         # a model in memory may have been loaded with another dtype than its file's
         del now["source_dtype"]
-    left_out = {"growkern"}
+    left_out = set(NOT_COMPARED)
     if data.get("versions", {}).get("growkern") != version():
-        left_out.update(VERSION_DEPENDENT)
+        # another version may judge differently
+        left_out.add("exact")
     found = []
     for key in now.keys() - left_out:
         is_config = key.endswith("_config")
