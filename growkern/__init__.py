@@ -46,7 +46,7 @@ _MODULE_OF = {
     "FoldReport": "growkern.growth.record.fold_checkpoint",
     "GrowthError": "growkern.errors",
     "GrowthPlan": "growkern.growth.plan.growth_plan",
-    "GrowthReport": "growkern.growth.grow",
+    "GrowthReport": "growkern.growth.plan.growth_plan",
     "VerifyReport": "growkern.growth.record.verify",
     "fold": "growkern.growth.record.fold_checkpoint",
     "grow": "growkern.growth.grow",

@@ -1,4 +1,4 @@
-"""System calls on directories that follow no link and replace nothing unasked."""
+"""Directory system calls that never follow links, and replace something only when asked to."""
 
 from __future__ import annotations
 

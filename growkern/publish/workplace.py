@@ -1,4 +1,4 @@
-"""Makes a directory appear whole or not at all, and replaces one in a single step.
+"""Publishes a directory atomically: it appears complete, or is replaced in a single step.
 
 The contents are made in a private directory beside the target, `.NAME.KIND`:
 
@@ -6,7 +6,7 @@ The contents are made in a private directory beside the target, `.NAME.KIND`:
     journal.jsonl  the caller's notes on what is done, see `growkern.growth.disk.journal`
     new/           the new contents; becomes the target by one rename
     swap           during a replacement: the inode of new/, which tells it from the old contents
-    old/           the old contents, until they are known to be what may be replaced
+    old/           the old contents, until they are confirmed to be replaceable
     trash/         old contents that are being deleted
 
 A rename never replaces a target that came into being meanwhile. With `overwrite` the new and the

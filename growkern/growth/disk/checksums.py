@@ -1,10 +1,11 @@
-"""Sums of all that a growth wrote: taken while it is grown, compared with the files at any time.
+"""Records a checksum of everything that a growth reads and writes, and compares them later.
 
-A tensor is summed in pieces of whole rows, about `PIECE_BYTES` each, and its own sum is that of the
-pieces' sums. Pieces depend on the tensor alone, so that they can be taken in any order, by several
-threads, before and after an interruption. Of a file of weights the header is summed too, of any
-other file the whole. XXH3 reads as fast as memory delivers (60 GB/s where CRC-32 reads 4); it finds
-accidents, not forgeries.
+A tensor is cut into pieces of whole rows, about `PIECE_BYTES` each. Its checksum is that of its
+pieces' checksums. The pieces depend on the tensor alone. So several threads can process them in
+any order, before and after an interruption. A file of weights also has a checksum of its header.
+Any other file has one of all its bytes.
+
+XXH3 runs at the speed of memory: 60 GB/s where CRC-32 reads 4. It detects damage, not tampering.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
 def sum_bytes(data: Any) -> str:
-    """The sum of a piece, 32 hexadecimal digits."""
-    # files alone are summed: a model in memory grows without the package
+    """The checksum of some bytes, 32 hexadecimal digits."""
+    # imported here, because a model in memory grows without the package
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def sum_rows(rows: Tensor) -> str:
-    """The sum of a contiguous tensor's bytes."""
+    """The checksum of a contiguous tensor's bytes."""
     return sum_bytes(rows.reshape(-1).view(torch.uint8).numpy())
 
 
 def sum_pieces(sums: Iterable[str]) -> str:
-    """The sum of a tensor from those of its pieces, in their order."""
+    """The checksum of a tensor, from those of its pieces in their order."""
     return sum_bytes("".join(sums).encode())
 
 
 def sum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str:
-    """The sum of a stored tensor; a piece at a time is in memory."""
+    """The checksum of a stored tensor. One piece at a time is in memory."""
     blocks = row_blocks(tensor.shape, tensor.dtype.itemsize, piece_bytes)
     return sum_pieces(sum_rows(tensor.rows(*block)) for block in blocks)
 
@@ -58,10 +59,10 @@ def sum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str:
 
 
 def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[str, str]) -> None:
-    """Record the sums of what was read and of all that lies in `directory`.
+    """Record the checksums of the tensors that were read, and of every file in `directory`.
 
     Args:
-        source, target: of tensors, by the model's names.
+        source, target: checksums of tensors, by the model's names.
     """
     record = {
         "algorithm": ALGORITHM,
@@ -81,10 +82,10 @@ def files_within(directory: Path) -> list[str]:
 
 
 def sum_file(file: Path) -> str:
-    """Of the header of a file of weights, of the whole of any other file.
+    """The checksum of a file; for a safetensors file, of its header only.
 
     Raises:
-        ValueError, OSError: it cannot be read.
+        ValueError, OSError: the file cannot be read.
     """
     if file.suffix == ".safetensors":
         return sum_bytes(read_header_bytes(file))
@@ -103,8 +104,8 @@ class ChecksumReport:
 
     Attributes:
         checked: how much was compared: tensors of "target" and "source", "files" of the target.
-        wrong: "file: tensor" of each whose bytes are not the recorded ones, "file" and what is the
-            matter with it of the others.
+        wrong: "file: tensor" for every tensor with other bytes, and "file: reason" for every other
+            difference.
     """
 
     checked: Mapping[str, int]
@@ -116,10 +117,10 @@ class ChecksumReport:
 
 
 def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumReport:
-    """Compare a grown checkpoint with the sums recorded when it was written.
+    """Compare a grown checkpoint with the checksums that were recorded when it was written.
 
-    Every file that was written must be there as it was, with the recorded tensors and no others; a
-    file of weights beside them is wrong too, as a loader may read it. Other files may be added.
+    Every recorded file must be there unchanged, with the recorded tensors and no others. A new file
+    of weights is reported too, because a loader may read it. Other files may be added.
 
     Args:
         directory: of the grown checkpoint.

@@ -1,8 +1,9 @@
-"""Where every tensor of a checkpoint will lie, before there is one: safetensors headers first.
+"""Plans the weight files of a checkpoint: the file and the offset of every tensor.
 
-Names, dtype and shapes of the target are known from the plan, so each file's header is written at
-once and tensors, or rows of them, go to their place in any order. The result is byte for byte what
-`save_pretrained` writes: the same split into files, tensors by name inside a file, the same JSON.
+The plan of a growth knows names, dtype and shapes. So each file's safetensors header is written
+first, and tensors, or rows of them, are written to their places in any order. The files equal those
+of `save_pretrained` byte for byte: the same split into files, the same order inside a file, the
+same JSON.
 """
 
 from __future__ import annotations

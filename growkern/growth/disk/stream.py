@@ -1,10 +1,9 @@
-"""Carries a plan out onto disk within a memory limit.
+"""Writes the target's files within a memory limit.
 
-Every target tensor is cut into pieces of whole rows (`growth.source.files.row_blocks`). Each
-worker takes a piece, builds it in its own buffer while the source rows it needs are mapped, sums it
-and writes it to its place; so reading, expanding and writing overlap between workers. Meanwhile
-what is written is put on disk and then into the journal, again and again, as fast as the disk takes
-it.
+Every target tensor is cut into pieces of whole rows (`growth.source.files.row_blocks`). Each worker
+takes a piece. It maps the source rows that the piece needs, builds it in its own buffer, computes
+its checksum and writes it to its place. So reading, expanding and writing overlap between workers.
+A background thread syncs finished pieces and then notes them in the journal.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from growkern.growth.tensors.tensor import build_tensor
 
 
 class SourceReader:
-    """Reads source tensors for several workers; checks and sums each before its first use.
+    """Reads source tensors for several workers. Each is checked once, before its first use.
 
     Attributes:
         sums: source tensor -> its sum, as far as they have been read.
@@ -53,7 +52,7 @@ class SourceReader:
         return self._headers[name].read()
 
     def check(self, name: str) -> None:
-        """Sum it, unless that is done.
+        """Compute its checksum and look for NaN and Inf, once.
 
         Raises:
             GrowthError: NaN or Inf; other bytes than an interrupted run read.
@@ -112,7 +111,7 @@ class Stream:
         self._own = threading.local()
 
     def run(self, workers: int, *, progress: bool) -> None:
-        """Write all tensors that the journal does not vouch for; on an error, note what is done."""
+        """Write all pieces that the journal does not list as finished. An error loses no piece."""
         order = {name: i for i, name in enumerate(self.layout.tensors)}
         pieces = sorted(pieces_of(self.plan), key=lambda piece: order[piece.task.name])
         total = sum(map(self._bytes, pieces))
@@ -129,7 +128,7 @@ class Stream:
             committer = stack.enter_context(ThreadPoolExecutor(1))
             pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
             stack.enter_context(pool)
-            # what an interrupted run wrote is made of what it read: all of that must be here still
+            # pieces of an interrupted run are kept, so their source tensors must be unchanged
             read_before = self.journal.source_sums.keys() & self.plan.source.headers.keys()
             list(pool.map(self.reader.check, read_before))
             self._collect(pieces, pool, committer, bar)
@@ -158,7 +157,7 @@ class Stream:
                     commit.result()
                     commit, new = committer.submit(self._commit, new), {}
         finally:
-            # after an error too: what was in other workers' hands is finished, and all is kept
+            # also after an error: pieces that other workers had started are finished and kept
             pool.shutdown(cancel_futures=True)
             done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
             late = {piece.mark: total for piece, total, _ in (f.result() for f in done)}
@@ -167,7 +166,7 @@ class Stream:
             commit.result()
 
     def _commit(self, marks: dict[Mark, str]) -> None:
-        """Sync the data, then note it; after a failure nothing is noted any more.
+        """Sync the pieces, then note them in the journal. After a failure no more are noted.
 
         A failed sync lost rows that earlier writes put there, and another sync would not tell.
         """
@@ -184,7 +183,7 @@ class Stream:
             raise
 
     def tensor_sums(self) -> dict[str, str]:
-        """The sum of every tensor, once all is written."""
+        """The checksum of every tensor, once all pieces are written."""
         tensors = {}
         for task in self.plan.tasks:
             blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
@@ -198,7 +197,11 @@ class Stream:
         return (stop - start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
 
     def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
-        """The piece, its sum, and whether it had to be built: rows on disk count if unharmed."""
+        """Write a piece, unless it is on disk already with the right checksum.
+
+        Returns:
+            The piece, its checksum, and whether it was built now.
+        """
         header = self.layout.tensors[piece.task.name]
         before = self.journal.marks.get(piece.mark)
         if before is not None:
@@ -226,7 +229,7 @@ class Stream:
         return piece, total, True
 
     def _buffer(self) -> Buffer:
-        """This worker's own."""
+        """The buffer of this worker."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = Buffer()
         return self._own.buffer

@@ -1,10 +1,9 @@
-"""A file of a checkpoint while it is filled: its full size from the start, written by position.
+"""Writes one file of a checkpoint by position, from several threads.
 
-Whole blocks of a large piece go from the worker's buffer to the disk, past the page cache
-(O_DIRECT), where the file system can: a checkpoint is written once and on disk before it counts, so
-that the cache would only copy every byte once more, and take memory for it that the system, or a
-virtual machine's host, has to find first. What is left at both ends of a piece shares a block with
-its neighbours and goes through the cache, as small pieces do.
+The file has its full size from the start. Whole blocks of a large piece bypass the page cache
+(O_DIRECT), if the file system can do that. A checkpoint is written once, and synced before it
+counts. The cache would only copy every byte once more and take memory. The two ends of a piece
+share a block with their neighbours. They go through the cache, and so do small pieces.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from torch import Tensor
 
 from growkern.whole import write_all
 
-# a multiple of what any disk asks of addresses, places and lengths
+# direct writes need addresses, offsets and lengths that are multiples of a disk's block
 BLOCK_BYTES = 4096
-# less is not worth waiting for the disk
+# smaller pieces go through the cache: a direct write waits for the disk
 LEAST_DIRECT_BYTES = 1 << 20
 
 
 class TargetFile:
-    """Several threads may write to it, each to places of its own."""
+    """An open file. Several threads may write to it, each to its own places."""
 
     def __init__(self, path: Path, size: int, head: bytes) -> None:
         self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -51,19 +50,19 @@ class TargetFile:
             written = self._write_direct(view[start:stop], at + start)
         else:
             written = 0
-        # through the cache a file takes one writer at a time: a second one had better build
+        # the cache takes one writer per file at a time: a second one should not wait inside it
         with self._writing:
             write_all(self._cached, view[:start], at)
             write_all(self._cached, view[start + written :], at + start + written)
 
     def _write_direct(self, data: memoryview, at: int) -> int:
-        """How many bytes went past the cache; the others have to go through it."""
+        """Write past the cache as far as possible; returns how many bytes were written."""
         done = 0
         while self._direct is not None and done < len(data):
             try:
                 done += os.pwrite(self._direct, data[done:], at + done)
             except OSError as error:
-                # a disk of larger blocks
+                # the disk's blocks are larger than BLOCK_BYTES
                 if error.errno != errno.EINVAL:
                     raise
                 break
@@ -80,7 +79,7 @@ class TargetFile:
         os.fdatasync(self._cached)
 
     def close(self) -> None:
-        """Close both descriptors, the second one whatever becomes of the first."""
+        """Close both descriptors, the second one even if closing the first fails."""
         try:
             os.close(self._cached)
         finally:
@@ -89,7 +88,7 @@ class TargetFile:
 
 
 class Buffer:
-    """A worker's own memory, which grows when it has to."""
+    """Memory of one worker, which grows when a piece needs more."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

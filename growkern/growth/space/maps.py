@@ -105,11 +105,6 @@ def rank_in_group(index: Tensor) -> Tensor:
     return torch.empty_like(index).scatter_(0, order, position - first)
 
 
-def heads_to_units(head_map: Tensor, head_dim: int) -> Tensor:
-    """A map over heads as a map over heads x head_dim units, (target heads x head_dim,) int64."""
-    return (head_map[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
-
-
 # -------------------------------------------------------------------- depth
 
 

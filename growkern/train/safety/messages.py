@@ -1,4 +1,4 @@
-"""What a run prints of itself: a header before the first step, an end after the last."""
+"""The messages of a run: a header before the first step, and an end after the last one."""
 
 from __future__ import annotations
 
