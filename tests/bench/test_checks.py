@@ -150,8 +150,9 @@ def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
 
 
 def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
-    (tmp_path / "tests" / "ops").mkdir(parents=True)
-    (tmp_path / "tests" / "ops" / "test_expand.py").write_text(
+    folder = tmp_path / "tests" / "ops" / "expand"
+    folder.mkdir(parents=True)
+    (folder / "test_expand.py").write_text(
         "def test_empty(): pass\ndef test_empty_red(): assert 1 == 2\n"
     )
     monkeypatch.setattr(check_suite, "ROOT", tmp_path)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.publish.lock import locked
-from growkern.train import run as run_module
 from growkern.train.run import train
+from growkern.train.safety import directory as run_directory
 from tests.train.tiny import VOCAB, build
 
 RUN = """
@@ -140,7 +140,7 @@ def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
     train(workplace / "run.toml", progress=False)
     (out / "run.json").write_text("{}")
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "write_whole", lambda *_: killed())
+        patched.setattr(run_directory, "write_whole", lambda *_: killed())
         with pytest.raises(KeyboardInterrupt):
             train(workplace / "run.toml", overwrite=True, progress=False)
     assert [path.name for path in out.iterdir()] == ["run.json"]

@@ -40,7 +40,7 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         block = "the source's weights lie in a block of random weights"
         why = block if plan.options.method == "direct_copy" else "all weights are random"
         return (Finding("changed", "everything", f"{why}, so the source's function is lost"),)
-    parts = (_width, _head_dim, _vocabulary, _advanced, _head, _depth, _rounding)
+    parts = (_width, _head_dim, _heads_under_norm, _vocabulary, _advanced, _head, _depth, _rounding)
     return tuple(finding for part in parts for finding in part(plan))
 
 
@@ -99,6 +99,22 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
         else:
             why = "rope_theta changes to keep every pair's frequency, up to float32 rounding"
             found.append(Finding("approximate", what, why))
+    return found
+
+
+def _heads_under_norm(plan: Blueprint) -> list[Finding]:
+    """Heads that enter one norm together, in the paper's scheme: its maps are random."""
+    layout = plan.layout
+    together = [space.name for space in layout.family.spaces.values() if space.weighted]
+    found = []
+    for name in together if plan.options.scheme == "paper" else ():
+        axis = f"write:{name}"
+        layers = {task.source_layer for task in plan.tasks if axis in task.tensor.axes}
+        spaces = [layout.space(name, layer) for layer in layers]
+        counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
+        if any(count.min() != count.max() for count in counts):
+            why = "random maps copy heads unequally often, which changes the norm over all heads"
+            found.append(Finding("changed", f"heads of {name}", why))
     return found
 
 
