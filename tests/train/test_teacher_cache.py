@@ -270,7 +270,8 @@ def test_a_kill_while_the_old_cache_is_deleted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch, overwrite):
     real = writer.kept_rows
 
     def appear(*args):
@@ -279,12 +280,11 @@ def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(writer, "kept_rows", appear)
-    for overwrite in (False, True):
-        with pytest.raises(GrowthError, match=r"came .* left alone"):
-            make(tmp_path / "c", overwrite=overwrite)
-        assert [path.name for path in (tmp_path / "c").iterdir()] == ["mine.txt"]
-        (tmp_path / "c" / "mine.txt").unlink()
-        (tmp_path / "c").rmdir()
+    with pytest.raises(GrowthError, match=r"came .* left alone"):
+        make(tmp_path / "c", overwrite=overwrite)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["mine.txt"]
+    (tmp_path / "c" / "mine.txt").unlink()
+    (tmp_path / "c").rmdir()
     monkeypatch.setattr(writer, "kept_rows", lambda *args: pytest.fail("run again"))
     make(tmp_path / "c")
 
