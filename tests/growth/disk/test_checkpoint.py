@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import growkern
 from growkern.cli import app
-from growkern.growth.disk import staging
 from growkern.growth.source.files import Header
 from growkern.growth.source.source import open_source
 from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
@@ -388,7 +387,7 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
 
 def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(growkern.GrowthError, match="GB free"):
         grow(source, tmp_path / "grown")
     monkeypatch.undo()
