@@ -67,6 +67,8 @@ def test_a_group_that_a_folder_passes_on_is_kept(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
+    (shared / ".target.making").mkdir()
+    (shared / ".target.making").chmod(0o2775)
     seen = []
     work(shared / "target", meanwhile=lambda: seen.append((shared / ".target.making").stat()))
     assert stat.S_IMODE(seen[0].st_mode) == 0o2700
@@ -131,6 +133,29 @@ def test_there_is_a_target_at_any_moment(target, monkeypatch):
     monkeypatch.setattr(os, "unlink", watched(os.unlink))
     work(target, "new", overwrite=True)
     assert len(seen) > 6 and all(seen)
+
+
+def test_old_contents_are_not_removed_unseen(target, monkeypatch):
+    """The disk fails between the exchange and the look at what was exchanged."""
+    fsync = os.fsync
+
+    def appear():
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(target.parent):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        with pytest.raises(GrowthError, match="is complete, but may not survive a power failure"):
+            work(target, overwrite=True, meanwhile=appear)
+    with pytest.raises(GrowthError, match="left alone; the result is kept"):
+        sweep(target, "making", may_replace)
+    assert names(target) == ["mine.txt"]
+    assert names(target.parent / ".target.making" / "new") == ["mark"]
 
 
 def test_old_contents_that_cannot_be_removed(target, monkeypatch):
@@ -236,7 +261,8 @@ def test_a_child_does_not_hold_the_lock(tmp_path):
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    lock.release()
+    # as by the end of the process: the file stays
+    lock.release(remove=False)
     Lock(tmp_path / "lock", tmp_path, "training").release()
     os.close(writer)
     os.waitpid(child, 0)
