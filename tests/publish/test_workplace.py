@@ -254,19 +254,21 @@ def test_the_second_process_is_told_who_is_at_work(target):
 
 def test_a_child_does_not_hold_the_lock(tmp_path):
     """A data loader's worker may outlive its trainer."""
-    reader, writer = os.pipe()
+    ours, childs = socket.socketpair()
     lock = Lock(tmp_path / "lock", tmp_path, "training")
     child = os.fork()
     if not child:
-        os.close(writer)
-        os.read(reader, 1)
+        ours.close()
+        childs.sendall(b"ready")
+        childs.recv(1)
         os._exit(0)
+    childs.close()
+    assert ours.recv(5) == b"ready"
     # as by the end of the process: the file stays
     lock.release(remove=False)
     Lock(tmp_path / "lock", tmp_path, "training").release()
-    os.close(writer)
+    ours.close()
     os.waitpid(child, 0)
-    os.close(reader)
 
 
 def test_a_locked_directory_is_as_it_was_afterwards(tmp_path):
