@@ -67,7 +67,8 @@ def test_a_group_that_a_folder_passes_on_is_kept(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
-    (shared / ".target.making").mkdir()
+    # unfinished work, of a time when it was not private
+    (shared / ".target.making" / "new").mkdir(parents=True)
     (shared / ".target.making").chmod(0o2775)
     seen = []
     work(shared / "target", meanwhile=lambda: seen.append((shared / ".target.making").stat()))
@@ -219,7 +220,7 @@ def test_another_users_directory_is_not_used(target, monkeypatch):
 
 def test_it_is_private(target):
     place = target.parent / ".target.making"
-    place.mkdir()
+    (place / "new").mkdir(parents=True)
     place.chmod(0o777)
     modes = []
     work(target, meanwhile=lambda: modes.append(stat.S_IMODE(place.stat().st_mode)))
