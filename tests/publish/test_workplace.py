@@ -67,6 +67,9 @@ def test_a_group_that_a_folder_passes_on_is_kept(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
+    # unfinished work, of a time when it was not private
+    (shared / ".target.making" / "new").mkdir(parents=True)
+    (shared / ".target.making").chmod(0o2775)
     seen = []
     work(shared / "target", meanwhile=lambda: seen.append((shared / ".target.making").stat()))
     assert stat.S_IMODE(seen[0].st_mode) == 0o2700
@@ -133,6 +136,29 @@ def test_there_is_a_target_at_any_moment(target, monkeypatch):
     assert len(seen) > 6 and all(seen)
 
 
+def test_old_contents_are_not_removed_unseen(target, monkeypatch):
+    """The disk fails between the exchange and the look at what was exchanged."""
+    fsync = os.fsync
+
+    def appear():
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(target.parent):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        with pytest.raises(GrowthError, match="is complete, but may not survive a power failure"):
+            work(target, overwrite=True, meanwhile=appear)
+    with pytest.raises(GrowthError, match="left alone; the result is kept"):
+        sweep(target, "making", may_replace)
+    assert names(target) == ["mine.txt"]
+    assert names(target.parent / ".target.making" / "new") == ["mark"]
+
+
 def test_old_contents_that_cannot_be_removed(target, monkeypatch):
     """The target is there, and the next start removes them."""
     work(target, "old")
@@ -194,7 +220,7 @@ def test_another_users_directory_is_not_used(target, monkeypatch):
 
 def test_it_is_private(target):
     place = target.parent / ".target.making"
-    place.mkdir()
+    (place / "new").mkdir(parents=True)
     place.chmod(0o777)
     modes = []
     work(target, meanwhile=lambda: modes.append(stat.S_IMODE(place.stat().st_mode)))
@@ -229,18 +255,21 @@ def test_the_second_process_is_told_who_is_at_work(target):
 
 def test_a_child_does_not_hold_the_lock(tmp_path):
     """A data loader's worker may outlive its trainer."""
-    reader, writer = os.pipe()
+    ours, childs = socket.socketpair()
     lock = Lock(tmp_path / "lock", tmp_path, "training")
     child = os.fork()
     if not child:
-        os.close(writer)
-        os.read(reader, 1)
+        ours.close()
+        childs.sendall(b"ready")
+        childs.recv(1)
         os._exit(0)
-    lock.release()
+    childs.close()
+    assert ours.recv(5) == b"ready"
+    # as by the end of the process: the file stays
+    lock.release(remove=False)
     Lock(tmp_path / "lock", tmp_path, "training").release()
-    os.close(writer)
+    ours.close()
     os.waitpid(child, 0)
-    os.close(reader)
 
 
 def test_a_locked_directory_is_as_it_was_afterwards(tmp_path):
