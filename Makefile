@@ -47,7 +47,7 @@ $(INSTALLED): pyproject.toml CMakeLists.txt $(COMPILED_FROM) $(PACKAGES)
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

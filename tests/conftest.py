@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tempfile
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,14 @@ import pytest
 from tests import walks
 from tests.ops import cuda_emulator
 
+ROOT = Path(__file__).parents[1]
+# A worker takes whole files in this order. One of these as the last would let the others wait.
+LONGEST = (
+    "tests/faults/test_growth.py",
+    "tests/growth/sharded/test_grow_into.py",
+    "tests/bench/test_gpu.py",
+    "tests/ops/backend/test_aot.py",
+)
 # long paths then break no line of a command's output
 COLUMNS = "1000"
 
@@ -44,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="growkern-cuda-")
         os.environ[cuda_emulator.FOLDER] = folder.name
         config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {ROOT / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture
