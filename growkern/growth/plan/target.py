@@ -37,7 +37,7 @@ def followed_fields(family: Family) -> tuple[str, ...]:
 def resolve_target(
     small: ModelSpec, dims: dict[str, int], target_config: Any | None = None
 ) -> ModelSpec:
-    """The target with its final sizes, in a new config; `finish_target` must follow.
+    """The target with its final sizes; `finish_target` must follow.
 
     Sizes that are not given follow a larger hidden size in proportion. The FFN keeps its ratio.
     The number of heads grows and head_dim stays. Key-value heads keep their group size.
@@ -57,7 +57,7 @@ def resolve_target(
         large = small.with_config(_with_sizes(small, _complete(small, asked)))
     else:
         _check_same_kind(small, target_config)
-        large = small.with_config(copy.deepcopy(target_config))
+        large = small.with_config(target_config)
         asked = dict.fromkeys(small.family.growable, 0)
     _check_sizes(small, large, asked)
     return large
@@ -66,7 +66,7 @@ def resolve_target(
 def finish_target(
     small: ModelSpec, large: ModelSpec, layer_map: tuple[int, ...], dtype: torch.dtype
 ) -> ModelSpec:
-    """The target with its final config, which its config class has checked.
+    """The target with its final config, a new one, which its config class has checked.
 
     Args:
         large: from `resolve_target`.
