@@ -20,7 +20,7 @@ import xxhash
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.publish.calls import exchange, rename_new
+from growkern.publish.calls import exchange, remove, rename_new
 from growkern.whole import sync
 
 MANIFEST = "manifest.json"
@@ -150,7 +150,8 @@ def _set_aside(checkpoint: Path) -> Path:
     aside = checkpoint.with_name(DAMAGED.format(checkpoint.name))
     if aside.exists():
         shutil.rmtree(aside)
-    return checkpoint.rename(aside)
+    _put(checkpoint, aside)
+    return aside
 
 
 # -------------------------------------------------------------------- writing
@@ -180,15 +181,20 @@ def publish(staged: Path, target: Path) -> None:
         OSError: the disk is full or failed. `target` is as it was.
     """
     finish(staged)
-    with _opened(staged.parent) as staging, _opened(target.parent) as run:
-        try:
-            rename_new(staged.name, staging, target.name, run)
-        except FileExistsError:
-            # the old checkpoint is deleted with the staging folder
-            if not exchange(staged.name, staging, target.name, run):
-                os.rename(target, staged.with_name(f"replaced-{target.name}"))
-                rename_new(staged.name, staging, target.name, run)
+    # an old checkpoint is deleted with the staging folder
+    _put(staged, target)
     sync(target.parent)
+
+
+def _put(path: Path, place: Path) -> None:
+    """Rename a file or folder. One that has the new name gets the old name, in the same step."""
+    with _opened(path.parent) as here, _opened(place.parent) as there:
+        try:
+            rename_new(path.name, here, place.name, there)
+        except FileExistsError:
+            if not exchange(path.name, here, place.name, there):
+                remove(place.name, there)
+                rename_new(path.name, here, place.name, there)
 
 
 @contextlib.contextmanager
@@ -212,12 +218,9 @@ def publish_into(staged: Path, directory: Path) -> None:
     (directory / MANIFEST).unlink(missing_ok=True)
     sync(directory)
     for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
-        place = directory / path.name
         if path.name == MANIFEST:
             sync(directory)
-        if place.is_dir():
-            shutil.rmtree(place)
-        path.replace(place)
+        _put(path, directory / path.name)
     sync(directory)
 
 
@@ -250,5 +253,5 @@ def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
         # renamed first: half a checkpoint would be reported as damaged
         trash = newest.parent / STAGING / f"old-{path.name}"
         trash.parent.mkdir(exist_ok=True)
-        path.rename(trash)
+        _put(path, trash)
         shutil.rmtree(trash, ignore_errors=True)
