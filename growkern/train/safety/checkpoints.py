@@ -193,7 +193,9 @@ def _put(path: Path, place: Path) -> None:
             rename_new(path.name, here, place.name, there)
         except FileExistsError:
             if not exchange(path.name, here, place.name, there):
-                remove(place.name, there)
+                aside = f"replaced-{place.name}"
+                remove(aside, here)
+                os.rename(place.name, aside, src_dir_fd=there, dst_dir_fd=here)
                 rename_new(path.name, here, place.name, there)
 
 
