@@ -9,15 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from growkern.errors import GrowthError
-from growkern.families.spec import (
-    Attention,
-    ModelClass,
-    Norm,
-    Refusal,
-    Row,
-    Size,
-    SpaceSpec,
-)
+from growkern.families.norm import Norm
+from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
-from growkern.families.spec import Attention, ModelClass, Norm, Refusal, Row, Size, SpaceSpec
+from growkern.families.norm import NORM_KINDS, Norm
+from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,7 +37,7 @@ _KEYS = {
 
 _ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
 _VALUES = {
-    "norm.kind": ("layernorm", "rmsnorm"),
+    "norm.kind": tuple(NORM_KINDS),
     "norm.placement": ("pre", "post", "sandwich", "output"),
     "attention.positions": ("rotary", "learned", "relative"),
     "attention.scale": ("head_dim", "constant"),

@@ -9,9 +9,10 @@ Its sections:
                 null, `plus` is added to the field, `reserved` counts rows that are no position
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
-    [norm]      kind, placement (pre, post, sandwich: before and after a block, output: after a
-                block), the config field of eps or eps itself, `plus_one` if the norm multiplies
-                by 1 + weight, `bias`: the config flag that gives it a bias
+    [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and
+                after a block, output: after a block), the config field of eps or eps itself,
+                `plus_one` if the norm multiplies by 1 + weight, `bias`: the config flag that
+                gives it a bias
     [attention] how scores and positions depend on head_dim
     [spaces]    the activation spaces. kind = stream   the residual stream
                                               normed   output of a norm that reads `of`
@@ -39,7 +40,8 @@ Its sections:
                 it. `scale`: a factor of the model that growth must undo (`scale_when`: under
                 this flag). `fallback`: the tensor to grow if the source has no such tensor.
                 `stored`: its full name in files if transformers renames it. Several rows under
-                one name: the first whose condition holds
+                one name: the first whose condition holds. No rows, `[]`: a tensor of the
+                extended table that this family never has
     [refuse]    config fields with a value that the table does not cover, and why
     per_layer   config lists with one entry per layer
     ignored     tensors in older files that models no longer read
@@ -111,26 +113,6 @@ class Refusal:
         """GrowthError if the config has this value."""
         if getattr(config, self.field, None) == self.value:
             raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
-
-
-@dataclass(frozen=True)
-class Norm:
-    """[norm]: the function that a family's norms compute."""
-
-    kind: str
-    placement: str
-    eps: str | float
-    plus_one: bool = False
-    bias: str | None = None
-
-    def epsilon(self, config: Any) -> float:
-        """The number that is added to the variance."""
-        return self.eps if isinstance(self.eps, float) else float(getattr(config, self.eps))
-
-    def tensors(self, config: Any) -> tuple[str, ...]:
-        """Last part of the names of a norm's tensors: "weight", and "bias" if it has one."""
-        has_bias = self.kind == "layernorm" and holds(self.bias, config)
-        return ("weight", "bias") if has_bias else ("weight",)
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,19 @@ CASES = [
     ("llama", LLAMA, {}),
     ("llama", LLAMA, {**BIASES, **TIED}),
     ("mistral", LLAMA, {}),
+    ("mistral", LLAMA, BIASES),
     ("qwen2", GROUPED, {}),
-    ("qwen2", LLAMA, TIED),
+    ("qwen2", LLAMA, {**BIASES, **TIED}),
     ("qwen3", LLAMA, {}),
-    ("qwen3", LLAMA, {"attention_bias": True, **TIED}),
+    ("qwen3", LLAMA, {**BIASES, **TIED}),
     ("gemma2", LLAMA, {}),
+    ("gemma2", LLAMA, BIASES),
     ("gemma3_text", LLAMA, {}),
+    ("gemma3_text", LLAMA, BIASES),
     ("olmo2", GROUPED, {}),
-    ("olmo2", LLAMA, {"attention_bias": True, **TIED}),
+    ("olmo2", LLAMA, {**BIASES, **TIED}),
     ("phi3", {**GROUPED, "pad_token_id": 0}, {}),
-    ("phi3", {**LLAMA, "pad_token_id": 0}, TIED),
+    ("phi3", {**LLAMA, "pad_token_id": 0}, {**BIASES, **TIED}),
 ]
 
 

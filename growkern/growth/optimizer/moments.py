@@ -89,7 +89,7 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
     if task.tensor.norm and not task.tensor.is_bias:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
-        if plan.layout.family.norm.plus_one and not is_new(plan, task):
+        if plan.layout.family.norm.offset(is_bias=False) and not is_new(plan, task):
             # lr is 0 where the norm's input is 0; there `tensors.norms` scales by kappa
             centre = (torch.where(lr[0] == 0, entering.kappa, lr[0]) - 1,)
     eps = [m.scale for m in _gradient_maps(plan, task)]

@@ -46,7 +46,7 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
 
 def _width(plan: Blueprint) -> list[Finding]:
     layout, options = plan.layout, plan.options
-    norm, placement = layout.family.norm.kind, layout.family.norm.placement
+    norm = layout.family.norm
     old, new = layout.stream_sizes
     field = layout.family.config_field("stream")
     what = f"{field} {old} -> {new}"
@@ -59,15 +59,15 @@ def _width(plan: Blueprint) -> list[Finding]:
                 "changed",
                 what,
                 f"random maps copy coordinates {count.min()} to {count.max()} times, which "
-                f"changes the statistics of every {norm}",
+                f"changes the statistics of every {norm.kind}",
             )
         ]
     if layout.is_even:
         why = "unchanged" if old == new else f"every coordinate has {new // old} copies"
         return [Finding("exact", what, why)]
-    if norm == "rmsnorm":
+    if not norm.centres:
         return [Finding("exact", what, "copies are scaled so that the mean square stays the same")]
-    if placement == "pre" and not layout.family.carries:
+    if norm.placement == "pre" and not layout.family.carries:
         why = "extra coordinates keep the mean, a scale keeps the variance"
         return [Finding("exact", what, why)]
     if layout.is_carried:
@@ -234,7 +234,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     if not task.tensor.is_bias:
         read = entering.write != 0
         gain = entering.kappa * leaving.write / entering.write
-    if plan.layout.family.norm.plus_one and not task.tensor.is_bias:
+    if plan.layout.family.norm.offset(task.tensor.is_bias):
         # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())
     is_split = plan.options.symmetry == "split" and plan.layout.is_dual(task.tensor.norm[1])

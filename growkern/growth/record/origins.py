@@ -103,7 +103,7 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
         next_layer=_next_layer(plan, task),
         norm=task.tensor.norm,
         factor=factor if copied else 1.0,
-        offset=norms.stored_offset(plan, task) if is_norm and copied else 0.0,
+        offset=plan.layout.family.norm.offset(task.tensor.is_bias) if is_norm and copied else 0.0,
         is_gain=is_norm and not task.tensor.is_bias,
         noise_seed=noise_seed(plan, task) if has_noise else None,
     )

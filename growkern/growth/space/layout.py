@@ -96,9 +96,8 @@ class Layout:
 
     @property
     def is_extended(self) -> bool:
-        """True if the stream gets extra coordinates: LayerNorm at an uneven width."""
-        layernorm = self.family.norm.kind == "layernorm"
-        return layernorm and not self.is_even and self.options.scheme == "exact"
+        """True if the stream gets extra coordinates: a norm that centres, at an uneven width."""
+        return self.family.norm.centres and not self.is_even and self.options.scheme == "exact"
 
     @property
     def is_carried(self) -> bool:
@@ -170,8 +169,8 @@ class Layout:
         # one map for the whole model, as every layer adds to the same residual stream
         index = self._index(spec, None, source, target)
         split = self._split(spec.name, None, index)
-        rms = self.family.norm.kind == "rmsnorm" and self.options.scheme == "exact"
-        return (weighted if rms else copies)(index, source, split)
+        keeps_square = not self.family.norm.centres and self.options.scheme == "exact"
+        return (weighted if keeps_square else copies)(index, source, split)
 
     def _normed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         stream = self.space(str(spec.of))

@@ -31,7 +31,7 @@ def build_norm(
     Returns:
         (n,) in the plan's dtype, n the target's size.
     """
-    offset = stored_offset(plan, task)
+    offset = plan.layout.family.norm.offset(task.tensor.is_bias)
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
     if task.identity == "unit":
@@ -67,11 +67,6 @@ def _sums(
     if plan.options.symmetry != "split" or not plan.layout.is_dual(leaving):
         return None
     return partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
-
-
-def stored_offset(plan: Blueprint, task: Task) -> float:
-    """The number that the model adds to a stored weight before it multiplies: 1.0 or 0.0."""
-    return 1.0 if plan.layout.family.norm.plus_one and not task.tensor.is_bias else 0.0
 
 
 def _gather(
@@ -135,7 +130,8 @@ def _upper(
     from_next = from_next_layer(plan, task)
     if task.upper is None or not bool(from_next.any()):
         return None, index
-    upper = read(task.upper).to(value.dtype) + stored_offset(plan, task)
+    offset = plan.layout.family.norm.offset(task.tensor.is_bias)
+    upper = read(task.upper).to(value.dtype) + offset
     return upper, index + len(value) * from_next
 
 

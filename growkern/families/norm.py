@@ -1,0 +1,62 @@
+"""What a family's norms compute: the table of norm kinds, and the [norm] section of a family.
+
+Everything that growth must know about a kind of norm is a field of `NormKind`. The other modules
+ask for such a field and never compare the names of kinds. A new kind is a new entry of
+`NORM_KINDS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from growkern.families.spec import holds
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """The facts about one kind of norm, y = gamma (x - m) / sqrt(v + eps) + beta.
+
+    Attributes:
+        centres: True if m is the mean of x and v its variance. False if m is 0 and v the mean
+            square of x.
+        may_have_bias: True if beta can exist.
+    """
+
+    centres: bool
+    may_have_bias: bool
+
+
+NORM_KINDS = {
+    "layernorm": NormKind(centres=True, may_have_bias=True),
+    "rmsnorm": NormKind(centres=False, may_have_bias=False),
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """[norm]: the function that a family's norms compute. `growkern.families.spec` has the keys."""
+
+    kind: str
+    placement: str
+    eps: str | float
+    plus_one: bool = False
+    bias: str | None = None
+
+    @property
+    def centres(self) -> bool:
+        """True if the norm subtracts the mean."""
+        return NORM_KINDS[self.kind].centres
+
+    def epsilon(self, config: Any) -> float:
+        """The number that is added to the variance."""
+        return self.eps if isinstance(self.eps, float) else float(getattr(config, self.eps))
+
+    def offset(self, is_bias: bool) -> float:
+        """The number that the model adds to a stored weight (or bias) before it uses it."""
+        return 1.0 if self.plus_one and not is_bias else 0.0
+
+    def tensors(self, config: Any) -> tuple[str, ...]:
+        """Last part of the names of a norm's tensors: "weight", and "bias" if it has one."""
+        has_bias = NORM_KINDS[self.kind].may_have_bias and holds(self.bias, config)
+        return ("weight", "bias") if has_bias else ("weight",)
