@@ -21,11 +21,12 @@ rounded once more, rn, to the output dtype. Let x be the product without noise. 
 of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (Sterbenz's lemma):
 noise costs no digits, in bfloat16 either.
 
-Reading order: the public function `expand` at the end of this file checks its arguments
-(`checks.py`), packs them into one record (`call.py`) and calls the registered op. The op picks a
-backend, and every backend takes the record: the reference in this file, `on_cpu.py`,
-`on_triton.py` or `on_cuda.py`. `noise.py` has the hash. To carry out many calls, `work.py` collects
-them and `many.py` launches them together.
+Reading order: the public function `expand` at the end of this file packs its arguments into one
+record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
+every backend takes the record: the reference in this file; `on_cpu.py` with
+`csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
+`noise.py` has the hash. That is at most 6 files for one call; CONTRIBUTING.md says how they are
+counted. To carry out many calls, `work.py` collects them and `many.py` launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """

@@ -37,8 +37,8 @@ Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 
 
 Reading order: the reference and the public function here, then `rows/options.py` (arguments),
 `rows/op.py` (custom op), `rows/state.py` (the numbers of a row), and the row function of a backend:
-`rows/on_cpu.py`, `csrc/cpu/kl_mlm.h` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, `rows/on_triton.py`
-and `rows/triton_kernel.py` for a GPU.
+`rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, `rows/on_triton.py` and
+`rows/triton_kernel.py` for a GPU.
 """
 
 import math
@@ -67,7 +67,7 @@ from growkern.ops.loss.rows.options import (
     term_weights,
 )
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
-from growkern.ops.loss.rows.vocab_parallel import check_shard, refuse_sharded_reference
+from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
 REFERENCE_ELEMENTS = 1 << 24
@@ -237,9 +237,11 @@ def kl_mlm_loss(
         row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
     )  # fmt: skip
     _check_logits(student_logits, teachers)
-    shard = check_shard(group, vocab_start, vocab_size)
+    is_whole = group is None and vocab_start is None
+    shard = WHOLE if is_whole else check_shard(group, vocab_start, vocab_size)
     chosen = choose_backend(backend, student_logits.device)
-    refuse_sharded_reference(chosen, shard.group)
+    if shard.group:
+        refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)

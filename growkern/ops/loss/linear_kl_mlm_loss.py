@@ -21,12 +21,12 @@ Shape letters used in this file: N rows, H student width, V vocabulary, K teache
 terms, R = 2 W terms and measurements of a row.
 
 Reading order: the reference and the public function here, on top of `kl_mlm_loss.py` (equations and
-reference of the rows); then `rows/options.py` and `linear/heads.py` (arguments),
-`backend/choose.py`, `linear/op.py` (chunks, sweep and custom op), `linear/gemm.py`, `rows/op.py`
-(the table of row functions), `rows/state.py` (the numbers of a row), and a backend's row function:
-`rows/on_cpu.py`, `csrc/cpu/kl_mlm.h` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, 12 files in all;
-`rows/on_triton.py` and `rows/triton_kernel.py` for a GPU, 11 in all. Heads that are spread over
-ranks use `rows/vocab_parallel.py` too.
+reference of the rows); `rows/options.py` and `linear/heads.py` (arguments); `linear/op.py` (chunks,
+sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table of row functions); `rows/state.py`
+(the numbers of a row). The row functions follow: on a CPU `rows/on_cpu.py`,
+`csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 11 files in all; on a GPU
+`rows/on_triton.py` and `rows/triton_kernel.py`, 10 in all. CONTRIBUTING.md says how these are
+counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ from growkern.ops.loss.rows.options import (
     row_inputs,
 )
 from growkern.ops.loss.rows.state import Maths
-from growkern.ops.loss.rows.vocab_parallel import refuse_sharded_reference
+from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 
 # ---------------------------------------------------------------- reference
 
@@ -171,7 +171,8 @@ def linear_kl_mlm_loss(
         (group, vocab_start, vocab_size),
     )  # fmt: skip
     chosen = choose_backend(backend, labels.device)
-    refuse_sharded_reference(chosen, shard.group)
+    if shard.group:
+        refuse_reference(chosen)
     vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
     rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}

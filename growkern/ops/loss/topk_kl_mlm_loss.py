@@ -64,7 +64,7 @@ from growkern.ops.loss.rows.options import (
     row_inputs,
 )
 from growkern.ops.loss.rows.state import KL_ROW, Maths
-from growkern.ops.loss.rows.vocab_parallel import refuse_sharded_reference
+from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 from growkern.ops.loss.topk.op import topk_kl_mlm_op
 from growkern.ops.loss.topk.teacher import (
     check_tail,
@@ -200,7 +200,8 @@ def topk_kl_mlm_loss(
     head = (student_hidden, student_weight, student_bias)
     (student,), shard = checked_heads(head, [], None, None, (group, vocab_start, vocab_size))
     chosen = choose_backend(backend, labels.device, ("reference", "cpu", "triton"))
-    refuse_sharded_reference(chosen, shard.group)
+    if shard.group:
+        refuse_reference(chosen)
     vocab = check_vocabulary(vocab_size, len(student[1]), [], shard)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, shard.vocab or vocab)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}

@@ -10,7 +10,7 @@ import growkern
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.gemm import chunk_size
-from growkern.ops.loss.linear.heads import Settings, Sizes, _has_fast_float64, as_arguments
+from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, has_fast_float64
 from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
@@ -197,7 +197,7 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
 def test_a_gpu_takes_float64_logits_where_they_are_as_fast(capability, fast, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _has_fast_float64(torch.device("cuda", 0)) is fast
+    assert has_fast_float64(torch.device("cuda", 0)) is fast
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)

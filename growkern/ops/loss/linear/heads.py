@@ -13,7 +13,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths
-from growkern.ops.loss.rows.vocab_parallel import Shard, check_shard, is_dtensor, local, shard_of
+from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
 
 Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
 
@@ -97,20 +97,30 @@ def settings_of(
     )  # fmt: skip
 
 
+def _is_dtensor(x: Any) -> bool:
+    return hasattr(x, "device_mesh")
+
+
+def _local(x: Any) -> Any:
+    """This rank's part of a DTensor, differentiable; anything else as it is."""
+    return x.to_local() if _is_dtensor(x) else x
+
+
 def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:
     """The slice of the vocabulary on this rank, from DTensors or from group, start, vocab_size."""
     group, start, vocab_size = given
-    if not any(is_dtensor(x) for x in weights):
-        return check_shard(group, start, vocab_size)
+    if not any(_is_dtensor(x) for x in weights):
+        is_whole = group is None and start is None
+        return WHOLE if is_whole else check_shard(group, start, vocab_size)
     if group is not None or start is not None:
         raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
-    if not is_dtensor(weights[0]):
+    if not _is_dtensor(weights[0]):
         raise GrowthError(
             "a teacher's head is a DTensor and the student's is not: cut the student's as well, or "
             "pass the teacher's full_tensor()"
         )
     group, start, V = shard_of(weights[0])
-    if any(shard_of(x)[1] != start for x in weights if is_dtensor(x)):
+    if any(shard_of(x)[1] != start for x in weights if _is_dtensor(x)):
         raise GrowthError(
             f"heads of {[len(x) for x in weights]} rows are cut at different rows: pad all to one "
             "size"
@@ -130,12 +140,12 @@ def check_logits_dtype(
         )
     if asked is None and has_teacher and least == student_NH.dtype:
         # error of the KL gradient at 1 % drift: 8e-5 after a GEMM in float32, under 1e-5 in float64
-        asked = torch.float64 if _has_fast_float64(student_NH.device) else None
+        asked = torch.float64 if has_fast_float64(student_NH.device) else None
     return asked or least
 
 
 @torch.compiler.assume_constant_result
-def _has_fast_float64(device: torch.device) -> bool:
+def has_fast_float64(device: torch.device) -> bool:
     """Whether float64 GEMMs are fast. A traced graph cannot query the GPU: it gets a constant."""
     if device.type == "cpu":
         return True
@@ -179,11 +189,11 @@ def checked_heads(
     shard = _check_shards([weight for _, _, weight, _ in named], sharding)
     heads: list[Head] = []
     for name, *given in named:
-        if is_dtensor(student[1]) and not is_dtensor(given[1]):
+        if _is_dtensor(student[1]) and not _is_dtensor(given[1]):
             # every rank has the whole teacher
-            columns = slice(shard.start, shard.start + len(local(student[1])))
+            columns = slice(shard.start, shard.start + len(_local(student[1])))
             given = [given[0], *(x if x is None else x[columns] for x in given[1:])]
-        hidden, weight, bias = (local(x) for x in given)
+        hidden, weight, bias = (_local(x) for x in given)
         bias = weight.new_empty(0) if bias is None else bias
         head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         device = hidden.device.type

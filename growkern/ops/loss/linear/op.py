@@ -1,8 +1,8 @@
-"""The custom op of the linear loss: one sweep over its live rows, chunk by chunk, and autograd.
+"""The custom op of the linear loss, and its autograd. It processes the rows with a term in chunks.
 
 Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
-rows (on a GPU: places for them), C rows of one chunk, H width, V vocabulary, K teachers, W = 1 + K
-terms, T = 2 W numbers of a row that `terms` gives, S numbers of its state.
+rows, those with a term (on a GPU: places for them), C rows of one chunk, H width, V vocabulary,
+K teachers, W = 1 + K terms, T = 2 W numbers of a row that `terms` gives, S numbers of its state.
 """
 
 import functools

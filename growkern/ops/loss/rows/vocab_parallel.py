@@ -24,15 +24,13 @@ WHOLE = Shard("", 0, 0, 0)
 
 
 def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
-    """The slice of this rank in `group`, a ProcessGroup or None.
+    """The slice of this rank in `group`, a ProcessGroup; a call without one is WHOLE.
 
     Raises:
         GrowthError: only some of the three are given, or `start` is negative.
     """
     if group is None:
-        if start is not None:
-            raise GrowthError("vocab_start belongs to a group: pass group= as well")
-        return WHOLE
+        raise GrowthError("vocab_start belongs to a group: pass group= as well")
     if start is None or vocab_size is None:
         raise GrowthError(
             "group= needs vocab_start= (this rank's first column) and vocab_size= (columns of all "
@@ -43,8 +41,13 @@ def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
     return Shard(group.group_name, start, vocab_size, -(-vocab_size // group.size()))
 
 
-def refuse_sharded_reference(backend: str, group: str) -> None:
-    if backend == "reference" and group:
+def refuse_reference(backend: str) -> None:
+    """Refuse the one backend that cannot use a slice of the vocabulary.
+
+    Raises:
+        GrowthError: `backend` is "reference".
+    """
+    if backend == "reference":
         raise GrowthError(
             "backend='reference' needs the whole vocabulary and takes no group; if it was chosen "
             "because another backend is missing, `growkern info` says how to get that"
@@ -62,15 +65,6 @@ def shard_of(weight: Any) -> tuple[Any, int, int]:
     V = weight.shape[0]
     each = -(-V // mesh.size())
     return mesh.get_group(), min(V, mesh.get_local_rank() * each), V
-
-
-def is_dtensor(x: Any) -> bool:
-    return hasattr(x, "device_mesh")
-
-
-def local(x: Any) -> Any:
-    """This rank's part of a DTensor, differentiable; anything else as it is."""
-    return x.to_local() if is_dtensor(x) else x
 
 
 def _resolved(group: Any) -> dist.ProcessGroup:
