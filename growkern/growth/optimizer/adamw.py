@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.sharded.placement import local_part, local_tensor
+from growkern.growth.sharded.placement import local_tensor
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -87,16 +87,12 @@ class GrowthAdamW(torch.optim.AdamW):
             )
         super().__init__(params, lr, betas, eps, weight_decay)
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
+        self.plan = plan
         factors = growth_lr_multipliers(plan)
         self._factors: dict[Tensor, EntryFactors] = {}
         for group in self.param_groups:
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
-                name = name.replace("_orig_mod.", "").removeprefix("module.")
-                if name not in factors:
-                    raise GrowthError(
-                        f"the plan has no parameter {name}; pass the parameters of the grown model"
-                    )
-                self._factors[p] = _local_factors(factors[name], name, p)
+                self._factors[p] = factors_of(factors, name, p)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
 
@@ -158,23 +154,3 @@ def _times(x: Tensor, vectors: tuple[Tensor, ...]) -> Tensor:
     for vector in vectors:
         x = x * vector
     return x
-
-
-def _local_factors(factors: EntryFactors, name: str, p: Tensor) -> EntryFactors:
-    """The factors of this process's part of a parameter, on its device and in its dtype."""
-    shape = tuple(max(n) for n in zip(*(v.shape for v in factors.lr), strict=True))
-    if shape != tuple(p.shape):
-        raise GrowthError(f"{name} is {list(p.shape)}, in the plan {list(shape)}")
-    part = local_part(name, p)
-    device = p.to_local().device if isinstance(p, DTensor) else p.device
-
-    def here(vectors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cut = (v.swapaxes(0, d)[part[d]].swapaxes(0, d) for d, v in enumerate(vectors))
-        return tuple(v.to(device, dtype) for v in cut)
-
-    return EntryFactors(
-        here(factors.lr, p.dtype),
-        here(factors.eps, p.dtype),
-        here(factors.old, torch.bool),
-        here(factors.centre, p.dtype),
-    )
