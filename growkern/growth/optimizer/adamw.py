@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import COUNTS, check_loaded_group, check_state_dict
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
@@ -52,7 +53,7 @@ class GrowthAdamW(torch.optim.AdamW):
     Args:
         params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
         plan: the model's `growth_plan`.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`.
         matched: True: apply u, g and (4). False: plain AdamW.
         rewarm_steps: number of steps in which the learning rate of new entries rises linearly to
             `rewarm_peak` times the learning rate of the others. After that it keeps this ratio,
@@ -76,6 +77,8 @@ class GrowthAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
         matched: bool = True,
         rewarm_steps: int = 0,
         rewarm_peak: float = 1.3,
@@ -85,7 +88,7 @@ class GrowthAdamW(torch.optim.AdamW):
                 f"rewarm_steps={rewarm_steps}, rewarm_peak={rewarm_peak}: give 0 or more steps and "
                 "a positive peak"
             )
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)
@@ -95,6 +98,24 @@ class GrowthAdamW(torch.optim.AdamW):
                 self._factors[p] = factors_of(factors, name, p)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.AdamW`; all settings of the groups take effect.
+
+        Raises:
+            GrowthError: the state is of an Adam that adds weight decay to the gradient, the step
+                should be differentiable, or amsgrad is on and its moments are missing.
+        """
+        check_state_dict(state_dict)
+        groups = []
+        for number, group in enumerate(state_dict["param_groups"]):
+            entries = [state_dict["state"].get(key, {}) for key in group["params"]]
+            check_loaded_group(number, group, entries)
+            # the step counts then stay on the CPU, where reading them does not wait for a GPU
+            groups.append({**group, "capturable": False, "fused": None})
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for entry in self.state.values():
+            entry.update({key: entry[key].cpu() for key in COUNTS if key in entry})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,6 +136,8 @@ class GrowthAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
+            if group["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(p)
         # missing if growth or another optimizer made this state
         state.setdefault("growth_step", torch.tensor(0.0))
         state["step"] += 1
@@ -124,8 +147,12 @@ class GrowthAdamW(torch.optim.AdamW):
         (beta1, beta2), lr = group["betas"], group["lr"]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
         gradient, value = local_tensor(grad), local_tensor(p)
+        gradient = -gradient if group["maximize"] else gradient
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["amsgrad"]:
+            largest = local_tensor(state["max_exp_avg_sq"])
+            square = torch.maximum(largest, square, out=largest)
         root = (square / (1 - beta2**step)).sqrt_()
         update = mean / (1 - beta1**step)
         decayed = value
