@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
     from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
     from growkern.growth.optimizer.adamw import decay_groups as decay_groups
+    from growkern.growth.optimizer.clip import growth_clip_norm_ as growth_clip_norm_
     from growkern.growth.optimizer.into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.optimizer.moments import growth_lr_multipliers as growth_lr_multipliers
     from growkern.growth.optimizer.moments import moment_findings as moment_findings
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "grow_into": "growkern.growth.sharded.grow_into",
     "grow_optimizer": "growkern.growth.optimizer.state",
     "grow_optimizer_into": "growkern.growth.optimizer.into",
+    "growth_clip_norm_": "growkern.growth.optimizer.clip",
     "growth_lr_multipliers": "growkern.growth.optimizer.moments",
     "moment_findings": "growkern.growth.optimizer.moments",
     "plan": "growkern.growth.plan.growth_plan",

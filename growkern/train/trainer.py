@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
+from growkern.growth.optimizer.adamw import GrowthAdamW
+from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.train.callbacks import LoopCallback
 from growkern.train.checks import (
     as_list,
@@ -237,6 +239,14 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         if stage is None or depth is None:
             return False
         return depth > stage.layers_per_block or stage.embeddings == "frozen"
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Trainer's; a model that `GrowthAdamW` trains is clipped by its source's norm."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not (isinstance(optimizer, GrowthAdamW) and optimizer.matched):
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return growth_clip_norm_(model, self.args.max_grad_norm, plan=optimizer.plan)
 
     # ---------------------------------------------------------------- records
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import COUNTS, check_loaded_group, check_state_dict
+from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.sharded.placement import local_part, local_tensor
+from growkern.growth.sharded.placement import local_tensor
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ class GrowthAdamW(torch.optim.AdamW):
     Args:
         params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
         plan: the model's `growth_plan`.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`.
         matched: True: apply u, g and (4). False: plain AdamW.
         rewarm_steps: number of steps in which the learning rate of new entries rises linearly to
             `rewarm_peak` times the learning rate of the others. After that it keeps this ratio,
@@ -76,6 +77,8 @@ class GrowthAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
         matched: bool = True,
         rewarm_steps: int = 0,
         rewarm_peak: float = 1.3,
@@ -85,20 +88,34 @@ class GrowthAdamW(torch.optim.AdamW):
                 f"rewarm_steps={rewarm_steps}, rewarm_peak={rewarm_peak}: give 0 or more steps and "
                 "a positive peak"
             )
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
+        self.plan = plan
         factors = growth_lr_multipliers(plan)
         self._factors: dict[Tensor, EntryFactors] = {}
         for group in self.param_groups:
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
-                name = name.replace("_orig_mod.", "").removeprefix("module.")
-                if name not in factors:
-                    raise GrowthError(
-                        f"the plan has no parameter {name}; pass the parameters of the grown model"
-                    )
-                self._factors[p] = _local_factors(factors[name], name, p)
+                self._factors[p] = factors_of(factors, name, p)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.AdamW`; all settings of the groups take effect.
+
+        Raises:
+            GrowthError: the state is of an Adam that adds weight decay to the gradient, the step
+                should be differentiable, or amsgrad is on and its moments are missing.
+        """
+        check_state_dict(state_dict)
+        groups = []
+        for number, group in enumerate(state_dict["param_groups"]):
+            entries = [state_dict["state"].get(key, {}) for key in group["params"]]
+            check_loaded_group(number, group, entries)
+            # the step counts then stay on the CPU, where reading them does not wait for a GPU
+            groups.append({**group, "capturable": False, "fused": None})
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for entry in self.state.values():
+            entry.update({key: entry[key].cpu() for key in COUNTS if key in entry})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,6 +136,8 @@ class GrowthAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
+            if group["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(p)
         # missing if growth or another optimizer made this state
         state.setdefault("growth_step", torch.tensor(0.0))
         state["step"] += 1
@@ -128,8 +147,12 @@ class GrowthAdamW(torch.optim.AdamW):
         (beta1, beta2), lr = group["betas"], group["lr"]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
         gradient, value = local_tensor(grad), local_tensor(p)
+        gradient = -gradient if group["maximize"] else gradient
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["amsgrad"]:
+            largest = local_tensor(state["max_exp_avg_sq"])
+            square = torch.maximum(largest, square, out=largest)
         root = (square / (1 - beta2**step)).sqrt_()
         update = mean / (1 - beta1**step)
         decayed = value
@@ -158,23 +181,3 @@ def _times(x: Tensor, vectors: tuple[Tensor, ...]) -> Tensor:
     for vector in vectors:
         x = x * vector
     return x
-
-
-def _local_factors(factors: EntryFactors, name: str, p: Tensor) -> EntryFactors:
-    """The factors of this process's part of a parameter, on its device and in its dtype."""
-    shape = tuple(max(n) for n in zip(*(v.shape for v in factors.lr), strict=True))
-    if shape != tuple(p.shape):
-        raise GrowthError(f"{name} is {list(p.shape)}, in the plan {list(shape)}")
-    part = local_part(name, p)
-    device = p.to_local().device if isinstance(p, DTensor) else p.device
-
-    def here(vectors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cut = (v.swapaxes(0, d)[part[d]].swapaxes(0, d) for d, v in enumerate(vectors))
-        return tuple(v.to(device, dtype) for v in cut)
-
-    return EntryFactors(
-        here(factors.lr, p.dtype),
-        here(factors.eps, p.dtype),
-        here(factors.old, torch.bool),
-        here(factors.centre, p.dtype),
-    )

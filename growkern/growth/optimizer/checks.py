@@ -6,7 +6,7 @@ Values such as NaN are checked where they are read (`optimizer.moments.check_val
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,54 @@ def _check_group(what: str, group: Any) -> None:
         if not is_list or not any(all(isinstance(x, kind) for x in keys) for kind in kinds):
             allowed = " or all ".join(kind.__name__ for kind in kinds)
             raise GrowthError(f"{what}: {key!r} must be a list, all {allowed}")
+
+
+def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
+    """Refuse to grow moments that weight decay was mixed into.
+
+    Raises:
+        GrowthError: `torch.optim.Adam` added weight decay to the gradients. The gradient and the
+            weight grow by different factors, so their mean cannot be grown.
+    """
+    for number, group in enumerate(state_dict["param_groups"]):
+        if moments != "reset" and _is_coupled(group):
+            raise GrowthError(
+                f"the optimizer's group {number} is of torch.optim.Adam with weight_decay="
+                f"{group['weight_decay']}: it adds the decay to the gradients, so its moments "
+                'cannot be grown; use moments="reset" (--moments reset), and AdamW from here on'
+            )
+
+
+def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[Any]) -> None:
+    """Refuse settings of a loaded group that `GrowthAdamW` cannot follow.
+
+    Args:
+        number: of the group, for errors.
+        group: its settings.
+        entries: the loaded states of its parameters; empty if a parameter has none.
+
+    Raises:
+        GrowthError: there is such a setting, or a moment that it needs is missing.
+    """
+    what = f"the loaded group {number}"
+    if _is_coupled(group):
+        raise GrowthError(
+            f"{what} is of torch.optim.Adam with weight_decay={group['weight_decay']}, which is "
+            "added to the gradient; GrowthAdamW decays weights directly. To go on so, set the "
+            "group's decoupled_weight_decay to True"
+        )
+    if group.get("differentiable"):
+        raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks; set it False")
+    if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
+        raise GrowthError(
+            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq; set amsgrad to False, "
+            "or load the state of an optimizer that was made with amsgrad=True"
+        )
+
+
+def _is_coupled(group: Mapping[str, Any]) -> bool:
+    """True if weight decay was added to the gradients, as Adam does and AdamW does not."""
+    return group.get("decoupled_weight_decay") is False and bool(group.get("weight_decay"))
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:

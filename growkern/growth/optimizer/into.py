@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.checks import check_entries, check_moments
+from growkern.growth.optimizer.checks import check_decay, check_entries, check_moments
 from growkern.growth.optimizer.file import read_optimizer
 from growkern.growth.optimizer.moments import MOMENTS, grow_moment, starts_at_zero
 from growkern.growth.optimizer.state import (
@@ -76,7 +76,7 @@ def grow_optimizer_into(
             "the model has no growth_plan; call growkern.grow_into first or give plan"
         )
     targets = list(_targets(plan, model, optimizer))
-    state = _open_state(plan, source)
+    state = _open_state(plan, source, moments)
     _check_kind(optimizer, state)
     grown = {}
     for number, (task, parameter) in enumerate(targets):
@@ -131,18 +131,19 @@ def _targets(
         yield task, parameter
 
 
-def _open_state(plan: GrowthPlan, source: Any) -> State:
+def _open_state(plan: GrowthPlan, source: Any, moments: str) -> State:
     """The source's optimizer state, by parameter name."""
-    if not isinstance(source, (str, Path)):
-        return state_by_name(plan, source)[1]
-    path = Path(source)
-    if (path / METADATA_FILE).is_file():
+    path = Path(source) if isinstance(source, (str, Path)) else None
+    if path is not None and (path / METADATA_FILE).is_file():
         from growkern.growth.source.distributed import read_distributed_optimizer
 
         stored = read_distributed_optimizer(path, known_names(plan))
         check_entries(plan, stored)
         return stored
-    return state_by_name(plan, read_optimizer(path))[1]
+    state_dict = source if path is None else read_optimizer(path)
+    state = state_by_name(plan, state_dict)[1]
+    check_decay(state_dict, moments)
+    return state
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:

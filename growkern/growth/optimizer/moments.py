@@ -264,7 +264,11 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
         reasons.append("uneven LayerNorm width: gradients pass through the extra coordinates")
     if reasons:
         return [Finding("approximate", "moments", "; ".join(reasons))]
-    return [Finding("exact", "moments", "every copy's gradient is a fixed share of its source's")]
+    why = (
+        "every copy's gradient is a fixed share of its source's; clip gradients with "
+        "growth_clip_norm_, as their plain norm counts every copy"
+    )
+    return [Finding("exact", "moments", why)]
 
 
 def _exceptions(plan: GrowthPlan) -> list[Finding]:

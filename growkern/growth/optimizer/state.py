@@ -18,6 +18,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
 from growkern.growth.models import untrained_model
 from growkern.growth.optimizer.checks import (
+    check_decay,
     check_entries,
     check_moments,
     check_state_dict,
@@ -50,7 +51,8 @@ def grow_optimizer(
     weights that decay, then norms and biases.
 
     Args:
-        state_dict: `optimizer.state_dict()` of `torch.optim.Adam` or `AdamW`. A Trainer's:
+        state_dict: `optimizer.state_dict()` of `torch.optim.AdamW`, or of `Adam` without weight
+            decay. A Trainer's:
             `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`. DTensors are
             gathered one at a time, so all ranks must call this, and each gets the whole state.
             `growkern.grow_optimizer_into` gives each rank only its part.
@@ -68,7 +70,8 @@ def grow_optimizer(
 
     Raises:
         GrowthError: the state belongs to another optimizer or model, or is damaged: NaN or Inf in
-            a moment, a negative mean of squares, an invalid step count.
+            a moment, a negative mean of squares, an invalid step count. Or it is of
+            `torch.optim.Adam` with weight decay, which is part of its moments.
 
     Source: derived from the chain rule; "old_slices" after SPARKLING (asymmetric optimizer reset).
     """
@@ -88,6 +91,7 @@ def grown_state(
     """The target's state dict, with moments made by `make`; see `grow_optimizer`."""
     check_moments(moments)
     names, state = state_by_name(plan, state_dict)
+    check_decay(state_dict, moments)
     groups = state_dict["param_groups"]
     grown_names = _target_names(plan, names)
     new_state: dict[Any, dict[str, Any]] = {}

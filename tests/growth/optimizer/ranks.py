@@ -34,6 +34,17 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def clipped_steps(model, optimizer):
+    """The norms before clipping, of as many steps as `train` takes."""
+    norms = []
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        norms.append(growkern.growth_clip_norm_(model, 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
 def sharded_truth(whole, state, key, shard):
     """One moment of all parameters as PyTorch shards it: name -> this rank's part."""
     model = copy.deepcopy(whole)
@@ -108,7 +119,7 @@ def run_steps(shard, directory):
     train(source, trained)
     whole = growkern.grow(source, n_embd=20, n_layer=3)
     plan = whole.growth_plan
-    sharded = shard(copy.deepcopy(whole))
+    sharded, norms = shard(copy.deepcopy(whole)), []
     for model in (whole, sharded):
         optimizer = growkern.GrowthAdamW(
             model.named_parameters(), plan, lr=1e-3, eps=1e-3, rewarm_steps=4
@@ -119,9 +130,9 @@ def run_steps(shard, directory):
             optimizer.load_state_dict(state)
         else:
             growkern.grow_optimizer_into(model, optimizer, trained.state_dict(), plan=plan)
-        train(model, optimizer)
+        norms.append(clipped_steps(model, optimizer))
     expected = shard(whole)
     sharded.reshard()
     pairs = zip(expected.parameters(), sharded.parameters(), strict=True)
     differences = [(local(p) - local(q)).abs() for p, q in pairs]
-    return {"difference": max(d.max().item() for d in differences if d.numel())}
+    return {"difference": max(d.max().item() for d in differences if d.numel()), "norms": norms}

@@ -122,6 +122,9 @@ def test_two_ranks_hold_their_parts_of_the_grown_state(name, two_ranks):
 def test_sharded_optimizers_take_the_steps_of_whole_ones(two_ranks):
     for rank in (rank["optimizer"] for rank in two_ranks):
         assert rank["difference"] <= 1e-6
+        whole, sharded = rank["norms"]
+        assert min(whole) > 0.1
+        assert sharded == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(

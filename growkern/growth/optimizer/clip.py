@@ -1,0 +1,194 @@
+"""`growkern.growth_clip_norm_`: clips a grown model's gradients by the norm of its source's.
+
+Growth makes several copies of a source entry, and the gradient of each is g times that of the
+source, see (2) of `optimizer.moments`. The plain norm counts all copies. It differs from the
+source's norm, so clipping by it scales the steps of source and target differently. Here an entry
+counts with the weight u / g:
+
+    norm^2 = sum of (u / g) dU^2                                                           (1)
+
+Over the copies of an entry, u g adds up to 1, so (1) is the sum of the source's squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
+
+from growkern.errors import GrowthError
+from growkern.growth.optimizer.factors import factors_of
+from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.sharded.grow_into import unwrapped
+from growkern.growth.sharded.placement import local_tensor
+
+# elements that are squared and weighted at a time: the temporary tensor takes 4 MiB in float32
+ELEMENTS_AT_ONCE = 1 << 20
+
+
+@torch.no_grad()
+def growth_clip_norm_(
+    model: Any,
+    max_norm: float,
+    *,
+    plan: GrowthPlan | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients of a grown model, and return the norm that its source would have.
+
+    It replaces `torch.nn.utils.clip_grad_norm_` where training should go on as the source's would
+    have. Together with `growkern.GrowthAdamW`, clipped steps commute with growth wherever
+    `moment_findings` says "exact". Elsewhere the norm is a weighted norm of the same size.
+    Entries without a source, such as those of new layers, count with the mean weight of the others.
+
+    Args:
+        model: the grown model. Parameters may be DTensors; then all ranks must call this. Wrappers
+            of `torch.compile` and DistributedDataParallel are fine.
+        max_norm: gradients with a larger norm are multiplied by max_norm / norm. Infinity: they
+            stay as they are.
+        plan: the growth of the weights; default: the model's `growth_plan`.
+        error_if_nonfinite: raise an error if the norm is NaN or infinite. False: PyTorch's
+            behaviour, gradients become NaN or 0. True waits for a GPU.
+
+    Returns:
+        The norm before clipping, a 0-d float32 tensor (float64 for float64 gradients).
+
+    Raises:
+        GrowthError: there is no plan, a parameter is not in it, a gradient is sparse, or
+            `max_norm` is negative or NaN.
+
+    Source: derived from the chain rule.
+    """
+    if not max_norm >= 0:
+        raise GrowthError(f"max_norm={max_norm}: give a number of 0 or more")
+    model = unwrapped(model)
+    plan = plan or getattr(model, "growth_plan", None)
+    if plan is None:
+        raise GrowthError("the model has no growth_plan; give plan")
+    weights = _weights_of(model, plan)
+    norm = _norm({p: weights[p] for p in model.parameters() if p.grad is not None})
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise GrowthError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+    if max_norm < float("inf"):
+        # as in PyTorch, so that a step of the source is clipped alike
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in model.parameters():
+            if p.grad is not None:
+                gradient = local_tensor(p.grad)
+                gradient.mul_(factor.to(gradient.device))
+    return norm
+
+
+# ------------------------------------------------------------------ weights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """u / g of (1) for the entries of this process's part of one parameter.
+
+    Attributes:
+        plan: where they come from.
+        device: of the vectors.
+        constant: product of the axes on which all entries have the same weight.
+        vectors: the weights of the other axes by their number, (size,) float64 or float32.
+    """
+
+    plan: GrowthPlan
+    device: torch.device
+    constant: float
+    vectors: dict[int, Tensor]
+
+
+# they are the same in every step; making them reads the whole plan
+_known: Any = WeakIdKeyDictionary()
+
+
+def _weights_of(model: Any, plan: GrowthPlan) -> Mapping[Tensor, _Weights]:
+    """The weights of every parameter, kept between calls."""
+    factors: Mapping[str, EntryFactors] = {}
+    for name, p in model.named_parameters():
+        found = _known.get(p)
+        if found is None or found.plan is not plan or found.device != local_tensor(p).device:
+            factors = factors or growth_lr_multipliers(plan)
+            _known[p] = _make_weights(plan, factors_of(factors, name, p), local_tensor(p))
+    return _known
+
+
+def _make_weights(plan: GrowthPlan, factors: EntryFactors, part: Tensor) -> _Weights:
+    constant, vectors = 1.0, {}
+    for dim, (lr, eps) in enumerate(zip(factors.lr, factors.eps, strict=True)):
+        weight = (lr.double() / eps.double()).flatten()
+        if not weight.numel():
+            continue
+        first = weight[0].item()
+        if bool((weight - first).abs().max() <= 1e-6 * first):
+            constant *= first
+        else:
+            vectors[dim] = weight.to(_sum_dtype(part))
+    return _Weights(plan, part.device, constant, vectors)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# --------------------------------------------------------------------- norm
+
+
+def _norm(weights: Mapping[Tensor, _Weights]) -> Tensor:
+    """The square root of (1) over all parameters, on all ranks."""
+    local: list[Tensor] = []
+    # sums of the same mesh and the same sharded mesh dimensions are added up before they travel
+    sharded: dict[tuple[Any, tuple[bool, ...]], list[Tensor]] = {}
+    for p, weight in weights.items():
+        gradient = p.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise GrowthError("a gradient is sparse; make the embedding with sparse=False")
+        if isinstance(p, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=p.placements)
+            where = p.device_mesh, tuple(not x.is_replicate() for x in p.placements)
+            sharded.setdefault(where, []).append(_weighted_squares(local_tensor(gradient), weight))
+        else:
+            local.append(_weighted_squares(gradient, weight))
+    for (mesh, is_sharded), squares in sharded.items():
+        placements = [Partial() if x else Replicate() for x in is_sharded]
+        total = DTensor.from_local(_sum(squares), mesh, placements)
+        local.append(total.full_tensor())
+    return _sum(local).sqrt()
+
+
+def _sum(squares: list[Tensor]) -> Tensor:
+    if not squares:
+        return torch.tensor(0.0)
+    return torch.stack([x.to(squares[0].device) for x in squares]).sum()
+
+
+def _weighted_squares(gradient: Tensor, weight: _Weights) -> Tensor:
+    """(1) of one part, a 0-d tensor; no temporary tensor is as large as the gradient."""
+    dtype = _sum_dtype(gradient)
+    if not gradient.numel():
+        return torch.zeros((), dtype=dtype, device=gradient.device)
+    if len(weight.vectors) < 2:
+        others = [d for d in range(gradient.ndim) if d not in weight.vectors]
+        norms = torch.linalg.vector_norm(gradient, dim=others, dtype=dtype) if others else gradient
+        squares = norms.to(dtype).square()
+        for vector in weight.vectors.values():
+            squares = squares * vector
+        return squares.sum() * weight.constant
+    rows = max(1, ELEMENTS_AT_ONCE // gradient[0].numel())
+    total = torch.zeros((), dtype=dtype, device=gradient.device)
+    first = weight.vectors.get(0)
+    for start in range(0, len(gradient), rows):
+        block = gradient[start : start + rows].to(dtype).square()
+        for dim, vector in weight.vectors.items():
+            vector = vector[start : start + rows] if vector is first else vector
+            block *= vector.reshape([-1 if d == dim else 1 for d in range(block.ndim)])
+        total += block.sum()
+    return total * weight.constant
