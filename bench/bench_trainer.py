@@ -8,12 +8,11 @@
 - "stage 1": the mean step of stage 1 over the full step, against the same ratio of the FLOPs (goal:
   within 10 %).
 
-The trainers take turns, one run each per round. A run is the median of its steps. Ratios are taken
-within each round, and the medians over the rounds are reported.
+All trainers run in one process and take turns after every step. A ratio is the median over the
+ratios of neighbouring steps. For stage 1 it is the mean over depths of these medians.
 """
 
 import argparse
-import copy
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
-from bench.shared.trainer_runs import Clock, trained
+from bench.shared.trainer_runs import step_times
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.flops import ModelCost
 from growkern.train.sub_model import layer_stacks
@@ -89,14 +88,14 @@ def contenders(teacher: Any, stages: TwoStageConfig) -> dict[str, Callable[..., 
     }
 
 
-def step_seconds(name: str, clock: Clock, stages: TwoStageConfig, layers: int) -> float:
-    """The time of a step: the median, or in stage 1 the mean over depths of their medians."""
+def mean_of_medians(name: str, values: list[float], stages: TwoStageConfig, layers: int) -> float:
+    """The median over steps, or in stage 1 the mean over depths of their medians."""
     if name != STAGE1:
-        return statistics.median(clock.seconds)
+        return statistics.median(values)
     by_depth: dict[int | None, list[float]] = {}
-    # the first interval is that of the second step
-    for step, seconds in enumerate(clock.seconds, start=1):
-        by_depth.setdefault(stages.depth(step, layers), []).append(seconds)
+    # the first value is that of the second step
+    for step, value in enumerate(values, start=1):
+        by_depth.setdefault(stages.depth(step, layers), []).append(value)
     return statistics.mean(map(statistics.median, by_depth.values()))
 
 
@@ -117,15 +116,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     teacher = gpt2(options.width // 2, options.layers, options.vocab, options.length)
     ids = torch.randint(options.vocab, (options.batch, options.length))
     stages = TwoStageConfig(max(1, options.layers // 4), stage1_steps=options.steps)
-    times: dict[str, list[float]] = {}
-    for _ in range(options.repeats):
-        for name, make in contenders(teacher, stages).items():
-            _, clock = trained(make, copy.deepcopy(student), ids, ids, options.steps)
-            times.setdefault(name, []).append(step_seconds(name, clock, stages, options.layers))
+    times = step_times(contenders(teacher, stages), student, ids, ids, options.steps)
 
-    def ratio(ours: str, theirs: str) -> float:
-        pairs = zip(times[ours], times[theirs], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+    def mean(name: str, values: list[float]) -> float:
+        return mean_of_medians(name, values, stages, options.layers)
 
     size = f"{options.layers} x {options.width}, V {options.vocab}"
     share = flops_share(student, stages, (options.batch, options.length), options.steps)
@@ -140,9 +134,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "model": size,
             "batch": f"{options.batch} x {options.length}",
             "beside": theirs,
-            "ms": 1e3 * statistics.median(times[ours]),
-            "ms beside": 1e3 * statistics.median(times[theirs]),
-            "ratio": ratio(ours, theirs),
+            "steps": len(times[ours]),
+            "ms": 1e3 * mean(ours, times[ours]),
+            "ms beside": 1e3 * mean(theirs, times[theirs]),
+            "ratio": mean(ours, [a / b for a, b in zip(times[ours], times[theirs], strict=True)]),
         }
         if case == "stage 1":
             row |= {"FLOP share": share, "ratio / FLOP share": row["ratio"] / share}
@@ -151,10 +146,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, repeats=5)
+    parser = benchmark_parser(__doc__, repeats=None)
     for name, default in (
         *(("width", 256), ("layers", 8), ("vocab", 8192)),
-        *(("batch", 8), ("length", 128), ("steps", 25)),
+        *(("batch", 8), ("length", 128), ("steps", 60)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()

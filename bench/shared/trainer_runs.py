@@ -1,6 +1,8 @@
 """Runs of Hugging Face trainers on random tokens, with the time of every step."""
 
+import copy
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +46,61 @@ class Clock(transformers.TrainerCallback):
         return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
 
 
+class Turns:
+    """Lets several threads take turns. One of them runs at a time.
+
+    Args:
+        count: number of threads, which are called 0, 1, ...
+    """
+
+    def __init__(self, count: int) -> None:
+        self._waiting, self._change = list(range(count)), threading.Condition()
+
+    def wait(self, me: int) -> None:
+        """Wait until it is the turn of this thread."""
+        with self._change:
+            self._change.wait_for(lambda: self._waiting[0] == me)
+
+    def pass_on(self, me: int, *, again: bool) -> None:
+        """Give the turn to the next thread.
+
+        Args:
+            me: this thread, whose turn it is.
+            again: whether this thread takes part in the next round.
+        """
+        with self._change:
+            self._waiting.remove(me)
+            self._waiting += [me] if again else []
+            self._change.notify_all()
+
+
+class ClockInTurns(Clock):
+    """Measures the steps of a trainer that gives the turn to another one after each step.
+
+    Args:
+        turns: of the threads that the trainers run in.
+        me: number of this thread.
+    """
+
+    def __init__(self, turns: Turns, me: int) -> None:
+        super().__init__()
+        self._turns, self._me, self._taken = turns, me, []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End a step. The next one begins with the next turn."""
+        end = now()
+        if self.ends:
+            self._taken.append(end - self.ends[-1])
+        self._turns.pass_on(self._me, again=True)
+        self._turns.wait(self._me)
+        self.ends.append(now())
+
+    @property
+    def seconds(self) -> list[float]:
+        """The time of each step but the first, without the turns of the others."""
+        return self._taken
+
+
 def now() -> float:
     """The time in seconds, after the device has finished its work."""
     if torch.cuda.is_available():
@@ -52,7 +109,13 @@ def now() -> float:
 
 
 def trained(
-    make: Callable[..., Any], model: Any, ids: Tensor, labels: Tensor, steps: int, **options: Any
+    make: Callable[..., Any],
+    model: Any,
+    ids: Tensor,
+    labels: Tensor,
+    steps: int,
+    clock: Clock | None = None,
+    **options: Any,
 ) -> tuple[Any, Clock]:
     """Train a model for some steps.
 
@@ -61,12 +124,13 @@ def trained(
         model: is trained in place.
         ids, labels: (B, S) int64, the batch of every step.
         steps: optimizer steps.
+        clock: measures the steps; None takes a new one.
         options: further training arguments.
 
     Returns:
         The trainer, and the clock of its steps.
     """
-    clock = Clock()
+    clock = clock or Clock()
     with tempfile.TemporaryDirectory() as directory:
         args = transformers.TrainingArguments(
             directory,
@@ -87,3 +151,44 @@ def trained(
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return trainer, clock
+
+
+def step_times(
+    makers: dict[str, Callable[..., Any]], model: Any, ids: Tensor, labels: Tensor, steps: int
+) -> dict[str, list[float]]:
+    """Train copies of a model with several trainers, which take turns after every step.
+
+    Other load on the machine slows neighbouring steps alike, so their ratio means something.
+
+    Args:
+        makers: by name; each makes a trainer as in `trained`.
+        model: is not changed.
+        ids, labels: (B, S) int64, the batch of every step.
+        steps: optimizer steps.
+
+    Returns:
+        By name, the seconds of each step but the first.
+    """
+    turns = Turns(len(makers))
+    found: dict[str, list[float]] = {}
+    errors: list[BaseException] = []
+
+    def run(me: int, name: str) -> None:
+        try:
+            turns.wait(me)
+            own = copy.deepcopy(model)
+            _, clock = trained(makers[name], own, ids, labels, steps, ClockInTurns(turns, me))
+            found[name] = clock.seconds
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            turns.pass_on(me, again=False)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(makers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {name: found[name] for name in makers}

@@ -1,6 +1,7 @@
 """The callback of `TwoStageTrainer`: it prepares the optimizer and follows the training loop."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ class FollowedTrainer(Protocol):
     data_collator: Any
     inheritance: InheritanceSchedule | None
     meter: Meter
+
+    def end_pass(self) -> None:
+        """Note that the data was read to its end."""
 
 
 class LoopCallback(TrainerCallback):
@@ -47,6 +51,12 @@ class LoopCallback(TrainerCallback):
         collator = self.trainer.data_collator
         if isinstance(collator, EpochCollator):
             collator.set_epoch(int(state.epoch or 0))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the epoch as a whole one: Trainer has no length for some data sets."""
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            state.epoch = float(math.ceil(state.epoch or 0))
+            self.trainer.end_pass()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; stop reading the cached teacher once its rate is 0."""

@@ -225,7 +225,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         """Count the labels of a whole accumulated batch, and keep the count of its KL rows."""
         # this may drop examples
         items = super()._get_num_items_in_batch(batch_samples, device)
-        if self.inheritance is not None and self.inheritance.kl_rows == "all":
+        if batch_samples and self.inheritance is not None and self.inheritance.kl_rows == "all":
             rows = [
                 real_rows(batch, batch["labels"], causal=self._causal).sum()
                 for batch in batch_samples

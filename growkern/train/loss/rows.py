@@ -49,7 +49,7 @@ def take_rows(
     Raises:
         GrowthError: the batch has no labels or no weights.
     """
-    _check_keys(inputs, "labels", row_weights)
+    check_keys(inputs, "labels", row_weights)
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
     weights_BS = None
     if row_weights is not None:
@@ -58,7 +58,16 @@ def take_rows(
     return LossRows(labels_BS, rows, weights_BS)
 
 
-def _check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
+def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
+    """Check that a batch has these keys.
+
+    Args:
+        batch: from a data collator.
+        names: None stands for no key.
+
+    Raises:
+        GrowthError: a key is missing.
+    """
     for name in names:
         if name is not None and name not in batch:
             raise GrowthError(
@@ -100,10 +109,21 @@ class RowCounts:
     is_filler: bool = False
 
 
-def count_rows(batch: Mapping[str, Any], *, causal: bool) -> RowCounts | None:
-    """Count the rows of a batch. None if it has no labels, or if these are not on the CPU."""
+def count_rows(
+    batch: Mapping[str, Any], *, causal: bool, devices: Sequence[str] = ("cpu",)
+) -> RowCounts | None:
+    """Count the rows of a batch.
+
+    Args:
+        batch: {labels, ...}.
+        causal: whether the model predicts the next token.
+        devices: types of devices whose answer may be waited for.
+
+    Returns:
+        The counts; None if the batch has no labels, or if they are on another device.
+    """
     labels_BS = batch.get("labels")
-    if not isinstance(labels_BS, Tensor) or labels_BS.device.type != "cpu":
+    if not isinstance(labels_BS, Tensor) or labels_BS.device.type not in devices:
         return None
     labelled_BS = align_labels(labels_BS, causal=causal) != IGNORE_INDEX
     live_BS = labelled_BS | real_rows(batch, labels_BS, causal=causal)
@@ -115,7 +135,7 @@ def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return None
     ends = starts_BS.flatten().nonzero().flatten()
-    lengths = torch.diff(ends, append=torch.tensor([starts_BS.numel()]))
+    lengths = torch.diff(ends, append=ends.new_tensor([starts_BS.numel()]))
     return int((lengths**2).sum())
 
 
@@ -173,7 +193,7 @@ def check_some_label(
         batch = collator(examples)
         if not isinstance(batch, Mapping):
             raise GrowthError(f"the data collator makes a {type(batch).__name__}, not a dict")
-        _check_keys(batch, "labels", row_weights)
+        check_keys(batch, "labels", row_weights)
         if bool((torch.as_tensor(batch["labels"]) != IGNORE_INDEX).any()):
             return
     if len(indices):

@@ -9,20 +9,34 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening
 
 from growkern import InheritanceSchedule, TwoStageTrainer
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 
-# rows of the data, micro-batches a step, rows with a KL term, whether sequences are packed
+# rows of the data, micro-batches a step, rows with a KL term, the kind of data
 CASES = {
-    "one example short": (15, 1, "labels", False),
-    "a process without examples": (13, 1, "all", False),
-    "accumulated": (13, 2, "labels", False),
-    "packed": (15, 1, "all", True),
-    "packed, a process without examples": (13, 1, "labels", True),
+    "one example short": (15, 1, "labels", "indexed"),
+    "a process without examples": (13, 1, "all", "indexed"),
+    "accumulated": (13, 2, "labels", "indexed"),
+    "packed": (15, 1, "all", "packed"),
+    "packed, a process without examples": (13, 1, "labels", "packed"),
+    "sent": (15, 1, "labels", "sent"),
+    "a stream": (15, 1, "labels", "stream"),
+    "a stream, a process without examples": (13, 1, "all", "stream"),
+    "a stream, accumulated": (9, 2, "labels", "stream"),
+    "a stream with a length, accumulated": (9, 2, "labels", "stream with a length"),
+    "a stream that each process reads": (15, 1, "labels", "stream, read by each"),
 }
+# what accelerate is told; by default it sends the batches of a stream
+CONFIGS = {
+    "sent": {"accelerator_config": {"dispatch_batches": True}},
+    "stream, read by each": {
+        "accelerator_config": {"dispatch_batches": False}, "dataloader_drop_last": True,
+    },
+}  # fmt: skip
 
 
 class Lists(Batches):
@@ -32,18 +46,41 @@ class Lists(Batches):
         return {key: value.tolist() for key, value in super().__getitem__(i).items()}
 
 
+class Stream(IterableDataset):
+    """The same examples without an index."""
+
+    def __init__(self, rows):
+        self.data = Batches(rows)
+
+    def __iter__(self):
+        return (self.data[i] for i in range(len(self.data)))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return len(self.data)
+
+
+DATA = {
+    "packed": Lists,
+    "stream": Stream,
+    "stream with a length": SizedStream,
+    "stream, read by each": Stream,
+}
+
+
 def trained(case, folder, batch_size):
-    rows, accumulation, kl_rows, packed = CASES[case]
+    rows, accumulation, kl_rows, kind = CASES[case]
     trainer = TwoStageTrainer(
         build("gpt2", layers=2).double(),
         arguments(
             folder, max_steps=8, per_device_train_batch_size=batch_size, use_cpu=True,
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=accumulation, **CONFIGS.get(kind, {}),
         ),
         inheritance=InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows),
         teacher=build("gpt2", layers=1, width=8, seed=9).double(),
-        train_dataset=(Lists if packed else Batches)(rows),
-        data_collator=DataCollatorWithFlattening() if packed else None,
+        train_dataset=DATA.get(kind, Batches)(rows),
+        data_collator=DataCollatorWithFlattening() if kind == "packed" else None,
     )  # fmt: skip
     trainer.train()
     log = [line for line in trainer.state.log_history if "loss" in line]

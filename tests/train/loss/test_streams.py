@@ -1,0 +1,186 @@
+"""Data sets that are read from start to end: labels, rows, passes, and resuming in any pass."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from growkern import GrowthError, TwoStageTrainer
+from growkern.errors import GrowthWarning
+from growkern.train.data import MaskedLMCollator
+from growkern.train.loss.streams import check_stream, examples_in_last_sent
+from tests.train.loss.epochs import Stream
+from tests.train.loss.test_options import calls  # noqa: F401
+from tests.train.safety.runs import assert_same, small_model, weights_of
+from tests.train.test_trainer import Batches, arguments, losses_of
+from tests.train.tiny import VOCAB, TinyTokenizer, build
+
+
+class Blocks(IterableDataset):
+    """Token rows for a collator that draws masks."""
+
+    def __init__(self, rows):
+        self.rows = np.random.default_rng(0).integers(5, VOCAB, (rows, 8)).astype(np.int32)
+
+    def __iter__(self):
+        return ({"input_ids": row} for row in self.rows)
+
+
+class Once(IterableDataset):
+    """A stream that cannot be read twice."""
+
+    def __init__(self, rows):
+        self.rows = iter(Stream(rows))
+
+    def __iter__(self):
+        return self.rows
+
+
+def trainer_of(path, data, model=None, collator=None, **options):
+    return TwoStageTrainer(
+        model or build("bert", layers=1),
+        arguments(path, **options),
+        train_dataset=data,
+        data_collator=collator,
+    )
+
+
+# ----------------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize("steps", [3, 2000])
+def test_a_stream_without_a_label(steps, tmp_path):
+    """Looked for in the first 1000 examples, and at the latest in the last step."""
+    data = Stream(30)
+    for row in data.data.rows:
+        row["labels"].fill_(-100)
+    trainer = trainer_of(tmp_path, data, max_steps=steps)
+    with pytest.raises(GrowthError, match="not a single label: .* first (6|1000) examples"):
+        trainer.train()
+    if steps == 3:
+        assert trainer.state.global_step == 2
+
+
+def test_a_stream_whose_first_label_is_late(tmp_path):
+    data = Stream(30)
+    for row in data.data.rows[:20]:
+        row["labels"].fill_(-100)
+    trainer = trainer_of(tmp_path, data, max_steps=11)
+    trainer.train()
+    assert trainer.state.global_step == 11
+
+
+def test_a_stream_without_the_key(tmp_path):
+    data = Stream(4)
+    for row in data.data.rows:
+        del row["labels"]
+    with pytest.raises(GrowthError, match="have no 'labels'"):
+        trainer_of(tmp_path, data).train()
+
+
+# ------------------------------------------------------------------------- rows
+
+
+def test_the_live_rows_of_a_stream_are_counted(calls, tmp_path):  # noqa: F811
+    trainer_of(tmp_path, Stream(6), max_steps=6).train()
+    assert len(calls) == 6
+    assert all(limit == live for limit, live in calls)
+
+
+def test_a_stream_costs_what_its_rows_cost(tmp_path):
+    """The same loss and FLOPs as the same rows with an index."""
+    found = []
+    for data in (Stream(8), Batches(8)):
+        trainer = trainer_of(tmp_path, data, max_steps=6)
+        trainer.train()
+        found.append((losses_of(trainer), trainer.state.total_flos))
+    assert found[0] == found[1]
+
+
+# ----------------------------------------------------------------------- passes
+
+
+def test_each_pass_draws_its_own_masks(tmp_path):
+    epochs = []
+
+    class Collator(MaskedLMCollator):
+        def set_epoch(self, epoch):
+            epochs.append(epoch)
+            super().set_epoch(epoch)
+
+    trainer_of(tmp_path, Blocks(6), collator=Collator(TinyTokenizer(), 0.4), max_steps=11).train()
+    # 3 steps per pass
+    assert epochs == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resumed_in_any_pass_it_ends_the_same(stop, accumulation, tmp_path):
+    def trainer(path):
+        return trainer_of(
+            path, Blocks(6 * accumulation), small_model(), MaskedLMCollator(TinyTokenizer(), 0.4),
+            gradient_accumulation_steps=accumulation, save_strategy="steps", save_steps=1,
+        )  # fmt: skip
+
+    straight = trainer(tmp_path)
+    straight.train()
+    again = trainer(tmp_path / "again")
+    again.train(resume_from_checkpoint=tmp_path / f"checkpoint-{stop}")
+    assert_same(weights_of(again), weights_of(straight))
+    assert losses_of(again) == losses_of(straight)
+
+
+def test_an_accumulated_batch_that_is_not_full_is_left_out(tmp_path):
+    """5 batches and accumulation 2: the same as 4 batches."""
+    found = []
+    for rows in (10, 8):
+        trainer = trainer_of(tmp_path, Stream(rows), gradient_accumulation_steps=2, max_steps=5)
+        if rows == 10:
+            with pytest.warns(GrowthWarning, match="last 1 of 2 batches are left out"):
+                trainer.train()
+        else:
+            trainer.train()
+        found.append(weights_of(trainer))
+    assert_same(*found)
+
+
+def test_a_stream_that_ends_for_good(tmp_path):
+    trainer = trainer_of(tmp_path, Once(6), max_steps=7)
+    with pytest.warns(GrowthWarning, match="no more examples: the run ends after step 3 of 7"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(("rows", "accumulation"), [(0, 1), (2, 2)])
+def test_a_stream_too_short_for_a_step(rows, accumulation, tmp_path):
+    trainer = trainer_of(tmp_path, Stream(rows), gradient_accumulation_steps=accumulation)
+    with pytest.raises(GrowthError, match="not enough examples for a single step"):
+        trainer.train()
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def test_a_stream_that_would_be_filled_up_is_refused(tmp_path):
+    args = arguments(tmp_path)
+    each = SimpleNamespace(num_processes=2, dispatch_batches=False)
+    with pytest.raises(GrowthError, match="dataloader_drop_last=True"):
+        check_stream(Stream(3), args, each)
+    check_stream(Batches(3), args, each)
+    check_stream(Stream(3), args, SimpleNamespace(num_processes=2, dispatch_batches=None))
+    args.dataloader_drop_last = True
+    check_stream(Stream(3), args, each)
+
+
+@pytest.mark.parametrize("left", range(1, 9))
+def test_the_examples_that_are_no_repetitions(left):
+    """4 processes; accelerate gives each a batch of the remaining examples' share, rounded up."""
+    size = -(-left // 4)
+    loader = SimpleNamespace(remainder=left)
+    kept = [examples_in_last_sent(loader, rank, size) for rank in range(4)]
+    assert sum(kept) == left
+    assert kept == sorted(kept, reverse=True)
+    assert torch.tensor(kept).max() == size
+
