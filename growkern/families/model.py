@@ -141,6 +141,29 @@ class ModelSpec:
         """Name of a tied tensor -> name of the tensor whose storage it shares."""
         return {t.name: t.tied for t in self.tensors if t.tied} if self.shares else {}
 
+    @cached_property
+    def arranged_once(self) -> frozenset[str]:
+        """The sizes that count units which every layer must arrange alike.
+
+        A tensor that some layers lack serves them too, such as the relative position bias in T5's
+        first block. Its heads must then lie in the same order in every layer.
+        """
+        layers: dict[tuple[str, str], dict[str, set[int | None]]] = {}
+        for tensor in self.tensors:
+            for name in (n for axis in tensor.axes for n in axis.partition(":")[2].split("|") if n):
+                space = self.family.spaces[name]
+                if size := space.heads or space.size:
+                    # a tensor outside the layers serves those of every stack
+                    stacks = self.family.stacks if tensor.layer is None else [tensor.stack]
+                    for stack in stacks:
+                        found = layers.setdefault((size, stack), {})
+                        found.setdefault(tensor.template, set()).add(tensor.layer)
+        return frozenset(
+            size
+            for (size, _), found in layers.items()
+            if any(have != set().union(*found.values()) for have in found.values())
+        )
+
     @property
     def own_tensors(self) -> tuple[TensorSpec, ...]:
         """The tensors that have storage of their own: all but the tied ones."""

@@ -37,8 +37,8 @@ Layer = int | str | None
 class Layout:
     """The spaces of one growth, each built on first use.
 
-    With `scheme="paper"` every layer draws its own head and FFN maps. Otherwise all layers share
-    one space per name.
+    With `scheme="paper"` every layer draws its own head and FFN maps, unless a tensor serves
+    several layers (`ModelSpec.arranged_once`). Otherwise all layers share one space per name.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class Layout:
 
     def key(self, name: str, layer: Layer) -> tuple[str, Layer]:
         """Name and layer that identify a space; the layer is None if all layers share it."""
-        return name, layer if self.options.scheme == "paper" else None
+        space = self.family.spaces[name]
+        is_shared = (space.heads or space.size) in self.small.arranged_once
+        return name, layer if self.options.scheme == "paper" and not is_shared else None
 
     @property
     def turning(self) -> tuple[int, int]:
