@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -20,6 +21,26 @@ else:
     def jit(fn: Any) -> Any:
         """Stands in for ``triton.jit``, so that a module with kernels imports without Triton."""
         return fn
+
+
+def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: Any) -> None:
+    """Runs a Triton kernel on the device of a tensor. All launches go through here.
+
+    Triton itself launches on the current device, even if all tensors are on another one.
+
+    Args:
+        kernel: the function under ``triton.jit``.
+        programs: how many of them run.
+        like: a tensor on the device of all tensors in `args`.
+        args: of the kernel.
+        constants: of the kernel, and options of the compiler such as num_warps.
+    """
+    if torch.version.hip:
+        # Triton for AMD does not know this option
+        constants.pop("maxnreg", None)
+    # a negative index changes nothing: interpreted kernels take tensors on the CPU
+    with torch.cuda.device(like.device.index if like.device.type == "cuda" else -1):
+        kernel[(programs,)](*args, **constants)
 
 
 def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:

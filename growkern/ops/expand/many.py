@@ -18,7 +18,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.aot import AotCase
-from growkern.ops.backend.launch import acc_dtype, jit, tl
+from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall
 from growkern.ops.expand.noise import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import BLOCK_M, GATHER, columns_of_block, expand_block
@@ -198,9 +198,13 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         fields = slice(first_field, end)
         table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
     call_of_block = torch.arange(len(calls), dtype=torch.int32)
-    call_of_block = call_of_block.repeat_interleave(torch.tensor(counts)).to(device)
+    repeats = torch.tensor(counts)
+    call_of_block = call_of_block.repeat_interleave(repeats, output_size=n_blocks).to(device)
     like = (first.out, first.weight, packed[0], packed[1], call_of_block)
-    _expand_many_kernel[(n_blocks,)](
+    launch(
+        _expand_many_kernel,
+        n_blocks,
+        first.out,
         table.to(device),
         call_of_block,
         like,

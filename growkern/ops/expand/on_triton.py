@@ -7,7 +7,7 @@ weight; M, N those of the result.
 import torch
 
 from growkern.ops.backend.aot import AotCase
-from growkern.ops.backend.launch import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall, as_vector
 from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
@@ -135,7 +135,10 @@ def expand_triton(call: ExpandCall) -> None:
     block_n = columns_of_block(call.out.element_size())
     choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
-    _expand_kernel[(-(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),)](
+    launch(
+        _expand_kernel,
+        -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),
+        call.out,
         (call.weight, call.upper),
         # int64 as given: all rows of a block share the load of an index
         tuple(as_vector(x, torch.int64) for x in (call.rows, call.cols)),

@@ -9,8 +9,9 @@ chunk, H width, V vocabulary; M, K and N, rows, depth and columns of any product
 """
 
 import ctypes
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +44,48 @@ AVX512, AVX512_BF16 = (native.ISA_NAMES.index(f"AVX-512{rest}") for rest in ("",
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """The dtype to which dlogits are rounded for dX and dW.
 
-    It is the dtype of the inputs, or wider on a CPU without a GEMM for it.
+    It is the dtype of the inputs, or wider on a device without a GEMM for it.
     """
-    if x.device.type == "cpu" and (x.dtype != torch.bfloat16 or not has_bfloat16()):
-        return acc_torch_dtype(x)
-    return x.dtype
+    if x.device.type == "cpu":
+        has_gemm = x.dtype == torch.bfloat16 and has_bfloat16()
+    else:
+        has_gemm = x.element_size() > 2 or multiplies_wide(x.device, x.dtype)
+    return x.dtype if has_gemm else acc_torch_dtype(x)
+
+
+@functools.cache
+def multiplies_wide(device: torch.device, factor: torch.dtype) -> bool:
+    """Whether PyTorch multiplies 16-bit factors into float32 on this device: mm(out_dtype=).
+
+    Some versions for ROCm raise. The factors are then converted, and a product takes the time of a
+    float32 one.
+    """
+    return _works(torch.mm, device, factor)
+
+
+@functools.cache
+def adds_wide(device: torch.device, factor: torch.dtype) -> bool:
+    """Whether PyTorch adds such products to float32 sums: addmm(out_dtype=).
+
+    PyTorch 2.9 wants sums of the factors' dtype.
+    """
+
+    def add(a: Tensor, b: Tensor, **options: Any) -> None:
+        torch.addmm(options["out"], a, b, **options)
+
+    return _works(add, device, factor)
+
+
+def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtype) -> bool:
+    """Tries a product with a float32 result. It is small, and its result is not read."""
+    x, out = (torch.zeros(16, 16, dtype=t, device=device) for t in (factor, torch.float32))
+    try:
+        product(x, x, out_dtype=out.dtype, out=out)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def chunk_size(
@@ -79,10 +117,10 @@ def chunk_size(
 
 def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
     """Write (1) to `z_CV`, computed in its dtype. A bias without elements is none."""
-    if x_CH.is_cuda and x_CH.element_size() == 2 and z_CV.dtype == torch.float32:
-        torch.mm(x_CH, weight_VH.t(), out_dtype=z_CV.dtype, out=z_CV)
-    elif _in_library(weight_VH, z_CV):
+    if _in_library(weight_VH, z_CV):
         gemm_cpu(x_CH, weight_VH.t(), z_CV)
+    elif _multiplies(x_CH, z_CV):
+        torch.mm(x_CH, weight_VH.t(), **_out_dtype(x_CH, z_CV), out=z_CV)
     else:
         x_CH = x_CH.to(z_CV.dtype)
         for tile, weight in _tiles(weight_VH, z_CV.dtype):
@@ -93,10 +131,10 @@ def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> No
 
 def add_dx(dz_CV: Tensor, weight_VH: Tensor, dx_CH: Tensor) -> None:
     """Add dX of (2) to `dx_CH`."""
-    if not dx_CH.is_cpu:
-        torch.addmm(dx_CH, dz_CV, weight_VH, **_out_dtype(dz_CV, dx_CH), out=dx_CH)
-    elif _in_library(weight_VH, dx_CH):
+    if _in_library(weight_VH, dx_CH):
         gemm_cpu(dz_CV, weight_VH, dx_CH, add=True)
+    elif dz_CV.dtype == weight_VH.dtype:
+        _add_product(dz_CV, weight_VH, dx_CH)
     else:
         for tile, rows in _tiles(weight_VH, dx_CH.dtype):
             dx_CH.addmm_(dz_CV[:, tile], rows)
@@ -107,13 +145,33 @@ def add_dw(dz_CV: Tensor, x_CH: Tensor, dw_VH: Tensor, *, fresh: bool) -> None:
     if _in_library(x_CH, dw_VH):
         gemm_cpu(dz_CV.t(), x_CH, dw_VH, add=not fresh)
         return
-    x_CH = x_CH.to(dw_VH.dtype) if dw_VH.is_cpu else x_CH
-    beta = 0 if fresh else 1  # 0: even a NaN in `dw_VH` is not read
-    torch.addmm(dw_VH, dz_CV.t(), x_CH, beta=beta, **_out_dtype(dz_CV, dw_VH), out=dw_VH)
+    _add_product(dz_CV.t(), x_CH.to(dz_CV.dtype), dw_VH, fresh=fresh)
+
+
+def _add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, fresh: bool = False) -> None:
+    """Add ``a @ b`` to `out_MN` by PyTorch, or write it; the factors have one dtype."""
+    wide = _out_dtype(a_MK, out_MN)
+    if not wide or adds_wide(out_MN.device, a_MK.dtype):
+        beta = 0 if fresh else 1  # 0: even a NaN in `out_MN` is not read
+        torch.addmm(out_MN, a_MK, b_KN, beta=beta, **wide, out=out_MN)
+    elif fresh:
+        torch.mm(a_MK, b_KN, **wide, out=out_MN)
+    else:
+        size = max(1, GPU_TILE_BYTES // (out_MN.shape[1] * out_MN.element_size()))
+        for rows, some in zip(a_MK.split(size), out_MN.split(size), strict=True):
+            some.add_(torch.mm(rows, b_KN, **wide))
 
 
 def _in_library(factor: Tensor, total: Tensor) -> bool:
     return total.is_cpu and multiplies(factor.dtype, total.dtype)
+
+
+def _multiplies(factor: Tensor, total: Tensor) -> bool:
+    """Whether PyTorch has this product without a conversion of the factors."""
+    if factor.dtype == total.dtype:
+        return True
+    is_wide = factor.element_size() == 2 and total.dtype == torch.float32
+    return is_wide and multiplies_wide(total.device, factor.dtype)
 
 
 def _out_dtype(factor: Tensor, total: Tensor) -> dict[str, Any]:

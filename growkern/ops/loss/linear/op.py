@@ -79,9 +79,14 @@ class Chunk:
         memory: Sequence[Tensor],
         shape: tuple[int, int],
     ) -> None:
+        N = len(heads[0][0])
         # an unused place reads the last row
-        self.source_C = rows_C.clamp(max=len(heads[0][0]) - 1)
+        self.source_C = rows_C.clamp(max=N - 1)
         self.hidden = [head[0].index_select(0, self.source_C) for head in heads]
+        if not may_ask(rows_C.device):
+            # and finds zeros there: its gradient is 0, but 0 * NaN would make all of dW NaN
+            for x_CH in self.hidden:
+                x_CH.masked_fill_((rows_C == N)[:, None], 0)
         self.heads, self.settings = heads, settings
         self.labels_C, self.kind_C, self.drows_WC = row_inputs
         # a tile takes the first columns of every row of its buffer

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from growkern.ops.backend.aot import AotCase
-from growkern.ops.backend.launch import acc_dtype, next_power_of_2, tl
+from growkern.ops.backend.launch import acc_dtype, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
@@ -65,7 +65,10 @@ def rows_on_triton(
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
-    kl_mlm_rows_kernel[(N,)](
+    launch(
+        kl_mlm_rows_kernel,
+        N,
+        student_NV,
         student_NV,
         tuple(teachers_NV),
         labels_N,

@@ -263,9 +263,14 @@ def row_kinds(
     if options.teacher_weights:
         if isinstance(options.alpha, Tensor):
             # at 0 the term is left out, also where it is infinite
-            kl_N = kl_N & (options.alpha.to(kl_N.device) != 0)
+            kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
         kind_N += KL_ROW * kl_N.int()
     return kind_N
+
+
+def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
+    """`alpha` for use with `x`. One on the CPU stays there: its copy breaks a CUDA graph."""
+    return alpha if alpha.device.type == "cpu" else alpha.to(x.device)
 
 
 def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
@@ -293,8 +298,7 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
         else:
             n_mlm = n_kl = options.num_items
     alpha = options.alpha
-    if isinstance(alpha, Tensor):
-        alpha = alpha.to(device=kind_N.device, dtype=dtype)
+    alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
     row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
     one_N = torch.ones_like(kind_N, dtype=dtype)
     # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN

@@ -168,7 +168,8 @@ def _student_pass(
     tl.store(state_ptr + N * MOMENT, moment)
     tl.store(state_ptr + N * BEST, best.to(ACC))
     tl.store(state_ptr + N * SUM_Z, total)
-    tl.store(state_ptr + N * COLUMNS, V.to(ACC))
+    # Triton makes an argument of 1 a constant, which has no method `to`
+    tl.store(state_ptr + N * COLUMNS, tl.full((), V, ACC))
 
 
 @jit

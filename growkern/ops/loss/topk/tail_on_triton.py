@@ -7,7 +7,7 @@ vocabulary.
 from torch import Tensor
 
 from growkern.ops.backend.aot import AotCase
-from growkern.ops.backend.launch import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
 from growkern.ops.loss.rows.state import Maths, Rows
@@ -87,7 +87,10 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(V))
-    _tail_gradient_kernel[(len(student_NV),)](
+    launch(
+        _tail_gradient_kernel,
+        len(student_NV),
+        student_NV,
         student_NV,
         labels_N,
         kind_N,

@@ -1,0 +1,275 @@
+"""The steps that only a GPU takes, without one: by fake tensors, or with the CPU made to do so."""
+
+import importlib
+import math
+import pkgutil
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import growkern.ops
+from growkern import linear_kl_mlm_loss, topk_kl_mlm_loss
+from growkern.ops.backend import tuned
+from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand import many
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.on_triton import expand_triton
+from growkern.ops.loss.linear import gemm
+from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.rows.on_triton import rows_on_triton
+from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.options import check_options, row_kinds, term_weights
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
+from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
+
+# ------------------------------------------------------------------ unused places
+
+
+def heads_with_nan(N, V, H, H_t):
+    """Heads of a student and a teacher; the hidden states of the last row are NaN."""
+    student, teacher = ([torch.randn(N, n), torch.randn(V, n)] for n in (H, H_t))
+    student[0][-1] = teacher[0][-1] = math.nan
+    return [x.requires_grad_() for x in student], teacher
+
+
+def teacher_of(kind, N, V, teacher):
+    if kind == "linear":
+        return linear_kl_mlm_loss, teacher
+    ids = torch.rand(N, V).topk(5).indices
+    log_p = torch.full((N, 5), math.log(0.15))
+    log_p[-1] = math.nan
+    ids[-1] = V + 7
+    return topk_kl_mlm_loss, [ids, log_p]
+
+
+@pytest.mark.parametrize("kind", ["linear", "top-k"])
+@pytest.mark.parametrize("limits", [{}, {"max_rows": 14}, {"vocab_tile": 10}])
+def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
+    """Places that no row needs must not bring its NaN into the gradient of the weight."""
+    N, V = 24, 31
+    student, teacher = heads_with_nan(N, V, 8, 6)
+    labels = torch.randint(V, (N,))
+    labels[9:] = -100
+    loss_of, beside = teacher_of(kind, N, V, teacher)
+    found = []
+    for asks in (True, False):
+        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        loss = loss_of(*student, *beside, labels, temperature=2.0, backend="cpu", **limits)
+        found.append((loss, *torch.autograd.grad(loss, student)))
+    for exact, actual in zip(*found, strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, exact)
+
+
+# ----------------------------------------------------------------------- launches
+
+
+class CurrentDevice:
+    """Stands in for CUDA's current device."""
+
+    def __init__(self, monkeypatch):
+        self.index = 0
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            monkeypatch.setattr(torch.cuda, name, self.exchange)
+
+    def exchange(self, index):
+        before = self.index
+        self.index = index if index >= 0 else before
+        return before
+
+
+def kernels():
+    """Every kernel that has ahead-of-time cases: (module, name of the kernel there)."""
+    found = set()
+    modules = [
+        importlib.import_module(m.name)
+        for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops.")
+    ]
+    cases = [case for module in modules for case in getattr(module, "aot_cases", list)()]
+    for module in modules:
+        for name, value in vars(module).items():
+            if any(value is case.kernel for case in cases) and "aot_cases" in vars(module):
+                found.add((module, name))
+    return found
+
+
+def launches_on(device):
+    """One call of every function that launches a Triton kernel."""
+
+    def made(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    index = torch.int64
+    labels, kind = made(4, dtype=index), made(4, dtype=torch.int32)
+    rows = Rows(made(4, 33), [made(4, 33)], labels, kind, 33, Maths(2.0), False)
+    steps = Steps(sums=True, grad=True)
+    rows_on_triton(rows, made(n_numbers(1), 4), steps, made(2, 4), made(4, 33))
+    tail_gradient_on_triton(rows._replace(teachers_NV=[]), made(5, 4), made(4, 33))
+    maps = {"rows": made(8, dtype=index), "cols": made(6, dtype=index)}
+    call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
+    expand_triton(call)
+    many.expand_many([call])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    """Triton takes the current device: with tensors on another one that is the wrong memory."""
+    current, seen = CurrentDevice(monkeypatch), {}
+
+    def recorder(name):
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda *args, **constants: seen.setdefault(name, []).append(current.index)
+
+        return Kernel()
+
+    expected = kernels()
+    for module, name in expected:
+        monkeypatch.setattr(module, name, recorder(name))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 64)
+    monkeypatch.setattr(tuned, "_arch", lambda device: "sm_90")
+    # a build of PyTorch without CUDA cannot slice fake CUDA tensors, as the keys of lines do
+    keys = (torch.empty(0, dtype=torch.int32),) * 2
+    monkeypatch.setattr(many._LineKeys, "on", lambda self, device: keys)
+    with FakeTensorMode():
+        launches_on("cuda:1")
+    assert seen == {name: [1] for _, name in expected}
+    assert current.index == 0
+
+
+# ----------------------------------------------------------------- matrix products
+
+
+def wide_product(a, b, total=0):
+    return (total + a.double() @ b.double()).to(torch.float32)
+
+
+def products(monkeypatch, *, mm, addmm):
+    """Gives the CPU the products of a GPU; without `mm` or `addmm` they raise. Records them."""
+    called, real = [], {"mm": torch.mm, "addmm": torch.addmm}
+
+    def replaced(name, allowed):
+        def product(*factors, out_dtype=None, out=None, beta=1):
+            if out_dtype is None:
+                options = {} if name == "mm" else {"beta": beta}
+                return real[name](*factors, out=out, **options)
+            called.append(name)
+            if not allowed:
+                raise RuntimeError("self and mat2 must have the same dtype")
+            *total, a, b = factors
+            made = wide_product(a, b, total[0].double() if total and beta else 0)
+            return made if out is None else out.copy_(made)
+
+        return product
+
+    monkeypatch.setattr(torch, "mm", replaced("mm", mm))
+    monkeypatch.setattr(torch, "addmm", replaced("addmm", addmm))
+    monkeypatch.setattr(gemm, "multiplies", lambda factor, total: False)
+    for probe in (gemm.multiplies_wide, gemm.adds_wide):
+        probe.cache_clear()
+    return called
+
+
+@pytest.fixture
+def fresh_probes():
+    yield
+    for probe in (gemm.multiplies_wide, gemm.adds_wide):
+        probe.cache_clear()
+
+
+@pytest.mark.parametrize("has", [(True, True), (True, False), (False, False)])
+def test_products_are_right_whatever_pytorch_offers(has, monkeypatch, fresh_probes):
+    """mm and addmm with out_dtype: recent PyTorch, PyTorch 2.9, and a device that has neither."""
+    called = products(monkeypatch, mm=has[0], addmm=has[1])
+    monkeypatch.setattr(gemm, "GPU_TILE_BYTES", 200)
+    x, w = torch.randn(12, 8).bfloat16(), torch.randn(20, 8).bfloat16()
+    dtype = torch.bfloat16 if has[0] else torch.float32
+    dz, bias = torch.randn(12, 20).to(dtype), torch.randn(20).bfloat16()
+    z = torch.full((12, 20), math.nan)
+    gemm.project(x, w, bias, z)
+    torch.testing.assert_close(z, wide_product(x, w.t(), bias.double()))
+    dx, dw = torch.ones(12, 8), torch.full((20, 8), math.nan)
+    gemm.add_dx(dz, w, dx)
+    torch.testing.assert_close(dx, wide_product(dz, w, 1))
+    gemm.add_dw(dz, x, dw, fresh=True)
+    gemm.add_dw(dz, x, dw, fresh=False)
+    torch.testing.assert_close(dw, 2 * wide_product(dz.t(), x))
+    # each product is tried once
+    assert not has[1] or called.count("addmm") == 4
+    assert has[1] or called.count("addmm") <= 1
+    assert has[0] or called == ["mm"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gpu_without_narrow_products_gets_float32_ones(works, monkeypatch):
+    monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: works)
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")
+        assert gemm.gemm_dtype(x) == (torch.bfloat16 if works else torch.float32)
+        assert gemm.gemm_dtype(x.float()) == torch.float32
+
+
+# ----------------------------------------------------------- nothing asks the host
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses everything that waits for a GPU or cannot be captured in a CUDA graph."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.WAITS, f"{name} waits for the GPU"
+        if name == "addmm" and kwargs.get("out") is not None:
+            return kwargs["out"]  # PyTorch has no fake of addmm(out_dtype=)
+        made = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, made) if isinstance(x, torch.Tensor)]
+        if name in ("_to_copy", "copy_"):
+            devices = {x.device.type for x in tensors}
+            assert len(devices) == 1, f"{name} between {devices}"
+        return made
+
+
+def row_inputs(labels, alpha, **rest):
+    options = check_options(1, alpha, 2.0, None, None, None, "mean", None, True, **rest)
+    kind = row_kinds(labels, "labels", -100, options)
+    return kind, term_weights(kind, options, torch.float32)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_tensor_alpha_is_neither_read_nor_copied(where):
+    with FakeTensorMode(), NothingWaits():
+        alpha = torch.empty((), device=where)
+        labels = torch.empty(6, dtype=torch.int64, device="cuda")
+        kind, weight = row_inputs(labels, alpha)
+    assert kind.device.type == weight.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("limits", [{}, {"max_rows": 32}, {"vocab_tile": 20}])
+def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
+    """The whole sweep without memory: no question to the device, no copy from the host."""
+    N, V, H, H_t = 64, 101, 32, 16
+    logits = torch.float64 if dtype == torch.float32 else torch.float32
+    monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
+    monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
+    monkeypatch.setattr(gemm, "adds_wide", lambda device, factor: True)
+
+    def made(*shape):
+        # a build of PyTorch without CUDA cannot slice fake CUDA tensors
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads = [(made(N, n), made(V, n), made(V)) for n in (H, H_t)]
+    settings = Settings(
+        Sizes(V, V, **limits), Maths(2.0), True, False, [True] * 3, logits, "", "triton"
+    )
+    with NothingWaits():
+        labels = torch.empty(N, dtype=torch.int64, device="meta")
+        rows = (labels, *row_inputs(labels, torch.empty(())))
+        _, _, *grads = op_module.cleared_outputs(heads[0], rows[2], False, [True] * 3)
+        op_module.sweep(heads, rows, settings, grads)
+    assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3
