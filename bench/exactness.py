@@ -34,7 +34,7 @@ DRIFTS = (0.01, 0.05, 0.2)
 
 
 def carried() -> Iterator[dict[str, Any]]:
-    """BERT encoders grown to widths that are no whole multiples, in float64."""
+    """BERT encoders grown to widths that are not whole multiples, in float64."""
     for width, heads, wide in WIDTHS:
         sizes = BERT | {"hidden_size": width, "num_attention_heads": heads}
         sizes |= {"intermediate_size": 2 * width}

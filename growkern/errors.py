@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 
 class GrowthError(ValueError):
-    """Input that cannot be used: names the tensor or field, what was found and how to mend it."""
+    """Input that cannot be used: names the tensor or field, what was found and how to fix it."""
 
 
 class GrowthWarning(UserWarning):
-    """Something the user should know of that does not stop the work."""
+    """Something that the user should know. The work continues."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

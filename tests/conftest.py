@@ -1,4 +1,4 @@
-"""What every test finds around it: the device, one thread, a wide terminal, and random walks."""
+"""The surroundings of every test: the device, one thread, a wide terminal, and random walks."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the import, the public names, the README, the make targets."""
+"""The first things that a newcomer uses: import, public names, README, make targets."""
 
 import ast
 import importlib.metadata
@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def python(code: str, *options: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
         env={**os.environ, **environment},

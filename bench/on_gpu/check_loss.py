@@ -105,7 +105,7 @@ def check_rows(
 
 def _rows(recorder: Recorder, backend: str) -> None:
     rng = torch.Generator(recorder.device).manual_seed(0)
-    # the vocabularies of BERT and GPT-2 are no multiples of 16; the last two pass 2**31 elements
+    # the vocabularies of BERT and GPT-2 are not multiples of 16; the last two pass 2**31 elements
     vocabularies = recorder.pick((30_522, 50_257, 128_256, 262_144, 262_145), (50, 4097))
     for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
         for V in vocabularies:

@@ -130,7 +130,7 @@ def _natural_loops(after: Sequence[Sequence[int]]) -> list[list[int]]:
     """The instructions of every loop.
 
     A jump back is a loop only if the code can be reached in no other way than through the place
-    it jumps to. Code that the compiler moved out of line jumps back, too, but is no loop.
+    it jumps to. Code that the compiler moved out of line jumps back, too, but is not a loop.
     """
     before: list[list[int]] = [[] for _ in after]
     for i, follows in enumerate(after):

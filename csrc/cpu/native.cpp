@@ -1,4 +1,4 @@
-// What the library can do on this processor, and the functions that only pick a kernel.
+// Reports what this processor can do, and picks the kernel of each call.
 #include "native.h"
 
 #include "gemm.h"

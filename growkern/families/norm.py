@@ -1,4 +1,4 @@
-"""What a family's norms compute: the table of norm kinds, and the [norm] section of a family.
+"""The norms of a family: the table of norm kinds, and the [norm] section of a family's table.
 
 Everything that growth must know about a kind of norm is a field of `NormKind`. The other modules
 ask for such a field and never compare the names of kinds. A new kind is a new entry of

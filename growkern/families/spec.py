@@ -6,7 +6,7 @@ Its sections:
     extends     name of another family's table. This table adds to it and overrides its entries
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
                 `{ field, default, plus, reserved }`: `default` is a formula for a field that is
-                null, `plus` is added to the field, `reserved` counts rows that are no position
+                null, `plus` is added to the field, `reserved` counts rows without a position
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
     [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and

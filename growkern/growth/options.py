@@ -105,7 +105,7 @@ def parse_size(name: str, value: int | str) -> int:
         value: number or text.
 
     Raises:
-        GrowthError: `value` is no such text, or is not positive.
+        GrowthError: `value` is neither a number nor such a text, or is not positive.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if isinstance(value, bool) or not found or found[2].upper() not in UNITS:

@@ -9,10 +9,11 @@ The contents are made in a private directory beside the target, `.NAME.KIND`:
     old/           the old contents, until they are confirmed to be replaceable
     trash/         old contents that are being deleted
 
-A rename never replaces a target that came into being meanwhile. With `overwrite` the new and the
-old contents change places in one step (RENAME_EXCHANGE), so there is a whole target at any moment.
-Where the system or the file system cannot do that, two plain renames do it: for a moment there is
-no target, and the next start puts the old contents back if the process was killed just then.
+A rename never replaces a target that another process created meanwhile. With `overwrite` the new
+and the old contents change places in one step (RENAME_EXCHANGE), so there is a whole target at any
+moment. Where the system or the file system cannot do that, two plain renames do it: for a moment
+there is no target, and the next start puts the old contents back if the process was killed just
+then.
 
 Nothing here follows a link: others may be allowed to write to the folder that holds the target.
 """
@@ -77,9 +78,9 @@ def check_space(target: Path, kind: str, size: int) -> None:
 class Workplace:
     """The lock on a target and the private directory beside it; a context manager.
 
-    What an interrupted run has done stays there for the next one, if its journal notes anything.
-    A full disk is an interruption. A `GrowthError` is none, as a repeat would fail in the same way;
-    but what was found there at the start survives that too, and so does work that is finished.
+    The work of an interrupted run is kept for the next one if its journal notes anything. A full
+    disk is an interruption. After a `GrowthError` it is not kept, as a repeat would fail in the
+    same way. Work that was found there at the start, or that is finished, is always kept.
 
     Attributes:
         target: the directory to be made.
@@ -95,7 +96,7 @@ class Workplace:
         Args:
             target: the directory to be made, an absolute path.
             kind: the work, as an English participle: "growing".
-            may_replace: whether a directory is one that `publish(overwrite=True)` may delete.
+            may_replace: True for a directory that `publish(overwrite=True)` may delete.
             resume: keep the unfinished work of an earlier run.
 
         Raises:
@@ -148,11 +149,11 @@ class Workplace:
             if self._is_published:
                 what = "it is complete, but may not survive a power failure"
             elif keep:
-                what = f"what is done is kept in {self.directory}; repeat the run to go on"
+                what = f"finished work is kept in {self.directory}; repeat the run to resume"
             raise GrowthError(f"{self.target}: {error.strerror or error}; {what}") from error
 
     def _is_begun(self) -> bool:
-        """Whether the journal holds more than its first line, which says what is being made."""
+        """Whether the journal holds more than its first line, which only describes the work."""
         try:
             return self.journal.read_bytes().count(b"\n") > 1
         except FileNotFoundError:
@@ -162,10 +163,10 @@ class Workplace:
             return True
 
     def close(self, *, keep: bool = False) -> None:
-        """Let the next process in.
+        """Release the lock.
 
         Args:
-            keep: leave the unfinished work for it; else the private directory is removed.
+            keep: keep the unfinished work for the next run; else the private directory is removed.
         """
         if not self._lock.is_held:
             return
@@ -212,13 +213,13 @@ class Workplace:
                     os.close(descriptor)
 
     def publish(self, *, overwrite: bool) -> None:
-        """Make the new contents the target: whole, on disk, and at once.
+        """Make the new contents the target in one step, after they have been written to disk.
 
         Args:
-            overwrite: replace a target that `may_replace`; its contents are deleted after that.
+            overwrite: replace a target that `may_replace` allows, and delete its old contents.
 
         Raises:
-            GrowthError: there is a target that is not to be replaced. It is as it was, and the
+            GrowthError: there is a target that must not be replaced. It is unchanged, and the
                 finished work is kept.
             OSError: the disk failed.
         """
@@ -231,8 +232,9 @@ class Workplace:
         except FileExistsError:
             if not overwrite:
                 raise GrowthError(
-                    f"{self.target} came into being during the work and was left alone; the result "
-                    f"is kept in {self.directory}: move {self.target} away and repeat"
+                    f"{self.target} was created by another process during the work and was not "
+                    f"changed; the result is kept in {self.directory}: move {self.target} away and "
+                    "repeat"
                 ) from None
             self._replace()
         self._is_published = True
@@ -247,7 +249,7 @@ class Workplace:
             )
 
     def _replace(self) -> None:
-        """The new contents in the target's place; the old ones are in new/ or old/ then."""
+        """Move the new contents to the target's place; the old ones are then in new/ or old/."""
         note = os.open(SWAP, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._here)
         try:
             os.ftruncate(note, 0)
@@ -270,11 +272,11 @@ class Workplace:
     # ------------------------------------------------- after a kill, and at the end
 
     def _settle(self) -> None:
-        """Finish a replacement, or undo one that did not come to its end.
+        """Finish an interrupted replacement, or undo it.
 
         Raises:
-            GrowthError: what was replaced may not be, and the target is as it was again; or there
-                is another target already.
+            GrowthError: the replaced contents must not be deleted: the target has them again. Or
+                there is another target already.
         """
         remove(TRASH, self._here)
         number = self._noted()
@@ -321,17 +323,17 @@ class Workplace:
             rename_new(OLD, self._here, self.target.name, self._parent)
         except FileExistsError:
             raise GrowthError(
-                f"{self.target} came into being while it was replaced; what was there before is in "
-                f"{old}: move one of them away and repeat"
+                f"another process created {self.target} while it was being replaced; its old "
+                f"contents are in {old}: move one of them away and repeat"
             ) from None
         except OSError as error:
             raise GrowthError(
-                f"{self.target}: {error.strerror or error}; what was there before is in {old}: "
-                "repeat the run to put it back"
+                f"{self.target}: {error.strerror or error}; its old contents are in {old}: repeat "
+                "the run to put them back"
             ) from error
 
     def _undo(self, number: int) -> None:
-        """Let the contents change back: the old ones are not what may be replaced.
+        """Put the old contents back, because they must not be replaced.
 
         Raises:
             GrowthError: always.
@@ -340,7 +342,7 @@ class Workplace:
         is_ours = inode(self.target.name, self._parent) == number
         if not is_ours or not exchange(OLD, self._here, self.target.name, self._parent):
             raise GrowthError(
-                f"{self.target} held other things when it was replaced; they are in "
+                f"{self.target} held other files when it was replaced; they are in "
                 f"{self.directory / OLD}: move them away and repeat"
             )
         os.rename(OLD, NEW, src_dir_fd=self._here, dst_dir_fd=self._here)
@@ -349,6 +351,6 @@ class Workplace:
 
     def _refusal(self) -> GrowthError:
         return GrowthError(
-            f"{self.target} came to hold other things during the work and was left alone; the "
+            f"other files appeared in {self.target} during the work, so it was not changed; the "
             f"result is kept in {self.directory}: move {self.target} away and repeat"
         )

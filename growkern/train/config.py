@@ -150,8 +150,8 @@ class TrainingSection:
         seed: of the data order, the masks and dropout.
         log_every: optimizer steps between two log lines.
         eval_every: optimizer steps between two evaluations; 0 evaluates at the end only.
-        save_every: optimizer steps between two checkpoints; 0 goes by save_minutes alone.
-        save_minutes: minutes between two checkpoints; 0 goes by save_every alone. The end of a run
+        save_every: optimizer steps between two checkpoints; 0: by save_minutes only.
+        save_minutes: minutes between two checkpoints; 0: by save_every only. The end of a run
             and SIGINT and SIGTERM always save.
         keep_checkpoints: older checkpoints are deleted.
         on_nonfinite: "stop" ends the run with an error when a loss or a gradient is NaN or

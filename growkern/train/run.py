@@ -150,7 +150,7 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
 def _header(
     run: Run, base: Path, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
 ) -> dict[str, str]:
-    """What the run is, before its first step."""
+    """The lines that describe a run before its first step."""
     training, data = run.training, run.data
     sequences = training.batch_size * training.accumulation
     labelled = 1.0 if is_causal(trainer.model) else data.masking_probability

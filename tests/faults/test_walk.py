@@ -11,7 +11,7 @@ KINDS = {"EIO", "ENOSPC", "cut", "kill"}
 
 
 def check(done, most):
-    """What a walk wrote: a line per work, with the cases of each kind; nothing is wrong."""
+    """The report of a walk: a line per work, with the cases of each kind; nothing is wrong."""
     assert done.stderr == ""
     works = [json.loads(line) for line in done.stdout.splitlines()]
     for work in works:

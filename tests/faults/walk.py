@@ -33,7 +33,7 @@ REFUSALS = (ValueError, OSError)
 
 @dataclass
 class Work:
-    """What is walked through.
+    """The work that a walk goes through.
 
     Attributes:
         name: of the folder that it lies in.

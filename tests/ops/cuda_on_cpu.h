@@ -1,6 +1,6 @@
 // Runs a CUDA kernel on a CPU: every CUDA thread is a fibre, and fibres take turns at barriers.
 //
-// What a GPU would let pass by luck is caught here: shared memory starts as NaN, asynchronous
+// Faults that a GPU may hide by luck are caught here: shared memory starts as NaN, asynchronous
 // copies arrive as late or as early as they may, threads run first to last in step, or last to
 // first with one warp, and one block, as far ahead of the others as barriers let them. Errors are
 // a wide copy that is not aligned, a barrier that not everybody reaches, and reading the shared

@@ -1,4 +1,4 @@
-"""A directory appears whole or not at all, and nothing of anybody else's is touched."""
+"""A directory appears only when it is complete, and files of others are never touched."""
 
 import errno
 import os
@@ -91,7 +91,7 @@ def test_a_target_that_came_into_being_is_left_alone(target, system, make, overw
             if make == "directory":
                 (target / "mine.txt").write_text("mine")
 
-    with pytest.raises(GrowthError, match=rf"{target} came .* left alone; the result is kept"):
+    with pytest.raises(GrowthError, match=rf"{target} .* not changed; the result is kept"):
         work(target, overwrite=overwrite, meanwhile=appear)
     place = target.parent / ".target.making"
     assert (place / "new" / "mark").read_text() == "new"
@@ -153,7 +153,7 @@ def test_old_contents_are_not_removed_unseen(target, monkeypatch):
         patched.setattr(os, "fsync", failing)
         with pytest.raises(GrowthError, match="is complete, but may not survive a power failure"):
             work(target, overwrite=True, meanwhile=appear)
-    with pytest.raises(GrowthError, match="left alone; the result is kept"):
+    with pytest.raises(GrowthError, match="not changed; the result is kept"):
         sweep(target, "making", may_replace)
     assert names(target) == ["mine.txt"]
     assert names(target.parent / ".target.making" / "new") == ["mark"]
@@ -311,7 +311,7 @@ def test_the_disk_fails_in_one_line(target):
     message = f"{target}: No space left on device; nothing was changed"
     with pytest.raises(GrowthError, match=message), Workplace(target, "making", may_replace):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    message = f"{target}: No space left on device; what is done is kept in .*; repeat the run"
+    message = f"{target}: No space left on device; finished work is kept in .*; repeat the run"
     with pytest.raises(GrowthError, match=message), Workplace(target, "making", may_replace) as p:
         p.journal.write_text("line\n" * 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

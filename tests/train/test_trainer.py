@@ -55,7 +55,7 @@ def losses_of(trainer):
 
 
 def micro_batches(data, size, accumulation, steps):
-    """What a sequential sampler gives: the last accumulation of an epoch may be short."""
+    """The batches of a sequential sampler: the last accumulation of an epoch may be short."""
     epoch = [data.rows[i : i + size] for i in range(0, len(data), size)]
     epoch = [{k: torch.cat([row[k] for row in rows]) for k in rows[0]} for rows in epoch]
     epoch = [epoch[i : i + accumulation] for i in range(0, len(epoch), accumulation)]

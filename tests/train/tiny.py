@@ -74,7 +74,7 @@ def batch(rows: int = 3, length: int = 10, seed: int = 0, labelled: float = 0.4)
 
 
 class TinyTokenizer:
-    """What the collators and the packer ask of a tokenizer: ids are characters' codes."""
+    """The methods of a tokenizer that collators and packer call; ids are characters' codes."""
 
     cls_token_id, sep_token_id, eos_token_id, pad_token_id, mask_token_id = 1, 2, None, 0, 3
     all_special_ids = (0, 1, 2, 3, 4)

@@ -128,7 +128,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
             there.
 
     Raises:
-        GrowthError: no record, or one that cannot be read; a source that is no checkpoint.
+        GrowthError: no record, or one that cannot be read; a source that is not a checkpoint.
     """
     record = _read_record(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]

@@ -1,9 +1,9 @@
 """The resume journal: the finished pieces of an unfinished checkpoint.
 
-    {"plan": ..., "source": ..., ...}             what is being made, and of what
-    ["source", name, sum]                         a source tensor that was read
-    ["target", name, start, stop, sum]            rows of a target tensor that are on disk
-    ["lost", name, start, stop]                   rows that are not, and are written again
+    {"plan": ..., "source": ..., ...}             the work: its plan and its source
+    ["source", name, checksum]                    a source tensor that was read
+    ["target", name, start, stop, checksum]       rows of a target tensor that are on disk
+    ["lost", name, start, stop]                   rows that are damaged, and are written again
 
 Nothing is noted before it is on disk. A line about rows follows the lines about the source tensors
 that they were made of. On resume, rows are checksummed again before they are used. A line that was
@@ -41,8 +41,8 @@ class Journal:
     """Append-only; threads may share it.
 
     Attributes:
-        marks: (tensor, first row, past the last row) -> sum, of what earlier runs completed.
-        source_sums: source tensor -> its sum, as far as it is on disk.
+        marks: (tensor, first row, past the last row) -> checksum, for rows that earlier runs wrote.
+        source_sums: source tensor -> its checksum, for the tensors noted on disk.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Journal:
 
         Args:
             file: in a directory that only this user can write to.
-            identity: what is being made; plain values.
+            identity: plain values that describe the work. A journal of other work is refused.
             start_over: the option that drops unfinished work, for the message.
 
         Raises:
-            GrowthError: the file is about something else.
+            GrowthError: the journal belongs to other work.
             OSError: the disk failed.
         """
         self.marks: dict[Mark, str] = {}
@@ -97,7 +97,7 @@ class Journal:
         """
         sources = [["source", *item] for item in source_sums.items()]
         self._append([*sources, *(["target", *mark, total] for mark, total in marks.items())])
-        # after it is on disk: what is taken for noted is never noted again
+        # only now that it is on disk: callers do not note a tensor again that is in here
         self.source_sums.update(source_sums)
 
     def lose(self, mark: Mark) -> None:
@@ -156,7 +156,7 @@ def _is_line(line: Any, first: bool) -> bool:
 def _check_same(
     file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
 ) -> None:
-    """Named from the outside in: the first thing that differs is what the user changed."""
+    """Refuse a journal of other work. The message names the first field that differs."""
     for what in {**wanted, **found}:
         if found.get(what) != wanted.get(what):
             detail = _difference(found.get(what), wanted.get(what))

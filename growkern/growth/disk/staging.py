@@ -16,7 +16,7 @@ def staging(target: Path, *, resume: bool) -> workplace.Workplace:
     """The workplace of a growth or a fold into `target`.
 
     Args:
-        resume: go on with what an interrupted run left there.
+        resume: continue the unfinished work of an interrupted run.
 
     Raises:
         GrowthError: as `growkern.publish.workplace.Workplace`.
@@ -44,14 +44,14 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """Refuse a target that may not be made or replaced.
 
     Raises:
-        GrowthError: it exists and `overwrite` is off, it is no checkpoint, or it and the source
-            hold one another.
+        GrowthError: it exists and `overwrite` is off; it is not a checkpoint; or one of the two
+            directories lies inside the other.
     """
     source = source.resolve()
     if source in target.parents:
         raise GrowthError(
-            f"{target} is inside the source {source}; give a directory beside it, as what is there "
-            "counts as the source's"
+            f"{target} is inside the source {source} and would become part of it; give a "
+            "directory beside it"
         )
     if target.exists() and not overwrite:
         raise GrowthError(f"{target} exists; give another directory or overwrite (--overwrite)")

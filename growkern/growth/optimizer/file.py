@@ -73,7 +73,7 @@ def check_archive(file: Path) -> None:
     """Compare every record with its CRC-32. The file is read in small blocks.
 
     Raises:
-        GrowthError: a record is damaged, the file is no archive, or it has another byte order.
+        GrowthError: a record is damaged, the file is not an archive, or its byte order differs.
     """
     try:
         with zipfile.ZipFile(file) as archive:

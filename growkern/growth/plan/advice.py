@@ -22,7 +22,7 @@ from growkern.ops.expand.op import expand
 
 # tokens per parameter of a compute-optimal training run (Hoffmann et al., 2022)
 CHINCHILLA = 20
-# width of GEMM tiles: with a size that is no multiple of it, part of a tile does no work
+# width of GEMM tiles: unless a size is a multiple of it, part of a tile does no work
 TILE = 64
 # bytes per parameter in float32: weight, gradient and two moments
 TRAINING_BYTES = 16

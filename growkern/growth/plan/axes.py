@@ -96,7 +96,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
     layout, layer = plan.layout, task.source_layer
     total = plan.small.axis_size(axis)
     if not names:
-        # the axis is no space, such as the vocabulary: rows of new tokens are 0
+        # not a space but a plain size, such as the vocabulary: rows of new tokens are 0
         is_old = torch.arange(size) < total
         index = torch.arange(size) % max(total, 1)
         return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)

@@ -220,8 +220,8 @@ def _rounding(plan: Blueprint) -> list[Finding]:
 def _is_rounded(plan: Blueprint, task: Task) -> bool:
     """True if building this tensor rounds weights.
 
-    That is so if its copies add up to a multiple of the source that is no power of two, or if some
-    of its rows are computed as sums.
+    That is so if its copies add up to the source times a factor that is not a power of two, or if
+    some of its rows are computed as sums.
     """
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
@@ -242,7 +242,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
 
 
 def _is_any_rounded(index: torch.Tensor, scale: torch.Tensor, is_split: bool) -> bool:
-    """True if some weight is scaled by a factor that is no power of two.
+    """True if some weight is scaled by a factor that is not a power of two.
 
     Args:
         index: source entry of every target entry, int64.

@@ -87,8 +87,9 @@ def finish_target(
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
     config.dtype = dtype
-    _validate(family, config)
-    return small.with_config(config)
+    finished = small.with_config(config)
+    _validate(finished)
+    return finished
 
 
 def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
@@ -132,8 +133,9 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     return parameters
 
 
-def _validate(family: Family, config: Any) -> None:
+def _validate(large: ModelSpec) -> None:
     """Let the config class check the target's values, as it will when the result is loaded."""
+    family, config = large.family, large.config
     try:
         type(config)(**config.to_dict())
     except Exception as error:

@@ -117,20 +117,26 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
     """
     file = lineage.file
     if lineage.data.get("model_class") != grown.class_name:
-        raise GrowthError(f"{file}: of a {lineage.data.get('model_class')}, not {grown.class_name}")
+        raise GrowthError(
+            f"{file} describes a {lineage.data.get('model_class')}, not a {grown.class_name}"
+        )
     if lineage.options.method == "random":
-        raise GrowthError(f"{file}: method='random' kept nothing of the source to fold back onto")
+        raise GrowthError(
+            f"{file}: method='random' kept nothing of the source, so it cannot be folded"
+        )
     chosen: dict[str, str] = {}
     for name, origin in lineage.origins.items():
         if origin.holds:
             chosen.setdefault(origin.source, name)
     for name in [t.name for t in small.own_tensors]:
         if name not in chosen:
-            raise GrowthError(f"{name}: nothing in the grown model comes from it; cannot be folded")
+            raise GrowthError(f"{name} cannot be folded: no tensor of the grown model holds it")
         origin, held = lineage.origins[chosen[name]], chosen[name]
         found = tuple(grown.read(held).shape) if held in grown.dtypes else "missing"
         if found != origin.shape or small.shapes[name] != origin.source_shape:
-            raise GrowthError(f"{held} is {found}, {file} says {origin.shape}; give its lineage")
+            raise GrowthError(
+                f"{held} has shape {found}, but {file} says {origin.shape}; give its lineage"
+            )
         if origin.next_layer:
             axis_folds(origin, partial(lineage.space, layer=origin.layer))
     return {name: chosen[name] for name in small.shapes if name in chosen}

@@ -74,8 +74,8 @@ def grow_into(
         `model.growth_plan`.
 
     Raises:
-        GrowthError: the source or the model cannot be used; nothing has been changed then. Or the
-            source holds NaN or Inf; some tensors are filled by then.
+        GrowthError: the source or the model cannot be used; then the model is unchanged. Or the
+            source holds NaN or Inf; then some tensors of the model are already filled.
     """
     start = time.perf_counter()
     model = unwrapped(model)

@@ -24,7 +24,7 @@ def refuse_nonfinite(name: str, tensor: Tensor) -> None:
         return
     bad = int((~torch.isfinite(tensor)).sum())
     raise GrowthError(
-        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; mend the checkpoint, or "
+        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; fix the checkpoint, or "
         "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
     )
 

@@ -26,7 +26,7 @@ MOST_BYTES = 8_000_000
 MOST_LEVELS = 20
 # classes that a head may tell apart
 MOST_LABELS = 1 << 20
-# fields that only a positive number makes sense for, wherever they stand
+# fields that must be positive, also inside nested dictionaries
 POSITIVE = {
     *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_eps"),
     *("layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range"),
@@ -151,10 +151,8 @@ def _check_number(file: Path, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if not -(1 << 62) < value < 1 << 62:
-        # NaN is in no interval
-        raise GrowthError(
-            f"{file}: {name}={reprlib.repr(value)} is no number that a model could have"
-        )
+        # the comparison is also false for NaN
+        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62")
     if name in POSITIVE and value <= 0:
         raise GrowthError(f"{file}: {name}={value} must be positive")
     if name == "num_labels" and value > MOST_LABELS:

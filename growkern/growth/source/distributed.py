@@ -194,7 +194,7 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Dist
         found = max(found, tensors, key=len)
     if not found:
         some = ", ".join(list(stored)[:3])
-        raise GrowthError(f"{directory}: none of the model's tensors is in it; it holds {some}")
+        raise GrowthError(f"{directory}: it has none of the model's tensors; it holds {some}")
     return found
 
 

@@ -191,7 +191,7 @@ def _read_shard(file: Path) -> dict[str, Header]:
     try:
         head = read_header_bytes(file)
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         entries = json.loads(head[LENGTH.size :].decode(), object_pairs_hook=_unique)
         if len(entries) > MOST_TENSORS:
             raise ValueError(f"{len(entries)} tensors, more than any model has")

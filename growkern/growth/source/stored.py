@@ -19,7 +19,7 @@ class StoredTensor(Protocol):
 
     @property
     def file(self) -> str:
-        """The file it lies in; of a distributed checkpoint the file of its metadata."""
+        """The file that holds it; of a distributed checkpoint, the metadata file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

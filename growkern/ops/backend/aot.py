@@ -16,7 +16,7 @@ class AotCase(NamedTuple):
             types. In a tuple, None and 1 stand for themselves.
         constexprs: the value of every other argument: constants in capitals, strides that are 1,
             pointers that are None.
-        unaligned: arguments that are no multiples of 16.
+        unaligned: arguments that are not multiples of 16.
         num_warps: warps of a block.
         maxnreg: the most registers of a thread. None: the compiler decides.
         narrow: why loads in the inner loop are narrower than 16 bytes. Empty: they must be 16.

@@ -1,4 +1,4 @@
-"""What every kernel launch needs: Triton where it is installed, and the dtype sums are kept in."""
+"""Shared by all kernel launches: Triton where it is installed, and the dtype of sums."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -54,7 +54,7 @@ def loaded() -> ctypes.CDLL | None:
 
 
 def reason() -> str:
-    """What the library can do here, or why it cannot be used."""
+    """The library's instruction set and threads on this machine, or why it cannot be used."""
     return _load()[1]
 
 

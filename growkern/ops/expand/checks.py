@@ -1,4 +1,4 @@
-"""The checks of `expand`: they raise GrowthError before any work, with a way to mend the call."""
+"""The checks of `expand`: they raise GrowthError before any work, with a way to fix the call."""
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def check_expand(
             then on the device of `out`.
 
     Raises:
-        GrowthError: the first argument that is wrong, and how to mend it.
+        GrowthError: the first argument that is wrong, and how to fix it.
     """
     for name, x in call._asdict().items():
         _check_layout(name, x)

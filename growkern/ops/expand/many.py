@@ -132,7 +132,7 @@ class _LineKeys:
 
 
 class LaunchKind(NamedTuple):
-    """What the compiled kernel depends on: calls of one kind share a launch."""
+    """The properties that the compiled kernel depends on: calls that share them share a launch."""
 
     out_dtype: str
     dtype: str

@@ -1,1 +1,1 @@
-"""What keeps a training run: whole checkpoints, stops by signal, steps that must be finite."""
+"""Keeps training runs safe: complete checkpoints, clean stops by signal, only finite steps."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on disk: each is whole or not there, and is checked before it is trusted.
+"""Writes the checkpoints of a run, and checks them before they are read.
 
 A checkpoint is written to a staging folder inside the run's directory. A manifest with the size and
 the checksum of every file is written last, everything is synced, and one rename makes it appear as

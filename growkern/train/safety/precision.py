@@ -26,7 +26,8 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
         model: the model in training.
         args: of the trainer; changed if `precision` asks for autocast.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16", where
-            weights and optimizer state are bfloat16 too; None goes by `args.bf16` and `args.fp16`.
+            weights and optimizer state are bfloat16 too; None follows `args.bf16` and
+            `args.fp16`.
 
     Returns:
         The precision that was chosen: one of the above, or "fp16".

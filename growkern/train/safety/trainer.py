@@ -1,7 +1,7 @@
-"""`transformers.Trainer` that does not lose a run.
+"""A `transformers.Trainer` whose runs survive crashes, signals and bad steps.
 
-Checkpoints appear whole or not at all. A signal saves before it ends the run. A step whose loss or
-gradient is not finite is never taken. Float32 weights are kept in training.
+A checkpoint appears only when it is complete. A signal saves before it ends the run. A step whose
+loss or gradient is not finite is never taken. Float32 weights are kept in training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOST_SKIPPED_IN_A_ROW = 100
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all processes know of a step before the optimizer takes it.
+    """The facts about a step that all processes share before the optimizer takes it.
 
     Args:
         ranks: the processes whose loss is not finite.
@@ -66,7 +66,7 @@ class SafeTrainer(Trainer):
     Args:
         model: the model in training. Weights in half precision become float32, in place.
         args: of `transformers.Trainer`.
-        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None goes by
+        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None follows
             `args.bf16`.
         on_nonfinite: when a loss or a gradient norm is NaN or infinite, "stop" raises an error, and
             "skip" leaves out the optimizer step and counts it as `skipped_steps` in the log.
@@ -115,7 +115,7 @@ class SafeTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train. SIGINT and SIGTERM save a checkpoint at the end of the current step.
 
-        They do nothing of the kind if `args.save_strategy` is "no".
+        If `args.save_strategy` is "no", they end the run without a checkpoint.
 
         Args:
             resume_from_checkpoint: a checkpoint, or True for the latest whole one in

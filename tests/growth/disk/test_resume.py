@@ -346,7 +346,7 @@ def test_a_disk_that_fails_midway(source, expected, tmp_path, monkeypatch, code)
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    with pytest.raises(growkern.GrowthError, match=rf"{os.strerror(code)}; what is done is kept"):
+    with pytest.raises(growkern.GrowthError, match=rf"{os.strerror(code)}; finished work is kept"):
         growkern.grow_checkpoint(source, target, **HOW)
     assert not target.exists()
     monkeypatch.undo()
@@ -385,7 +385,7 @@ def test_a_target_that_came_into_being_is_left_alone(source, expected, tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr(stream, "build_tensor", build_and_appear)
-        with pytest.raises(growkern.GrowthError, match=r"came into being .* the result is kept"):
+        with pytest.raises(growkern.GrowthError, match=r"was created .* the result is kept"):
             growkern.grow_checkpoint(source, target, **HOW)
     assert snapshot(target) == {"mine.txt": b"mine"}
     with pytest.raises(growkern.GrowthError, match="something other than a checkpoint"):

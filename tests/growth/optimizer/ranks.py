@@ -1,4 +1,4 @@
-"""What the ranks of test_grow_into do with optimizers: grow their state in parts, and compare."""
+"""Optimizer cases for the ranks of test_grow_into: grow the state in parts, and compare."""
 
 import copy
 

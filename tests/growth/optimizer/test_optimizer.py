@@ -64,7 +64,7 @@ def adamw(model, **options):
 
 
 def grown_states(source, how, moments="grow", **options):
-    """What growth makes of the source's optimizer, and what the target's own would be."""
+    """The optimizer that growth makes, and the one that the target would have by itself."""
     target = growkern.grow(source, **{"symmetry": "none", **how})
     own = []
     for model in (source, target):

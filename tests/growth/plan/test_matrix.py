@@ -41,7 +41,7 @@ FAMILIES = {
     "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
 }
 GROUPED_QUERIES = [m for m in FAMILIES if "kv_heads" in load_family(m).config]
-# sizes that are no multiple are exact under RMSNorm, and under LayerNorm before blocks
+# sizes that are not multiples are exact under RMSNorm, and under LayerNorm before blocks
 ANY_WIDTH = [
     m
     for m in FAMILIES

@@ -72,7 +72,7 @@ def test_what_was_not_trained_is_the_source(tmp_path, class_name, sizes, how, dt
 
 @pytest.mark.parametrize("model_type, kind", [*WIDTHS, ("bert", "uneven")])
 def test_every_family_within_rounding(tmp_path, model_type, kind):
-    """Extra coordinates, factors of the model's own; counts and sizes that are no powers of two."""
+    """Extra coordinates, the model's own factors; counts and sizes that are not powers of two."""
     class_name, sizes = FAMILIES[model_type]
     family, how = load_family(model_type), {**width(model_type, kind), **deeper(model_type)}
     if not family.forces_head_dim:
@@ -230,7 +230,7 @@ def test_a_trainers_checkpoint_is_folded_with_the_lineage_of_the_growth(tmp_path
             "ElectraModel",
             {**BERT, "embedding_size": 24},
             {"hidden_size": 24},
-            r"embeddings_project\.weight: nothing in the grown model comes from it",
+            r"embeddings_project\.weight cannot be folded: no tensor of the grown model holds it",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_lineage_of_another_model_is_refused(tmp_path):
     grown(other, "BertModel", BERT, {"hidden_size": 24})
     grown(other / "..", "LlamaForCausalLM", LLAMA, {"hidden_size": 36, "overwrite": True})
     shutil.copy(tmp_path / "large" / "lineage.json", tmp_path / "lineage.json")
-    with pytest.raises(growkern.GrowthError, match="of a BertModel, not LlamaForCausalLM"):
+    with pytest.raises(growkern.GrowthError, match="describes a BertModel, not a LlamaForCausalLM"):
         fold(tmp_path, lineage=other / "large")
     model = random_model("LlamaForCausalLM", {**LLAMA, "hidden_size": 24}, dtype=torch.bfloat16)
     model.save_pretrained(other / "small")

@@ -1,4 +1,4 @@
-"""What the ranks of test_grow_into do: grow into sharded models and compare, case by case.
+"""The work of the ranks of test_grow_into: grow into sharded models and compare, case by case.
 
 `tests.forked_ranks` runs `main` with a directory for sources and results. Every rank writes a file.
 """

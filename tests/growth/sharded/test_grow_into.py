@@ -19,7 +19,7 @@ from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_
 
 
 def launch(ranks, directory):
-    """What every rank of a run of tests.growth.sharded.ranks found."""
+    """The results of every rank of a run of tests.growth.sharded.ranks."""
     on_ranks(ranks, "tests.growth.sharded.ranks", directory)
     files = [directory / f"rank-{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]

@@ -229,7 +229,7 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path):
 
 @pytest.mark.parametrize("code", ["F8_E4M3", "F4", "I8"])
 def test_quantised_weights_are_called_what_they_are(tmp_path, code):
-    """They are no damage: the message says how to go on."""
+    """They are not damage: the message says how to continue."""
     header = with_header({"a": entry([32], 0, 32, code)})
     (tmp_path / "model.safetensors").write_bytes(header)
     with pytest.raises(growkern.GrowthError, match=f"a has dtype {code}: a quantised checkpoint"):

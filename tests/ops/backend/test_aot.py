@@ -103,7 +103,7 @@ def test_what_is_narrow_or_spills_is_a_fault(monkeypatch):
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_table_that_was_edited_is_noticed(name, compiled):
-    """One of the rows made for real: fingerprints alone would believe the table."""
+    """One row is really compiled: fingerprints alone would not notice a wrong table."""
     if name.startswith("CUDA") and nvrtc.nvrtc() is None:
         pytest.skip("no NVRTC: pip install -r requirements-dev.txt")
     (row,) = (r for r in compiled[2] if r["kernel"] == name)

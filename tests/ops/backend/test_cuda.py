@@ -1,4 +1,4 @@
-"""What compiles csrc/*.cu and launches it; the emulation plays the driver."""
+"""Compiling csrc/*.cu and launching it; an emulation stands in for the driver."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""What holds for `expand` whatever the shapes, maps, dtypes and strides are."""
+"""Properties of `expand` for random shapes, maps, dtypes and strides."""
 
 import torch
 from hypothesis import given

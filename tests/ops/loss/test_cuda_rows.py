@@ -1,6 +1,6 @@
 """The row kernel in CUDA C++, its very source run on a CPU, against the Triton kernel's truth.
 
-What only a compiler for GPUs can tell is in test_cuda.py.
+Tests that need a compiler for GPUs are in test_cuda.py.
 """
 
 import functools

@@ -113,7 +113,7 @@ def check_columns(rank, group):
 
 
 def check_traffic(group):
-    """What crosses the network: a check of the labels, 14 numbers per row, and dX.
+    """The data that crosses the network: a check of the labels, 14 numbers per row, and dX.
 
     Of cached teachers 8 numbers per row and the logits of their tokens.
     """
@@ -222,7 +222,7 @@ def check_fsdp(rank):
 
 
 def main(folder):
-    """What each of four ranks checks; run by `tests.forked_ranks`."""
+    """The checks of each of four ranks; run by `tests.forked_ranks`."""
     rank = dist.get_rank()
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     check_columns(rank, dist.group.WORLD)

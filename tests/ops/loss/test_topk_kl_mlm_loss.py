@@ -170,7 +170,7 @@ def test_more_columns_than_a_block(backend, device):
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_stored_dtypes(stored, ids_dtype, backend, device):
-    """What is stored is taken at its word: the truth is that of the rounded log-probs."""
+    """The stored, rounded log-probs define the loss, also where they do not add up to 1."""
     student, (ids, logprobs), labels = make_inputs(6, 33, 8, 20, torch.float32, device, 2.0, stored)
     options = {"alpha": 0.5, "temperature": 2.0}
     in64 = [x.double() for x in student]

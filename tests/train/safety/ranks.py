@@ -1,4 +1,4 @@
-"""What one of two processes does: `torchrun --nproc_per_node=2 -m tests.train.safety.ranks FOLDER`.
+"""The work of a process: `torchrun --nproc_per_node=2 -m tests.train.safety.ranks FOLDER`.
 
 A signal, a NaN and a full disk each reach one of the processes only. Each process leaves what
 became of it as FOLDER/<case>-<rank>.json.

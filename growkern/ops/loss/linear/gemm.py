@@ -116,7 +116,7 @@ def chunk_size(
 
 
 def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
-    """Write (1) to `z_CV`, computed in its dtype. A bias without elements is none."""
+    """Write (1) to `z_CV`, computed in its dtype. A bias without elements counts as no bias."""
     if _in_library(weight_VH, z_CV):
         gemm_cpu(x_CH, weight_VH.t(), z_CV)
     elif _multiplies(x_CH, z_CV):

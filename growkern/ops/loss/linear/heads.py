@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The arguments of a call that are no tensors.
+    """The arguments of a call that are not tensors.
 
     A custom op takes only plain lists: `as_arguments` makes those, and `from_arguments` gives the
     names back.
@@ -85,7 +85,7 @@ def settings_of(
     """The settings of a call; `limits` are chunk_bytes, max_rows and vocab_tile.
 
     Raises:
-        GrowthError: a limit is no positive integer, or the logits' dtype does not fit.
+        GrowthError: a limit is not a positive integer, or the logits' dtype does not fit.
     """
     total = shard.vocab or vocab
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))

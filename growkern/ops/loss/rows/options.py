@@ -220,7 +220,7 @@ def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int)
     """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
 
     Raises:
-        GrowthError: labels are no integers, or have another shape.
+        GrowthError: labels are not integers, or have another shape.
     """
     if not isinstance(labels, Tensor):
         raise GrowthError(f"labels must be a tensor, got {type(labels).__name__}")

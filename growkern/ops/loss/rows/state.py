@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What one call of a row function does. More than one step needs the whole vocabulary."""
+    """The steps of one call of a row function. More than one step needs the whole vocabulary."""
 
     sums: bool = False  # fill the state except centre and spread
     diverge: bool = False  # fill centre and spread
