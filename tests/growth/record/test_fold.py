@@ -252,7 +252,7 @@ def test_a_lineage_of_another_model_is_refused(tmp_path):
         fold(tmp_path, lineage=other / "large")
     model = random_model("LlamaForCausalLM", {**LLAMA, "hidden_size": 24}, dtype=torch.bfloat16)
     model.save_pretrained(other / "small")
-    with pytest.raises(growkern.GrowthError, match=r"is \(50, 24\), .* says \(50, 36\)"):
+    with pytest.raises(growkern.GrowthError, match=r"has shape \(50, 24\), .* says \(50, 36\)"):
         growkern.fold(other / "small", other / "back", lineage=tmp_path, progress=False)
     with pytest.raises(growkern.GrowthError, match=r"exists.*--overwrite"):
         growkern.fold(tmp_path / "large", other, progress=False)

@@ -183,4 +183,3 @@ def test_the_examples_that_are_no_repetitions(left):
     assert sum(kept) == left
     assert kept == sorted(kept, reverse=True)
     assert torch.tensor(kept).max() == size
-
