@@ -17,6 +17,7 @@ Each case is a fork of this process, which has imported everything and computed 
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import shutil
@@ -63,7 +64,9 @@ def prepare(folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    train(folder / "run.toml", progress=False)
+    # the log lines of the run
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(folder / "run.toml", progress=False)
 
 
 def run_and_list_modules(folder: Path) -> None:

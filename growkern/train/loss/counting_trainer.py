@@ -78,7 +78,7 @@ class CountingTrainer(Trainer):
     @contextlib.contextmanager
     def _collating(self, collator: Any, dataset: Any) -> Iterator[None]:
         """While active, data loaders are made with this collator, and count the rows."""
-        check_stream(dataset, self.args, self.accelerator)
+        check_stream(dataset, self.accelerator)
         own = self.data_collator
         if are_sent(dataset, self.accelerator):
             # accelerate can send tensors alone, so these batches are counted when they arrive
@@ -190,7 +190,7 @@ class CountingTrainer(Trainer):
         loader, rank = state.active_dataloader, self.accelerator.process_index
         if are_sent(self.train_dataset, self.accelerator):
             size = len(batches[-1]["labels"])
-            kept = examples_in_last_sent(loader, rank, size)
+            kept: int | None = examples_in_last_sent(loader, rank, size)
         else:
             size, split = self._train_batch_size, self.accelerator.split_batches
             kept = examples_in_last_batch(loader, rank, processes, split=split)

@@ -29,24 +29,22 @@ def are_sent(dataset: Any, accelerator: Any) -> bool:
     return isinstance(dataset, IterableDataset) if chosen is None else bool(chosen)
 
 
-def check_stream(dataset: Any, args: TrainingArguments, accelerator: Any) -> None:
+def check_stream(dataset: Any, accelerator: Any) -> None:
     """Refuse a stream whose last examples would count more than once.
 
     Args:
         dataset: of a trainer.
-        args: of the trainer.
         accelerator: of the trainer.
 
     Raises:
         GrowthError: each process reads the stream, and accelerate fills up its end with examples
             from its start.
     """
-    if not isinstance(dataset, IterableDataset) or accelerator.num_processes == 1:
-        return
-    if not are_sent(dataset, accelerator) and not args.dataloader_drop_last:
+    several = isinstance(dataset, IterableDataset) and accelerator.num_processes > 1
+    if several and not are_sent(dataset, accelerator):
         raise GrowthError(
-            "dispatch_batches=False would repeat examples at the end of a data set without an "
-            "index: leave it unset, or set dataloader_drop_last=True"
+            "dispatch_batches=False repeats examples at the end of a data set without an index: "
+            "leave it unset, and pad all batches to one length"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors import SafetensorError
 
 from growkern.train.safety.checkpoints import STAGING, close_staging, open_staging
 
+# in the messages of Rust code, such as the tokenizer's, which raises plain exceptions
+RUST_ERROR = re.compile(r"(.*) \(os error \d+\)$")
 # in the messages of the C++ code that torch.save writes with, whatever the disk said
 TORCH_SAVE = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 
@@ -52,7 +55,7 @@ def _try_together(accelerator: Accelerator, step: Callable[[], Any]) -> str | No
     failure = None
     try:
         step()
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:
         failure = _write_failure(error)
         if failure is None:
             raise
@@ -68,5 +71,8 @@ def _write_failure(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, SafetensorError):
         return text
+    from_rust = RUST_ERROR.match(text)
+    if from_rust and type(error) is Exception:
+        return from_rust[1]
     of_torch_save = any(part in text for part in TORCH_SAVE)
     return "the disk takes no more bytes" if of_torch_save else None

@@ -28,15 +28,7 @@ CASES = {
     "a stream, a process without examples": (13, 1, "all", "stream"),
     "a stream, accumulated": (9, 2, "labels", "stream"),
     "a stream with a length, accumulated": (9, 2, "labels", "stream with a length"),
-    "a stream that each process reads": (15, 1, "labels", "stream, read by each"),
 }
-# what accelerate is told; by default it sends the batches of a stream
-CONFIGS = {
-    "sent": {"accelerator_config": {"dispatch_batches": True}},
-    "stream, read by each": {
-        "accelerator_config": {"dispatch_batches": False}, "dataloader_drop_last": True,
-    },
-}  # fmt: skip
 
 
 class Lists(Batches):
@@ -65,7 +57,6 @@ DATA = {
     "packed": Lists,
     "stream": Stream,
     "stream with a length": SizedStream,
-    "stream, read by each": Stream,
 }
 
 
@@ -75,7 +66,8 @@ def trained(case, folder, batch_size):
         build("gpt2", layers=2).double(),
         arguments(
             folder, max_steps=8, per_device_train_batch_size=batch_size, use_cpu=True,
-            gradient_accumulation_steps=accumulation, **CONFIGS.get(kind, {}),
+            gradient_accumulation_steps=accumulation,
+            accelerator_config={"dispatch_batches": True} if kind == "sent" else None,
         ),
         inheritance=InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows),
         teacher=build("gpt2", layers=1, width=8, seed=9).double(),

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import warnings
 
 import pytest
+from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
@@ -20,7 +22,7 @@ from growkern.train.safety.checkpoints import (
     publish_into,
     rotate,
 )
-from tests.train.safety.runs import small_trainer
+from tests.train.safety.runs import assert_same, small_trainer, weights_of
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
@@ -70,6 +72,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over(trained, tmp_path, name, how
         assert newest_whole(run) == run / "checkpoint-6"
     assert (run / "damaged-checkpoint-8").is_dir()
     assert newest_whole(run) == run / "checkpoint-6"
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_run_falls_back_and_ends_the_same(trained, tmp_path, name):
+    """As a user does it: one warning, and the weights of the run that nothing happened to."""
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    flip(tmp_path / "run" / "checkpoint-6" / name, 0)
+    again = small_trainer(tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.train(resume_from_checkpoint=True)
+    lines = [str(w.message) for w in caught if w.category is GrowthWarning]
+    assert len(lines) == 1 and "\n" not in lines[0] and name in lines[0]
+    assert_same(weights_of(again), load_file(trained / "checkpoint-8" / "model.safetensors"))
 
 
 def test_any_changed_byte_of_any_file_is_found(tmp_path):

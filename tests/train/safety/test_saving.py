@@ -12,6 +12,7 @@ from growkern.errors import GrowthWarning
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import MANIFEST, STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
+from tests.train.tiny import TinyTokenizer
 
 
 @contextlib.contextmanager
@@ -81,6 +82,20 @@ def test_a_full_disk_at_the_end_is_one_line(tmp_path):
     assert not (tmp_path / "config.json").exists()
     trainer.save_final_model(trainer.model.dtype)
     assert damage(tmp_path) is None
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_full_disk_too(tmp_path, monkeypatch):
+    """The tokenizers library raises a plain Exception, with the words of the system."""
+
+    class Tokenizer(TinyTokenizer):
+        def save_pretrained(self, *_, **__):
+            raise Exception("No space left on device (os error 28)")
+
+    trainer = small_trainer(tmp_path, processing_class=Tokenizer())
+    words = r"checkpoint-2 was not saved \(No space left on device\)"
+    with pytest.warns(GrowthWarning, match=words):
+        trainer.train()
+    assert trainer.state.global_step == 8
 
 
 def test_other_errors_while_saving_are_not_swallowed(tmp_path, monkeypatch):
