@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from itertools import chain
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import TrainingArguments
 from growkern.errors import GrowthError, GrowthWarning, nearest
 
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
+# set by `accelerate launch`; accelerate follows it where the arguments say nothing
+SWITCH = "ACCELERATE_MIXED_PRECISION"
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -27,7 +30,7 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
         args: of the trainer; changed if `precision` asks for autocast.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16", where
             weights and optimizer state are bfloat16 too; None follows `args.bf16` and
-            `args.fp16`.
+            `args.fp16`, then the environment variable that `accelerate launch` sets.
 
     Returns:
         The precision that was chosen: one of the above, or "fp16".
@@ -36,13 +39,14 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
         GrowthError: `precision` is unknown or contradicts the arguments.
     """
     of_args = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    where = f"the training arguments set {of_args}=True"
+    of_launcher = os.environ.get(SWITCH, "no")
+    if of_args is None and of_launcher in ("bf16", "fp16"):
+        of_args, where = of_launcher, f"the environment variable {SWITCH} is {of_launcher!r}"
     if precision is not None and precision not in PRECISIONS:
         raise GrowthError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
     if precision is not None and of_args not in (None, precision):
-        raise GrowthError(
-            f"precision is {precision!r}, but the training arguments set {of_args}=True: "
-            "give one of the two"
-        )
+        raise GrowthError(f"precision is {precision!r}, but {where}: give one of the two")
     chosen = precision or of_args or "fp32"
     if chosen == "bf16":
         args.bf16, args.mixed_precision = True, "bf16"

@@ -74,6 +74,17 @@ def test_bf16_is_the_autocast_of_the_arguments(tmp_path):
     assert any(not torch.equal(value, found[2][2][name]) for name, value in found[0][2].items())
 
 
+def test_the_autocast_of_accelerate_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = small_trainer(tmp_path)
+    assert (trainer.precision, trainer.accelerator.mixed_precision) == ("bf16", "bf16")
+    for precision in ("fp32", "pure-bf16"):
+        with pytest.raises(GrowthError, match="ACCELERATE_MIXED_PRECISION is 'bf16'"):
+            small_trainer(tmp_path, precision=precision)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert small_trainer(tmp_path).precision == "fp32"
+
+
 def test_float64_stays_float64(tmp_path):
     assert small_trainer(tmp_path, small_model().double()).model.dtype == torch.float64
 
