@@ -86,7 +86,9 @@ def test_a_run_falls_back_and_ends_the_same(trained, tmp_path, name):
         again.train(resume_from_checkpoint=True)
     lines = [str(w.message) for w in caught if w.category is GrowthWarning]
     assert len(lines) == 1 and "\n" not in lines[0] and name in lines[0]
-    assert_same(weights_of(again), load_file(trained / "checkpoint-8" / "model.safetensors"))
+    saved, weights = load_file(trained / "checkpoint-8" / "model.safetensors"), weights_of(again)
+    # without the head, which is tied
+    assert_same({key: weights[key] for key in saved}, saved)
 
 
 def test_any_changed_byte_of_any_file_is_found(tmp_path):
