@@ -51,6 +51,9 @@ from growkern.train.safety.precision import HALF
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.trainer import TwoStageTrainer
 
+# records and archives that hold texts
+NOT_TEXT = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
+
 
 def train(
     path: str | Path, *, overwrite: bool = False, progress: bool = True
@@ -270,7 +273,7 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     """The files that match the patterns, in the order of the patterns, sorted within each.
 
     Raises:
-        GrowthError: no file matches a pattern.
+        GrowthError: no file matches a pattern, or a file is not plain text by its name.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -279,6 +282,12 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
         if not found:
             raise GrowthError(f"no text file matches {base / pattern}")
         files += map(Path, found)
+    for file in files:
+        if file.suffix in NOT_TEXT:
+            raise GrowthError(
+                f"{file} would be read as prose, {file.suffix} syntax included: write its texts to "
+                "plain text files"
+            )
     return files
 
 

@@ -175,6 +175,15 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_records_are_not_read_as_prose(workplace):
+    (workplace / "text" / "c.jsonl").write_text('{"text": "w1 w2"}')
+    (workplace / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
+    with pytest.raises(GrowthError, match=r"c.jsonl would be read as prose"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_tokenizer_too_large_for_a_model_is_refused(workplace):
     build("bert", layers=1, width=8, vocab_size=VOCAB - 1).save_pretrained(workplace / "teacher")
     with pytest.raises(GrowthError, match=rf"tokenizer has {VOCAB} ids, .*teacher"):
