@@ -45,7 +45,7 @@ def outcome(kind, draw: random.Random) -> tuple[str, str, float]:
         kind.check(result)
     except GrowthError as error:
         said = str(error)
-        brief = "\n" not in said and len(said) < 1000
+        brief = "\n" not in said and len(said) <= 1000
         return "refused" if brief else "long", said[:2000], seconds
     except Wrong as error:
         return "wrong", str(error), seconds
