@@ -67,7 +67,7 @@ def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no UTF-8, no JSON, has too many values, or nests too deep; or an object
+        ValueError: it is not UTF-8, not JSON, has too many values, or nests too deep; or an object
             has a name twice.
     """
     if data.count(b",") > MOST_VALUES:
@@ -78,6 +78,9 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
     _check_levels(value, MOST_LEVELS)
+    if rb"\ud" in data.lower():
+        # half of a pair of UTF-16 stands for no character, and cannot be written again
+        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 

@@ -6,6 +6,7 @@ predict, safetensors and plain integers read a cache, and an unattacked growth g
 
 import json
 import random
+import shutil
 import struct
 import sys
 import warnings
@@ -69,7 +70,7 @@ class Kind:
         self.make()
 
     def make(self) -> None:
-        """Whatever else is needed, and the truth."""
+        """Whatever else is needed, and the truth. Imports everything that the work needs."""
 
     def change(self, draw: random.Random) -> None:
         """Change the files."""
@@ -85,6 +86,10 @@ class Kind:
 
 
 class Sources(Kind):
+    def make(self):
+        self.check(self.use())
+        shutil.rmtree(self.new)
+
     def change(self, draw):
         file = self.source / "config.json"
         if draw.random() < 0.5:
@@ -112,9 +117,7 @@ class Optimizers(Kind):
         self.file = self.source / "optimizer.pt"
         growkern.grow_checkpoint(self.source, self.new, optimizer=self.file, **HOW)
         self.truth = tree(self.new)
-        for path in self.new.iterdir():
-            path.unlink()
-        self.new.rmdir()
+        shutil.rmtree(self.new)
 
     def change(self, draw):
         if draw.random() < 0.5:
