@@ -3,9 +3,16 @@
 import difflib
 from collections.abc import Iterable
 
+# characters of a message; a damaged file may hold names and values of any length
+MOST, HEAD, TAIL = 1000, 600, 300
+
 
 class GrowthError(ValueError):
     """Input that cannot be used: names the tensor or field, what was found and how to fix it."""
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        super().__init__(text if len(text) <= MOST else f"{text[:HEAD]} ... {text[-TAIL:]}")
 
 
 class GrowthWarning(UserWarning):
@@ -15,5 +22,6 @@ class GrowthWarning(UserWarning):
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """The end of an unknown-name message: the closest allowed name, or all of them."""
     options = sorted(allowed)
-    close = difflib.get_close_matches(name, options, n=1)
+    # a longer name is like none of them, and would take minutes to compare
+    close = difflib.get_close_matches(name[:100], options, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(options)}"

@@ -9,7 +9,6 @@ reach the same loss as a reference run. With F(r, l) the FLOPs at which run r fi
 F is interpolated linearly between the two nearest points. It is None if a run never reaches l.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.record.outputs import load_model
 from growkern.train.load import load_tokenizer
@@ -25,6 +25,8 @@ from growkern.train.safety.checkpoints import checkpoints_in
 from growkern.whole import write_whole
 
 STATE_FILE = "trainer_state.json"
+# 300,000 lines of the log
+MOST_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,14 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     holder = next((place for place in places if (place / STATE_FILE).is_file()), None)
     if holder is None:
         raise GrowthError(f"{directory} is not a training directory: it has no {STATE_FILE}")
-    history = json.loads((holder / STATE_FILE).read_text())["log_history"]
-    curve = curve_of(history, name or directory.resolve().name)
+    file = holder / STATE_FILE
+    try:
+        history = read_json(file, MOST_BYTES, "log")["log_history"]
+        curve = curve_of(history, name or directory.resolve().name)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise GrowthError(f"{file}: not the log of a run: {error!r}") from error
     if not curve.steps:
-        raise GrowthError(f"{holder / STATE_FILE}: no line of the log has a loss and flops")
+        raise GrowthError(f"{file}: no line of the log has a loss and flops")
     return curve
 
 

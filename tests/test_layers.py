@@ -26,6 +26,7 @@ OURS = {
 LAYERS = (
     "errors",
     "package",
+    "bounded",
     "whole",
     "publish",
     "ops",
@@ -104,6 +105,7 @@ PUBLIC_OPS = {
 THIRD_PARTY = {
     "errors": set(),
     "package": {"tomli"},
+    "bounded": set(),
     "whole": set(),
     "publish": set(),
     "ops": {"torch", "triton"},

@@ -25,6 +25,15 @@ from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
+# more steps, examples or tokens than any run has
+MOST = 1 << 40
+LARGEST = {
+    **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
+    **dict.fromkeys(("log_every", "eval_every", "save_every", "keep_checkpoints"), MOST),
+    # NumPy takes a seed of 32 bits; every worker is a process
+    **{"seed": (1 << 32) - 1, "data_workers": 1024},
+}
+
 
 @dataclass(frozen=True)
 class TwoStageConfig:
@@ -123,12 +132,25 @@ class DataSection:
         validation: the same for evaluation; empty means no evaluation.
         sequence_length: tokens per block.
         masking_probability: chance of a token to be masked. Causal models ignore it.
+
+    Raises:
+        GrowthError: a value is out of range.
     """
 
     train: tuple[str, ...]
     validation: tuple[str, ...] = ()
     sequence_length: int = 128
     masking_probability: float = 0.15
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sequence_length <= MOST:
+            raise GrowthError(
+                f"data.sequence_length is {self.sequence_length}: it must be in 1 .. {MOST}"
+            )
+        if not 0 < self.masking_probability <= 1:
+            raise GrowthError(
+                f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
+            )
 
 
 @dataclass(frozen=True)
@@ -191,6 +213,13 @@ class TrainingSection:
             # written so that NaN fails
             if not 0 <= getattr(self, name) < math.inf:
                 raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be 0 or more")
+        for name, most in LARGEST.items():
+            if getattr(self, name) > most:
+                raise GrowthError(
+                    f"training.{name} is {getattr(self, name)}: it must be at most {most}"
+                )
+        if not 0 <= self.seed <= LARGEST["seed"]:
+            raise GrowthError(f"training.seed is {self.seed}: it must be 0 or more")
 
 
 @dataclass(frozen=True)

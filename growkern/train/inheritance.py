@@ -10,6 +10,7 @@ with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and 
 
 import hashlib
 import json
+import math
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,11 +64,12 @@ class InheritanceSchedule:
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
                 "rate reaches 0, for example 0.44 of all steps"
             )
-        if self.temperature <= 0:
+        # written so that NaN fails, as below
+        if not 0 < self.temperature < math.inf:
             raise GrowthError(f"inheritance temperature is {self.temperature}: it must be positive")
         if self.kl_rows not in ("labels", "all"):
             raise GrowthError(f"kl_rows is {self.kl_rows!r}: it must be 'labels' or 'all'")
-        if self.teacher_weights is not None and abs(sum(self.teacher_weights) - 1) > 1e-6:
+        if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
         known = typing.get_args(Divergence)
         if self.divergence not in known:

@@ -1,13 +1,20 @@
-"""Turns TOML tables into dataclasses and back, and checks them against the types of the fields."""
+"""Turns TOML tables into dataclasses and back, and checks them against the types of the fields.
+
+Python's TOML parser overflows the stack where values nest thousands deep, and takes minutes for a
+key of 100,000 parts or a number of as many digits. So a file is looked through before it is parsed.
+"""
 
 import dataclasses
 import json
+import re
+import reprlib
 import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from growkern.bounded import read_bounded
 from growkern.errors import GrowthError, nearest
 
 if sys.version_info >= (3, 11):
@@ -17,17 +24,50 @@ else:
 
 T = TypeVar("T")
 
+# a run file has about 2,000 bytes; long lists of text files may be given as patterns
+MOST_BYTES = 256_000
+# brackets and braces inside each other; a run file has two
+MOST_LEVELS = 20
+# characters of a number, or of a key with all its dots
+MOST_WORD = 200
+# TOML has integers of 64 bits
+INTEGERS = range(-(1 << 63), 1 << 63)
+# texts and comments, up to the end of the file where they have none: so none is looked at twice
+TEXTS = re.compile(
+    r'''"""(?:\\.?|[^\\])*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)'''
+    r"""|"(?:\\[^\n]?|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+SPACES = str.maketrans("", "", " \t\r")
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
-        GrowthError: the file cannot be read or is not TOML.
+        GrowthError: the file cannot be read, is not TOML, or exceeds a limit of this module.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise GrowthError(f"cannot read {path}: {error}") from error
+        text = read_bounded(path, MOST_BYTES, "run file").decode()
+        _look_through(text)
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise GrowthError(f"cannot read {path}: {why}") from error
+
+
+def _look_through(text: str) -> None:
+    """Raise ValueError for nesting, keys and numbers that the parser takes too long for."""
+    # a text may be a part of a dotted key
+    bare = TEXTS.sub('"', text)
+    level = 0
+    for bracket in re.findall(r"[\[\]{}]", bare):
+        level = level + 1 if bracket in "[{" else max(0, level - 1)
+        if level > MOST_LEVELS:
+            raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
+    longest = max(map(len, re.split(r"[=,\[\]{}\n]", bare.translate(SPACES))))
+    if longest > MOST_WORD:
+        raise ValueError(f"a key or a number of {longest} characters, at most {MOST_WORD}")
 
 
 def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") -> T:
@@ -49,7 +89,7 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
     kinds = typing.get_type_hints(cls)
     for name in table:
         if name not in kinds:
-            raise GrowthError(f"{place} has no key {name!r}{nearest(name, kinds)}")
+            raise GrowthError(f"{place} has no key {reprlib.repr(name)}{nearest(name, kinds)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     missing = [n for n, f in fields.items() if n not in table and f.default is dataclasses.MISSING]
     if missing:
@@ -75,19 +115,20 @@ def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
         return to_dataclass(kind, value, file, key)
     if origin is Literal and isinstance(value, str):
         if value not in options:
-            raise GrowthError(f"{file}: {key} is {value!r}{nearest(value, options)}")
+            raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}{nearest(value, options)}")
         return value
     if origin is tuple and isinstance(value, list):
         return tuple(
             _convert(item, options[0], file, f"{key}[{i}]") for i, item in enumerate(value)
         )
+    if type(value) is int and value not in INTEGERS:
+        raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}: an integer has 64 bits")
     if kind is float and type(value) is int:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise GrowthError(
-        f"{file}: {key} is {value!r} ({type(value).__name__}): it must be {_describe(kind)}"
-    )
+    found = f"{reprlib.repr(value)} ({type(value).__name__})"
+    raise GrowthError(f"{file}: {key} is {found}: it must be {_describe(kind)}")
 
 
 def _describe(kind: Any) -> str:

@@ -109,7 +109,7 @@ def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
     """The commands' own path: the text, the masks and the seed of the run find their rows."""
     from typer.testing import CliRunner
 
-    from growkern.cli import app
+    from growkern.cli.commands import app
 
     text = str(workplace / "text")
     arguments = ["cache-teacher", str(workplace / "teacher"), f"{text}/a.txt", f"{text}/b.txt"]

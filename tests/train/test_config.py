@@ -1,6 +1,7 @@
 """Run files: typed, round-tripped, and wrong ones named to the key."""
 
 import dataclasses
+import os
 
 import pytest
 
@@ -98,6 +99,54 @@ def test_a_wrong_file_is_refused_by_file_and_key(load, old, new, match):
     with pytest.raises(GrowthError, match=match) as refusal:
         load(COMPLETE.replace(old, new, 1))
     assert "RUN.toml" in str(refusal.value)
+
+
+HUGE = {
+    "nested lists": ("steps = 100", "steps = " + "[" * 5000 + "]" * 5000, "nested more than 20"),
+    "nested tables": ("steps = 100", "steps = " + "{a=" * 5000, "nested more than 20"),
+    "hidden behind four quotation marks": (
+        '"bf16"',
+        '"""a"""" # ' + "\n" + "x = " + "[" * 5000,
+        "nested more than 20",
+    ),
+    "dotted keys": ("steps = 100", "a" + ".a" * 100_000 + " = 1", "a key or a number of 2"),
+    "dotted texts": ("steps = 100", '"a"' + ' . "a"' * 30_000 + " = 1", "a key or a number of 6"),
+    "31 digits": ("steps = 100", "steps = 1" + "0" * 30, "training.steps is 1.*64 bits"),
+    "100,000 digits": ("steps = 100", "steps = 1" + "0" * 100_000, "a key or a number of 1"),
+    "a long name": ("steps = 100", '"' + "a" * 200_000 + '" = 1', "has no key 'aaa"),
+    "a long value": ('"bf16"', '"' + "a" * 200_000 + '"', "precision is 'aaa"),
+    "a large file": ("[model]", "#" * 300_000 + "\n[model]", "more than any run file"),
+    "steps without end": ("steps = 100", f"steps = {10**18}", "steps is 1.*at most"),
+    "a teacher's weight that is no number": ("[0.25, 0.75]", "[nan, 1.0]", "must sum to 1"),
+    "a temperature that is no number": (
+        "end_step = 44",
+        "end_step = 44\ntemperature = nan",
+        "temperature is nan",
+    ),
+    "a negative length": ("sequence_length = 64", "sequence_length = -1", "sequence_length is -1"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_file_that_would_take_minutes_is_refused_before_it_is_parsed(load, name):
+    old, new, match = HUGE[name]
+    assert old in COMPLETE
+    with pytest.raises(GrowthError, match=match) as refusal:
+        load(COMPLETE.replace(old, new, 1))
+    said = str(refusal.value)
+    assert "RUN.toml" in said and "\n" not in said and len(said) < 500
+
+
+def test_texts_and_comments_may_hold_anything(load):
+    odd = 'a"b[[[[' + "{" * 30 + "." * 300
+    text = COMPLETE.replace('"grown"', f"'{odd}'  # " + "[" * 30 + "." * 300)
+    assert load(text).model.path == odd
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "run.toml")
+    with pytest.raises(GrowthError, match="not a regular file"):
+        load_run(tmp_path / "run.toml")
 
 
 def test_a_missing_file_is_refused(tmp_path):

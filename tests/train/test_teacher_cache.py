@@ -1,5 +1,6 @@
 """A teacher's kept rows: what is on disk, who may read it, and what survives a kill."""
 
+import json
 import os
 import pickle
 import shutil
@@ -373,6 +374,58 @@ def test_what_is_no_cache_is_refused(tmp_path):
             TeacherCache(tmp_path / "c")
         file.write_bytes(whole)
     TeacherCache(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 4}, "shape"),
+        ({"k": 0}, "k is 0: it must lie in 1 .."),
+        ({"k": 2**40}, "k is 1099511627776: it must lie in 1 .."),
+        ({"k": "4"}, "k is '4'"),
+        ({"k": True}, "k is True"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"vocab_size": 10**30}, "vocab_size is 1000"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": None}, "temperature is None"),
+        ({"examples": 10**9}, "expected"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"rows": ["labels"]}, "rows is .*labels or all"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"causal": 0}, "causal is 0"),
+        ({"teacher": 3}, "teacher is 3"),
+        ({"data": "0" * 64}, "not the index of cache.json"),
+        ({"data": [[[[]]]] * 10}, "data is"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_of_a_header_is_named(tmp_path, change, message):
+    make(tmp_path / "c", shard_bytes=300)
+    file = tmp_path / "c" / "cache.json"
+    table = json.loads(file.read_text()) | change
+    file.write_text(json.dumps(table))
+    with pytest.raises(GrowthError, match=message) as refusal:
+        TeacherCache(tmp_path / "c")
+    said = str(refusal.value)
+    assert str(tmp_path / "c") in said and "\n" not in said and len(said) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 50_000, "nested"),
+        ("[" * 30 + "]" * 30, "nested"),
+        ('{"k": 1, "k": 2}', "'k' is given twice"),
+        ('{"k": 1' + "0" * 6000 + "}", "not valid JSON"),
+        (" " * 200_000, "more than any cache header"),
+    ],
+    ids=["deep", "nested", "twice", "digits", "large"],
+)
+def test_a_text_that_is_no_header_is_refused(tmp_path, text, message):
+    make(tmp_path / "c")
+    (tmp_path / "c" / "cache.json").write_text(text)
+    with pytest.raises(GrowthError, match=message):
+        TeacherCache(tmp_path / "c")
 
 
 def test_a_checkpoint_directory_and_a_padded_head(tmp_path):

@@ -11,6 +11,7 @@ XXH3 runs at the speed of memory: 60 GB/s where CRC-32 reads 4. It detects damag
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, WEIGHTS
 from growkern.growth.source.files import PIECE_BYTES, read_header_bytes, row_blocks
@@ -28,6 +30,10 @@ from growkern.growth.source.stored import StoredTensor
 
 ALGORITHM = "xxh3_128"
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
+# an entry has 100 bytes; there is one for each tensor and file
+MOST_BYTES = 64_000_000
+# a piece is held in memory
+MOST_PIECE_BYTES = 1 << 28
 RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
@@ -190,12 +196,18 @@ def _read_record(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:
-        record = json.loads(file.read_bytes())
+        record = read_json(file, MOST_BYTES, "record of checksums")
         kinds = {name: type(record[name]) for name in RECORDED}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error
-    if kinds != RECORDED or record["piece_bytes"] < 1:
-        raise GrowthError(f"{file}: not a record of checksums")
+    for name, kind in kinds.items():
+        if kind != RECORDED[name]:
+            raise GrowthError(f"{file}: not a record of checksums: {name} is a {kind.__name__}")
+    if not 1 <= record["piece_bytes"] <= MOST_PIECE_BYTES:
+        raise GrowthError(f"{file}: piece_bytes is {reprlib.repr(record['piece_bytes'])}")
+    for name in record["files"]:
+        if not stays_inside(name):
+            raise GrowthError(f"{file}: {reprlib.repr(name)} is not a file of the checkpoint")
     if record.get("algorithm") != ALGORITHM:
         raise GrowthError(f"{file}: made with {record.get('algorithm')!r}, expected {ALGORITHM!r}")
     return record

@@ -20,6 +20,7 @@ import safetensors
 import torch
 import transformers
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.disk.shards import ShardLayout
@@ -195,6 +196,8 @@ class Lineage:
             raise GrowthError(f"{self.file}: no map of {own}: {error!r}") from error
 
 
+# an entry has 500 bytes; there is one for each tensor
+MOST_BYTES = 64_000_000
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -211,7 +214,7 @@ def read_lineage(path: Path) -> Lineage:
     if not file.is_file():
         raise GrowthError(f"{path}: no {LINEAGE_FILE}; only grown checkpoints have one")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file, MOST_BYTES, "lineage")
         return Lineage(
             file,
             data,
@@ -224,9 +227,16 @@ def read_lineage(path: Path) -> Lineage:
             _read_config(data["target_config"]),
         )
     except GrowthError as error:
-        raise GrowthError(f"{file}: {error}") from error
+        why = str(error).removeprefix(f"{file}: ")
+        raise GrowthError(f"{file}: not a growth record: {why}") from error
     except MALFORMED as error:
-        raise GrowthError(f"{file}: not a growth record: {error!r}") from error
+        raise GrowthError(f"{file}: not a growth record: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """The type and the text of an error that a damaged file caused; its values may be huge."""
+    text = str(error)
+    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
 
 
 def _read_config(data: Mapping[str, Any]) -> Any:
@@ -234,8 +244,8 @@ def _read_config(data: Mapping[str, Any]) -> Any:
         return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
     except Exception as error:
         # transformers raises several types of errors for bad values
-        why = str(error).strip().splitlines()[-1].strip()
-        raise GrowthError(f"not a growth record: {why}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise GrowthError(lines[-1].strip()[:200]) from error
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:

@@ -7,7 +7,6 @@ is checked first. Only then does transformers see it.
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import transformers
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family
@@ -22,8 +22,6 @@ from growkern.growth.source.files import METADATA_FILE
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
 MOST_BYTES = 8_000_000
-# a config nests its dictionaries two or three deep
-MOST_LEVELS = 20
 # classes that a head may tell apart
 MOST_LABELS = 1 << 20
 # fields that must be positive, also inside nested dictionaries
@@ -52,14 +50,14 @@ def read_config(directory: Path) -> Any:
             code of a hub, or has values that make no model.
     """
     file = _config_file(directory)
-    data = _read_json(file)
+    data = read_json(file, MOST_BYTES, "config")
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise GrowthError(f'{file}: no "model_type"')
     family = load_family(data["model_type"])
     _check_code(file, data)
     _check_architectures(file, data)
     _check_sizes(file, family, data)
-    for name, value in _entries(file, data):
+    for name, value in _entries(data):
         _check_number(file, name, value)
     _check_tokens(file, data)
     try:
@@ -67,7 +65,7 @@ def read_config(directory: Path) -> Any:
     except Exception as error:
         # transformers raises several types of exceptions for a bad config
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise GrowthError(f"{file}: {lines[-1].strip()}") from error
+        raise GrowthError(f"{file}: {lines[-1].strip()[:300]}") from error
 
 
 def _config_file(directory: Path) -> Path:
@@ -82,33 +80,14 @@ def _config_file(directory: Path) -> Path:
     return file
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        size = file.stat().st_size
-        if size > MOST_BYTES:
-            raise GrowthError(f"{file}: {size} bytes, more than any config has ({MOST_BYTES})")
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise GrowthError(f"{file}: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise GrowthError(f"{file}: nested more than {MOST_LEVELS} levels deep") from error
-    except GrowthError:
-        raise
-    except ValueError as error:
-        # also a number of more digits than Python reads
-        raise GrowthError(f"{file}: not valid JSON: {error}") from error
-
-
-def _entries(file: Path, data: Any, name: str = "", level: int = 0) -> Iterator[tuple[str, Any]]:
+def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every number, text and null of a config, with the name of the field that holds it."""
-    if level > MOST_LEVELS:
-        raise GrowthError(f"{file}: nested more than {MOST_LEVELS} levels deep")
     if isinstance(data, dict):
         for key, value in data.items():
-            yield from _entries(file, value, key, level + 1)
+            yield from _entries(value, key)
     elif isinstance(data, list):
         for value in data:
-            yield from _entries(file, value, name, level + 1)
+            yield from _entries(value, name)
     else:
         yield name, data
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.bounded import parse_json, read_json
 from growkern.errors import GrowthError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -97,7 +97,9 @@ QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4",
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
 # more tensors than the largest models have, all shards together
-MOST_TENSORS = 1 << 18
+MOST_TENSORS = 1 << 17
+# a name and its shard take about 100 bytes
+MOST_INDEX_BYTES = 20_000_000
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
@@ -130,28 +132,14 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes(), object_pairs_hook=_unique)["weight_map"]
-    except OSError as error:
-        raise GrowthError(f"{index}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GrowthError(f"{index}: not a safetensors index: {error!r}") from error
+    record = read_json(index, MOST_INDEX_BYTES, "safetensors index")
+    weight_map = record.get("weight_map") if isinstance(record, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise GrowthError(f'{index}: not a safetensors index: "weight_map" names no tensors')
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise GrowthError(f"{index}: shard {shard!r} of {name} is not a plain file name")
     return weight_map
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without repeated names: readers disagree on which of them counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice")
-    return found
 
 
 def _weights_file(directory: Path) -> Path:
@@ -192,7 +180,7 @@ def _read_shard(file: Path) -> dict[str, Header]:
         head = read_header_bytes(file)
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
             raise ValueError("its header is not a JSON object")
-        entries = json.loads(head[LENGTH.size :].decode(), object_pairs_hook=_unique)
+        entries = parse_json(head[LENGTH.size :])
         if len(entries) > MOST_TENSORS:
             raise ValueError(f"{len(entries)} tensors, more than any model has")
         _check_metadata(entries.pop("__metadata__", {}))
@@ -202,7 +190,7 @@ def _read_shard(file: Path) -> dict[str, Header]:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
     except GrowthError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
     return {header.raw_name: header for header in headers}
 

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.cached_teacher.store import DTYPES, CacheHeader, keys_of, rows_of
+from growkern.train.cached_teacher.header import DTYPES, CacheHeader
+from growkern.train.cached_teacher.store import keys_of, rows_of
 from growkern.train.data import Collator, EpochCollator
 from growkern.train.head import head_inputs, softcap_of
 

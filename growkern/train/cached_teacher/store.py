@@ -21,9 +21,9 @@ Shape letters used in this file: B examples, S positions, R rows, E examples of 
 import errno
 import functools
 import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +33,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from growkern.bounded import parse_json
 from growkern.errors import GrowthError
+from growkern.growth.source.files import LENGTH, read_header_bytes
+from growkern.train.cached_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.whole import write_whole
 
-FORMAT = 1
-HEADER_FILE, INDEX_FILE = "cache.json", "index.safetensors"
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-ROWS = ("labels", "all")
-# an id is read from four bytes and may start at any of the first eight bits
-MAX_ID_BITS = 25
-_NUMPY = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
+INDEX_FILE = "index.safetensors"
+_NAMES = {np.uint8: "U8", np.uint16: "U16", np.uint32: "U32", np.uint64: "U64", np.int64: "I64"}
 
-
-@dataclass(frozen=True)
-class CacheHeader:
-    """How a cache was made. Two caches with equal headers hold the same rows.
-
-    Args:
-        format: version of the file format.
-        k: tokens per row.
-        temperature: of the softmax.
-        rows: "labels" (rows with a label) or "all" (every real token).
-        dtype: of the log-probs, a key of DTYPES.
-        vocab_size: columns of the teacher's head that the softmax runs over.
-        causal: whether the teacher predicts the next token.
-        epochs: maskings of each example.
-        examples: number of examples, each masking counted.
-        teacher: SHA-256 of the teacher's weights.
-        tokenizer: SHA-256 of the tokenizer's table, or None.
-        data: SHA-256 of the keys of all examples.
-    """
-
-    format: int
-    k: int
-    temperature: float
-    rows: str
-    dtype: str
-    vocab_size: int
-    causal: bool
-    epochs: int
-    examples: int
-    teacher: str
-    tokenizer: str | None
-    data: str
-
-    @property
-    def id_bits(self) -> int:
-        """Bits of one id."""
-        return max(1, (self.vocab_size - 1).bit_length())
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row on disk, without its share of the index."""
-        return -(-self.k * self.id_bits // 8) + self.k * DTYPES[self.dtype].itemsize
+Arrays = dict[str, np.ndarray]
 
 
 # -------------------------------------------------------------- ids in few bits
@@ -163,60 +120,85 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
         raise OSError(errno.EIO, f"{file.name}: {error}") from error
 
 
-def write_header(directory: Path, header: CacheHeader) -> None:
-    """Write the header of a cache, completely or not at all."""
-    text = json.dumps(asdict(header), indent=1) + "\n"
-    write_whole(directory / HEADER_FILE, lambda partial: partial.write_text(text))
-
-
-def read_header(directory: Path) -> CacheHeader:
-    """Read the header of a cache.
-
-    Raises:
-        GrowthError: the directory is not a cache, or one of another format.
-    """
-    file = directory / HEADER_FILE
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GrowthError(f"{directory} is not a teacher cache: {error}") from error
-    names = [field.name for field in fields(CacheHeader)]
-    if (
-        not isinstance(table, dict)
-        or table.get("format") != FORMAT
-        or sorted(table) != sorted(names)
-    ):
-        raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
-    return CacheHeader(**table)
-
-
-def mapped(file: Path) -> dict[str, np.ndarray]:
+def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]]) -> Arrays:
     """Map the arrays of a safetensors file into memory without reading them.
 
+    Args:
+        wanted: the dtype and the shape of each array; None for a size that the file decides.
+
     Raises:
-        GrowthError: the file is missing, truncated or not a safetensors file.
+        GrowthError: the file is missing or truncated, or holds other arrays.
     """
     try:
-        with file.open("rb") as opened:
-            start = 8 + int.from_bytes(opened.read(8), "little")
-            table = json.loads(opened.read(start - 8))
+        head = read_header_bytes(file)
+        table = parse_json(head[LENGTH.size :])
         table.pop("__metadata__", None)
-        return {
-            name: np.memmap(
-                file, _NUMPY[entry["dtype"]], "r", start + entry["data_offsets"][0],
-                tuple(entry["shape"]),
-            )
-            if 0 not in entry["shape"]
-            else np.empty(entry["shape"], _NUMPY[entry["dtype"]])
-            for name, entry in table.items()
-        }  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if table.keys() != wanted.keys():
+            raise ValueError(f"it holds {reprlib.repr(sorted(table))}, not {sorted(wanted)}")
+        arrays, end = {}, len(head)
+        # in the order of their bytes, so that they fill the file
+        for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            arrays[name] = _map(file, entry, end, *wanted[name])
+            end += arrays[name].nbytes
+        if end != file.stat().st_size:
+            raise ValueError(f"it has {file.stat().st_size} bytes, its header says {end}")
+        return arrays
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GrowthError(f"{file}: truncated or corrupt: {error}; make the cache again") from error
+
+
+def _map(
+    file: Path, entry: dict[str, Any], start: int, dtype: Any, wanted: tuple[int | None, ...]
+) -> np.ndarray:
+    shape = entry["shape"]
+    # not isinstance: True is an int
+    is_shape = len(shape) == len(wanted) and all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or any(w not in (None, n) for n, w in zip(shape, wanted, strict=True)):
+        raise ValueError(f"shape {reprlib.repr(shape)}, expected {wanted}")
+    if entry["dtype"] != _NAMES[dtype]:
+        raise ValueError(f"dtype {reprlib.repr(entry['dtype'])}, expected {_NAMES[dtype]}")
+    first, last = entry["data_offsets"]
+    if last - first != math.prod(shape) * np.dtype(dtype).itemsize:
+        raise ValueError(f"shape {shape} in bytes {first} to {last}")
+    # an empty file section cannot be mapped
+    return (
+        np.memmap(file, dtype, "r", start, tuple(shape))
+        if 0 not in shape
+        else np.empty(shape, dtype)
+    )
 
 
 def shard_file(directory: Path, number: int) -> Path:
     """The file of a shard, counted from 0."""
     return directory / f"rows-{number:05}.safetensors"
+
+
+def _arrays_of_shard(header: CacheHeader, rows: int) -> dict[str, Any]:
+    bits = np.uint32 if DTYPES[header.dtype].itemsize == 4 else np.uint16
+    width = -(-header.k * header.id_bits // 8)
+    return {"ids": (np.uint8, (rows, width)), "logprobs": (bits, (rows, header.k))}
+
+
+def _read_index(file: Path, header: CacheHeader) -> Arrays:
+    """The arrays of the index; the keys must be those whose checksum the header holds."""
+    count = header.examples
+    index = mapped(
+        file,
+        {
+            "keys": (np.uint64, (count,)),
+            "order": (np.int64, (count,)),
+            "first_row": (np.int64, (count + 1,)),
+            "shard_row": (np.int64, (None,)),
+        },
+    )
+    first, shard, order = (index[name] for name in ("first_row", "shard_row", "order"))
+    rises = all(len(x) and x[0] == 0 and (x[1:] >= x[:-1]).all() for x in (first, shard))
+    keys = np.zeros_like(index["keys"])
+    if rises and first[-1] == shard[-1] and ((order >= 0) & (order < count)).all():
+        keys[order] = index["keys"]
+    if hashlib.sha256(keys.tobytes()).hexdigest() != header.data:
+        raise GrowthError(f"{file}: not the index of {HEADER_FILE}: make the cache again")
+    return index
 
 
 # ------------------------------------------------------------------ reader
@@ -237,14 +219,11 @@ class TeacherCache:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.header = read_header(self.directory)
-        self._index = mapped(self.directory / INDEX_FILE)
-        if len(self) != self.header.examples:
-            raise GrowthError(
-                f"{self.directory}: {len(self)} examples in the index, {self.header.examples} in "
-                "the header: make the cache again"
-            )
+        self._index = _read_index(self.directory / INDEX_FILE, self.header)
+        sizes = np.diff(self._index["shard_row"]).tolist()
         self._shards = [
-            mapped(shard_file(self.directory, i)) for i in range(len(self._index["shard_row"]) - 1)
+            mapped(shard_file(self.directory, i), _arrays_of_shard(self.header, rows))
+            for i, rows in enumerate(sizes)
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -282,6 +261,9 @@ class TeacherCache:
 
         Returns:
             ids (R, k) int32 and log-probs (R, k) in the dtype of the cache.
+
+        Raises:
+            GrowthError: the rows are damaged.
         """
         packed, logprobs = [], []
         first_row, shard_row = self._index["first_row"], self._index["shard_row"]
@@ -293,9 +275,14 @@ class TeacherCache:
             packed.append(self._shards[number]["ids"][here])
             logprobs.append(self._shards[number]["logprobs"][here])
         header = self.header
-        ids_Rk = unpack_ids(np.concatenate(packed), header.k, header.id_bits)
-        stored = torch.from_numpy(np.concatenate(logprobs))
-        return torch.from_numpy(ids_Rk), stored.view(DTYPES[header.dtype])
+        ids_Rk = torch.from_numpy(unpack_ids(np.concatenate(packed), header.k, header.id_bits))
+        stored = torch.from_numpy(np.concatenate(logprobs)).view(DTYPES[header.dtype])
+        if (ids_Rk >= header.vocab_size).any() or stored.isnan().any():
+            raise GrowthError(
+                f"{self.directory} is damaged: it holds NaN, or tokens beyond its vocabulary; make "
+                "the cache again"
+            )
+        return ids_Rk, stored
 
     def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Read the rows of a collated batch.
@@ -317,6 +304,13 @@ class TeacherCache:
                 "probability or epoch: make it again with the data and the collator of the run"
             )
         kept_BS = rows_of(batch, self.header.rows, self.header.causal)
+        first_row = self._index["first_row"]
+        counts = first_row[examples + 1] - first_row[examples]
+        if not np.array_equal(kept_BS.sum(1).numpy(), counts):
+            raise GrowthError(
+                f"{self.directory / INDEX_FILE} is damaged: an example has another number of rows; "
+                "make the cache again"
+            )
         ids_Rk, logprobs_Rk = self.rows(examples)
         shape = (*kept_BS.shape, self.header.k)
         ids_BSk = torch.zeros(shape, dtype=ids_Rk.dtype)

@@ -23,6 +23,15 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.checksums import sum_bytes
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
+from growkern.train.cached_teacher.header import (
+    DTYPES,
+    FORMAT,
+    MAX_ID_BITS,
+    ROWS,
+    CacheHeader,
+    read_header,
+    write_header,
+)
 from growkern.train.cached_teacher.rows import (
     Contents,
     Examples,
@@ -31,17 +40,10 @@ from growkern.train.cached_teacher.rows import (
     weights_fingerprint,
 )
 from growkern.train.cached_teacher.store import (
-    DTYPES,
-    FORMAT,
     INDEX_FILE,
-    MAX_ID_BITS,
-    ROWS,
-    CacheHeader,
     TeacherCache,
     pack_ids,
-    read_header,
     shard_file,
-    write_header,
     write_tensors,
 )
 from growkern.train.data import Collator

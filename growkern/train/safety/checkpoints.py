@@ -19,11 +19,14 @@ from pathlib import Path
 import xxhash
 from transformers.trainer import TRAINER_STATE_NAME
 
+from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.calls import exchange, remove, rename_new
 from growkern.whole import sync
 
 MANIFEST = "manifest.json"
+# a checkpoint has some ten files
+MOST_BYTES = 1_000_000
 ALGORITHM = "xxh3_128"
 STAGING = ".saving"
 DAMAGED = "damaged-{}"
@@ -77,18 +80,21 @@ def damage(directory: Path) -> str | None:
         The first difference as a phrase, or None if every file is as it was written.
     """
     try:
-        record = json.loads((directory / MANIFEST).read_bytes())
+        if not (directory / MANIFEST).exists():
+            return f"{MANIFEST} is missing"
+        record = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
         files = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
         known = record["algorithm"] == ALGORITHM and TRAINER_STATE_NAME in files
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        known = known and all(map(stays_inside, files))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     if not known:
         return f"{MANIFEST} is not a manifest of a checkpoint"
     for name, (size, checksum) in files.items():
         path = directory / name
         try:
+            if path.exists() and not path.is_file():
+                return f"{name} is not a regular file"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} of {size} bytes"
             if _checksum(path) != checksum:

@@ -9,12 +9,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.lock import LOCK_FILE
 from growkern.train.safety.checkpoints import MANIFEST, checkpoints_in, damage
 from growkern.whole import PARTIAL, write_whole
 
 MARKER = "run.json"
+# one of the longest run files makes this much
+MOST_BYTES = 1_000_000
 
 
 def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
@@ -44,7 +47,7 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
         raise GrowthError(
             f"{output} is not empty and not the directory of a run: choose another directory"
         )
-    if _is_json(marker) and json.loads(marker.read_text()) == identity:
+    if _marked(marker) == identity:
         return True
     if not overwrite:
         raise GrowthError(f"{output} holds another run: choose another directory, or --overwrite")
@@ -86,9 +89,9 @@ def is_finished(output: Path) -> bool:
     return False
 
 
-def _is_json(path: Path) -> bool:
+def _marked(marker: Path) -> Any:
+    """The identity in the marker of a run; None if it is damaged."""
     try:
-        json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return True
+        return read_json(marker, MOST_BYTES, "run marker")
+    except GrowthError:
+        return None

@@ -47,10 +47,11 @@ class SignalWatch:
 
     Attributes:
         pending: number of the signal that waits for the end of the step, or 0.
+        raised: number of the first signal that raised an exception, or 0.
     """
 
     def __init__(self, message: str = "", *, enabled: bool = True) -> None:
-        self.pending = 0
+        self.pending = self.raised = 0
         self._message, self._enabled = message, enabled
         self._deferred, self._since = False, 0.0
         self._before: dict[int, Any] = {}
@@ -76,6 +77,7 @@ class SignalWatch:
         now = time.monotonic()
         impatient = number == signal.SIGINT and self.pending and now - self._since > REPEATED_AFTER
         if not self._deferred or impatient:
+            self.raised = self.raised or number
             raise interruption(number, self._message)
         if not self.pending:
             self.pending, self._since = number, now

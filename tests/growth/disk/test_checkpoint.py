@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as distributed
 from typer.testing import CliRunner
 
 import growkern
-from growkern.cli import app
+from growkern.cli.commands import app
 from growkern.growth.source.files import Header
 from growkern.growth.source.source import open_source
 from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model

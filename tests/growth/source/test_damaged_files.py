@@ -196,8 +196,8 @@ def test_changed_bytes_of_an_index(sharded, at, byte, stop):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"[" * 100_000, "not a safetensors index"),
-        (b"\xff\xfe\xfd", "not a safetensors index"),
+        (b"[" * 100_000, "not valid JSON: nested"),
+        (b"\xff\xfe\xfd", "not valid JSON"),
         (json.dumps({"weight_map": {}}), "names no tensors"),
         (json.dumps({"weight_map": {**GOOD_MAP, "b": SHARDS[0]}}), "b is not in one"),
         (json.dumps({"weight_map": {**GOOD_MAP, "b": "three"}}), "'three' is missing"),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
-from growkern.cli import app
+from growkern.cli.commands import app
 from growkern.train.callbacks import create_optimizer_state
 from growkern.train.checks import SWITCHES, check_accelerator
 from growkern.train.load import load_tokenizer

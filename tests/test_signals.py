@@ -1,0 +1,145 @@
+"""SIGINT and SIGTERM in every command: one line, the exit code, and a repeat to the same bytes.
+
+A command runs in a fork of this process, which has imported everything. It gets the signal when it
+is about to open its N-th file below the directory of the test.
+"""
+
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import growkern.growth.grow
+import growkern.growth.record.fold_checkpoint
+import growkern.growth.record.verify
+import growkern.growth.replay
+import growkern.plot
+import growkern.train.cached_teacher.write
+import growkern.train.run
+from growkern import cli
+from tests.faults.walk import tree
+from tests.test_cli import RUN, checkpoint  # noqa: F401
+
+SIZES = ("--hidden-size=24", "--max-shard-size=4KB")
+COMMANDS = {
+    "plan": ("plan", "small", "--hidden-size=24"),
+    "grow": ("grow", "small", "new", *SIZES),
+    "grow over": ("grow", "small", "old", *SIZES, "--seed=3", "--overwrite"),
+    "replay": ("replay", "grown", "small", "new", "--no-resume"),
+    "fold": ("fold", "grown", "new"),
+    "verify": ("verify", "small", "grown"),
+    "cache": (
+        *("cache-teacher", "small", "text", "--out=new", "--k=2", "--temperature=1"),
+        *("--sequence-length=8", "--batch-size=2"),
+    ),
+    "train": ("train", "run.toml"),
+}
+# at the first file and at later ones; not all commands reach the last
+MOMENTS = ((1, signal.SIGINT), (6, signal.SIGTERM), (25, signal.SIGINT), (45, signal.SIGTERM))
+
+
+def signal_at(number, moment, directory):
+    seen = itertools.count(1)
+
+    def watch(event, arguments):
+        is_ours = event == "open" and str(arguments[0]).startswith(str(directory))
+        if is_ours and next(seen) == moment:
+            os.kill(os.getpid(), number)
+
+    sys.addaudithook(watch)
+
+
+def command(directory, arguments, number=0, moment=0):
+    """Exit code and stderr of a command in a child process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.dup2(writer, 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            # the paths that the child opens then start with it
+            os.chdir(directory)
+            sys.argv = ["growkern", *arguments]
+            for one in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(one, signal.default_int_handler)
+            if number:
+                signal_at(number, moment, directory)
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stderr.flush()
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+def absolute(directory, arguments):
+    names = ("small", "new", "old", "grown", "text", "run.toml")
+    made = [str(directory / a) if a in names else a for a in arguments]
+    return [a.replace("--out=new", f"--out={directory / 'new'}") for a in made]
+
+
+@pytest.fixture
+def place(tmp_path, checkpoint):  # noqa: F811
+    torch.set_num_threads(1)
+    (tmp_path / "small").symlink_to(checkpoint)
+    (tmp_path / "text").write_text("a small model grows\n" * 30)
+    (tmp_path / "run.toml").write_text(RUN)
+    for name in ("grown", "old"):
+        growkern.grow_checkpoint(tmp_path / "small", tmp_path / name, hidden_size=24)
+    return tmp_path
+
+
+def results(directory):
+    """All files but the log of times."""
+    left_out = ("trainer_state", "events.out", "training_args", "manifest", ".lock", "scheduler")
+    found = {n: v for n, v in tree(directory).items() if not any(x in n for x in left_out)}
+    return {name: value for name, value in found.items() if "checkpoint-" not in name}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_stopped_command_goes_on_to_the_same_bytes(place, name, tmp_path_factory):
+    arguments = COMMANDS[name]
+    saved = tmp_path_factory.mktemp("saved")
+    subprocess.run(["cp", "-a", f"{place}/.", saved], check=True)
+
+    def again():
+        subprocess.run(["rm", "-rf", place], check=True)
+        subprocess.run(["cp", "-a", saved, place], check=True)
+
+    done, said = command(place, absolute(place, arguments))
+    assert done == 0, said
+    wanted = results(place)
+    struck = 0
+    for moment, number in MOMENTS:
+        again()
+        code, said = command(place, absolute(place, arguments), number, moment)
+        if not code:
+            break
+        struck += 1
+        assert code == 128 + number, said
+        lines = [line for line in said.splitlines() if not line.startswith(("{", " ", "\r"))]
+        assert len(lines) == 1, said
+        line = lines[0]
+        assert signal.Signals(number).name in line or "stopped" in line
+        shown = shlex.split(line.partition(": growkern ")[2])
+        assert shown == absolute(place, [a for a in arguments if a != "--no-resume"])
+        # whatever is half done lies in a hidden workplace, for the repeat
+        code, said = command(place, shown)
+        exists = code == 2 and "exists" in said
+        assert code == 0 or exists, said
+        assert results(place) == wanted, moment
+    # plan reads few files
+    assert struck >= 2 - (name == "plan")
