@@ -136,7 +136,30 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
     """True if the parameter's moments and step count start at 0."""
     if moments == "old_slices" and not is_first_copy(plan, task):
         return True
+    if moments == "grow" and not has_known_gradient(plan, task):
+        return True
     return moments == "reset" or is_new(plan, task)
+
+
+def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
+    """False if the source's gradient does not tell that of the target's copies.
+
+    With symmetry="split", every reader of a residual stream takes shares of its own, and attention
+    reads heads by other shares than the projection above it. The gradient that comes back to a
+    copy is then no fixed share of the source's. Only FFN units and the outputs of most norms have a
+    single kind of reader.
+    """
+    if plan.options.symmetry != "split":
+        return True
+    written = [task.tensor.norm[1]] if task.tensor.norm else []
+    for axis in task.tensor.axes:
+        role, _, names = axis.partition(":")
+        written += names.split("|") if role == "write" else []
+    spaces = [plan.small.family.spaces[name] for name in written]
+    return not any(
+        space.kind in ("stream", "heads") or (space.kind == "units" and space.size == "stream")
+        for space in spaces
+    )
 
 
 def grow_moment(
@@ -281,6 +304,12 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
         why = "the new entries of keys are 0 but get gradients from the queries"
         found.append(Finding("approximate", "keys", why))
+    if not all(has_known_gradient(plan, task) for task in plan.tasks):
+        why = (
+            "symmetry='split': nothing tells their copies' shares of the gradient; their moments "
+            "and step counts start at 0"
+        )
+        found.append(Finding("changed", "weights that write the residual stream or heads", why))
     if any(is_new(plan, task) for task in plan.tasks):
         found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
     return found

@@ -58,6 +58,13 @@ def _has_library() -> bool:
     return native.loaded() is not None
 
 
+@torch.compiler.assume_constant_result
+def _why_not(name: str) -> str:
+    """Why a backend cannot run here; "" if it can."""
+    found = _describe(name)
+    return "" if found.live else found.reason
+
+
 def choose_backend(
     requested: str | None,
     device: torch.device,
@@ -89,9 +96,9 @@ def choose_backend(
         raise GrowthError(
             f"backend={requested!r} does not do this operation: use {' or '.join(supported)}"
         )
-    found = _describe(requested)
-    if not found.live:
-        raise GrowthError(f"backend={requested!r} cannot run here: {found.reason}")
+    reason = _why_not(requested)
+    if reason:
+        raise GrowthError(f"backend={requested!r} cannot run here: {reason}")
     on_cpu = device.type == "cpu"
     wants_cpu = {"cpu": True, "cuda": False, "triton": _interpreted()}.get(requested, on_cpu)
     if wants_cpu != on_cpu:

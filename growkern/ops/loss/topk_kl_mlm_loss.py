@@ -64,8 +64,9 @@ from growkern.ops.loss.rows.options import (
     row_inputs,
 )
 from growkern.ops.loss.rows.state import KL_ROW, Maths
+from growkern.ops.loss.rows.transforms import apply
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
-from growkern.ops.loss.topk.op import topk_kl_mlm_op
+from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_tail,
     check_topk,
@@ -233,5 +234,5 @@ def _loss_and_rows(
 
         return reference_loss(terms_of, rows[2], settings)
     arguments = (*rows, anchor_of(student), *as_arguments(settings))
-    loss, rows_RN, *_ = topk_kl_mlm_op(list(student), topk, *arguments)
+    loss, rows_RN, *_ = apply(TOPK_KL_MLM, list(student), topk, *arguments)
     return loss, rows_RN

@@ -18,7 +18,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
 from growkern.ops.loss.linear.heads import Settings, as_arguments, from_arguments
-from growkern.ops.loss.rows.op import ROW_FUNCTIONS, refuse_second_derivative
+from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
     Rows,
     Steps,
@@ -27,6 +27,7 @@ from growkern.ops.loss.rows.state import (
     read_slices,
     terms,
 )
+from growkern.ops.loss.rows.transforms import Rules, apply, refuse_second_derivative
 
 # ------------------------------------------------------------------------- chunk
 
@@ -342,7 +343,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 rows = (labels_N, kind_N, weight_WN * dloss)
                 _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
-        grads = linear_kl_mlm_backward_op(dloss, saved, anchor, ctx.dtype)
+        grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype)
         wanted = zip(grads, ctx.settings.want, strict=True)
         student = [grad if wish else None for grad, wish in wanted]
         return student, [None] * ctx.n_teachers, *none
@@ -350,5 +351,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return backward
 
 
-linear_kl_mlm_op.register_autograd(backward_of(linear_kl_mlm_op), setup_context=setup_context)
+_BACKWARD_RULES = Rules(linear_kl_mlm_backward_op, refuse_second_derivative)
+LINEAR_KL_MLM = Rules(linear_kl_mlm_op, backward_of(linear_kl_mlm_op), setup_context)
+linear_kl_mlm_op.register_autograd(LINEAR_KL_MLM.backward, setup_context=setup_context)
 linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)

@@ -5,12 +5,10 @@ row.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, library
 
-from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
 from growkern.ops.loss.rows.on_cuda import rows_on_cuda
@@ -24,6 +22,7 @@ from growkern.ops.loss.rows.state import (
     read_rows,
     terms,
 )
+from growkern.ops.loss.rows.transforms import Rules, apply, refuse_second_derivative
 
 ROW_FUNCTIONS: dict[str, RowFunction] = {
     "cpu": rows_on_cpu,
@@ -117,23 +116,12 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dterms_RN, _) -> tuple:
     student_NV, labels_N, kind_N, state_SN, *teachers_NV = ctx.saved_tensors
-    dstudent_NV = kl_mlm_rows_backward_op(
-        dterms_RN, student_NV, teachers_NV, labels_N, kind_N, state_SN, *ctx.options
-    )
+    arguments = (dterms_RN, student_NV, teachers_NV, labels_N, kind_N, state_SN, *ctx.options)
+    dstudent_NV = apply(_BACKWARD_RULES, *arguments)
     return (dstudent_NV, [None] * len(teachers_NV), *[None] * 7)
 
 
-def refuse_second_derivative(*_: Any) -> Any:
-    """The backward of every backward op: the gradient comes from a kernel, without a graph.
-
-    Raises:
-        GrowthError: always.
-    """
-    raise GrowthError(
-        "this loss can be differentiated once only: for the gradient of a gradient "
-        "(create_graph=True) use backend='reference', which is plain PyTorch"
-    )
-
-
+_BACKWARD_RULES = Rules(kl_mlm_rows_backward_op, refuse_second_derivative)
+KL_MLM_ROWS = Rules(kl_mlm_rows_op, _backward, _setup_context)
 kl_mlm_rows_op.register_autograd(_backward, setup_context=_setup_context)
 kl_mlm_rows_backward_op.register_autograd(refuse_second_derivative)

@@ -17,6 +17,7 @@ from growkern.ops.loss.linear.op import Chunk, backward_of, empty_outputs, setup
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import KL_ROW, Rows, Steps, n_numbers, read_slices, unpack
+from growkern.ops.loss.rows.transforms import Rules
 from growkern.ops.loss.rows.vocab_parallel import largest
 from growkern.ops.loss.topk.buckets import Kept, solve, union
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
@@ -150,4 +151,5 @@ def _(student, topk, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
     return empty_outputs(student, weight_WN, settings.per_row, settings.want)
 
 
-topk_kl_mlm_op.register_autograd(backward_of(topk_kl_mlm_op), setup_context=setup_context)
+TOPK_KL_MLM = Rules(topk_kl_mlm_op, backward_of(topk_kl_mlm_op), setup_context)
+topk_kl_mlm_op.register_autograd(TOPK_KL_MLM.backward, setup_context=setup_context)

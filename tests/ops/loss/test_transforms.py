@@ -1,0 +1,157 @@
+"""The losses under torch.func and forward-mode AD: right, or an error that names the way out."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jvp, vjp, vmap
+
+import growkern
+from growkern import GrowthError
+from tests.ops.loss.loss_inputs import BACKENDS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOSSES = ("logits", "hidden", "weight", "bias", "topk")
+N, V, H, H_TEACHER = 6, 11, 5, 4
+
+
+def numbers(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def loss_of(name, backend, reduction="mean"):
+    """A loss as a function of one tensor, that tensor, and a direction."""
+    options = {"backend": backend, "reduction": reduction, "temperature": 2.0}
+    labels = torch.arange(N, device=DEVICE) % V
+    labels[1] = -100
+    teacher = numbers(N, V, seed=1)
+    x_NH, weight_VH, bias_V = (numbers(*s, seed=2) for s in ((N, H), (V, H), (V,)))
+    heads = {"hidden": x_NH, "weight": weight_VH, "bias": bias_V, "topk": x_NH}
+    start = heads.get(name, numbers(N, V, seed=3))
+    direction = numbers(*start.shape, seed=4)
+    t_NH, t_VH = numbers(N, H_TEACHER, seed=5), numbers(V, H_TEACHER, seed=6)
+    logprobs, ids = teacher.log_softmax(-1).topk(4)
+
+    def call(p):
+        if name == "logits":
+            return growkern.kl_mlm_loss(p, teacher, labels, **options)
+        if name == "topk":
+            return growkern.topk_kl_mlm_loss(p, weight_VH, ids, logprobs, labels, **options)
+        given = {"hidden": x_NH, "weight": weight_VH, "bias": bias_V, name: p}
+        return growkern.linear_kl_mlm_loss(
+            given["hidden"], given["weight"], t_NH, t_VH, labels,
+            student_bias=given["bias"], **options,
+        )  # fmt: skip
+
+    return call, start, direction
+
+
+def gradient(call, at):
+    """The gradient by backward, which other tests compare with float64."""
+    at = at.clone().requires_grad_()
+    return torch.autograd.grad(call(at), at)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_grad_and_vjp_are_those_of_backward(name, backend):
+    call, at, _ = loss_of(name, backend)
+    expected = gradient(call, at)
+    assert expected.abs().max() > 1e-3
+    assert torch.equal(grad(call)(at), expected)
+    value, pull = vjp(call, at)
+    assert torch.equal(value, call(at))
+    assert torch.equal(pull(torch.tensor(2.0, device=DEVICE))[0], 2 * expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_vjp_of_the_loss_of_every_row(name, backend):
+    call, at, _ = loss_of(name, backend, reduction="none")
+    upstream = numbers(N, seed=7)
+    expected = gradient(lambda p: (call(p) * upstream).sum(), at)
+    _, pull = vjp(call, at)
+    assert torch.equal(pull(upstream)[0], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functional_call_trains_a_head(backend):
+    head = nn.Linear(H, V, device=DEVICE)
+    t_NH, t_VH = numbers(N, H_TEACHER, seed=5), numbers(V, H_TEACHER, seed=6)
+    x_NH, labels = numbers(N, H, seed=2), torch.arange(N, device=DEVICE)
+
+    def loss(parameters):
+        logits = functional_call(head, parameters, (x_NH,))
+        return growkern.kl_mlm_loss(logits, t_NH @ t_VH.T, labels, backend=backend)
+
+    found = grad(loss)({name: p.detach() for name, p in head.named_parameters()})
+    loss(dict(head.named_parameters())).backward()
+    for name, p in head.named_parameters():
+        assert torch.allclose(found[name], p.grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_reference_has_every_derivative(name):
+    call, at, direction = loss_of(name, "reference")
+    expected = gradient(call, at)
+    slope = (expected * direction).sum()
+    assert torch.allclose(jvp(call, (at,), (direction,))[1], slope, rtol=1e-5)
+    assert torch.allclose(jacfwd(call)(at), expected, atol=1e-6)
+    curve = jvp(grad(call), (at,), (direction,))[1]
+    twice = gradient(lambda p: (grad(call)(p) * direction).sum(), at)
+    assert torch.allclose(curve, twice, atol=1e-5)
+    both = vmap(call)(torch.stack([at, 2 * at]))
+    assert torch.allclose(both, torch.stack([call(at), call(2 * at)]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_kernels_refuse_forward_mode(name, backend, reduction):
+    """They returned a tangent of 0."""
+    call, at, direction = loss_of(name, backend, reduction)
+    with pytest.raises(GrowthError, match=r"no forward-mode derivative.*backend='reference'"):
+        jvp(call, (at,), (direction,))
+    with pytest.raises(GrowthError, match="no forward-mode derivative"):
+        jacfwd(call)(at)
+    for p in (at, at.clone().requires_grad_()):
+        with forward_ad.dual_level(), pytest.raises(GrowthError, match="no forward-mode"):
+            call(forward_ad.make_dual(p, direction))
+    # a tangent of another tensor is no reason to refuse
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(direction, direction)
+        total = call(at).sum() + dual.sum()
+        assert torch.allclose(forward_ad.unpack_dual(total).tangent, direction.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", LOSSES)
+def test_kernels_refuse_batches_and_second_derivatives(name, backend):
+    call, at, direction = loss_of(name, backend)
+    with pytest.raises(GrowthError, match=r"batched by torch.vmap.*reduction='none'"):
+        vmap(call)(torch.stack([at, at]))
+    with pytest.raises(GrowthError, match="differentiated once only"):
+        grad(lambda p: grad(call)(p).square().sum())(at)
+    with pytest.raises(GrowthError, match="no forward-mode derivative"):
+        jvp(grad(call), (at,), (direction,))
+
+
+@pytest.mark.parametrize("name", ["logits", "hidden", "topk"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_compiled_code_takes_a_named_backend(name, backend):
+    call, at, _ = loss_of(name, backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(gradient(compiled, at), gradient(call, at), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["logits", "hidden", "topk"])
+def test_compiled_code_refuses_forward_mode_too(name):
+    call, at, direction = loss_of(name, BACKENDS[1])
+    torch._dynamo.reset()
+    inside = torch.compile(lambda p: jvp(call, (p,), (direction,))[1], backend="aot_eager")
+    with pytest.raises(GrowthError, match="backend='reference'"):
+        inside(at)
+    outside = torch.compile(call, backend="aot_eager")
+    with pytest.raises(GrowthError, match="backend='reference'"):
+        jvp(outside, (at,), (direction,))
