@@ -106,7 +106,8 @@ def _typed(kind: Any) -> Any:
     return kind if isinstance(kind, str) else "constexpr"
 
 
-def _source(case: AotCase) -> ASTSource:
+def source_of(case: AotCase) -> ASTSource:
+    """The specialised source of a case."""
     names = case.kernel.arg_names
     given = {**case.signature, **case.constexprs}
     if sorted(given) != sorted(names):
@@ -124,12 +125,24 @@ def _source(case: AotCase) -> ASTSource:
     return ASTSource(case.kernel, signature, constants, attrs)
 
 
+def is_same(source: ASTSource, launched: ASTSource) -> bool:
+    """Whether a case is what Triton's launcher made of a call."""
+
+    def parts(of: ASTSource) -> tuple[Any, ...]:
+        # the launcher lists arguments without an attribute, too
+        attributes = {path: found for path, found in of.attrs.items() if found}
+        constants = {path: str(value) for path, value in of.constants.items()}
+        return {k: str(v) for k, v in of.signature.items()}, constants, attributes
+
+    return source.fn is launched.fn and parts(source) == parts(launched)
+
+
 def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
     """Compile a Triton kernel for one architecture: its row of the table."""
     # The launchers pass enable_fp_fusion, too. From Triton 3.9 on it has no default here.
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False, "maxnreg": case.maxnreg}
     target = TARGETS[arch]
-    compiled = triton.compile(_source(case), target, options)
+    compiled = triton.compile(source_of(case), target, options)
     if target.backend == "hip":
         usage, code = _usage_of_gcn(compiled.asm["amdgcn"]), read_gcn(compiled.asm["amdgcn"])
     else:

@@ -33,14 +33,16 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 # rows, vocabulary, student width, teacher width
 SHAPES = {
     "cpu": [(256, 30522, 768, 512), (2048, 32_000, 768, 512)],
-    "cuda": [(N, 30522, 768, 512) for N in (256, 2048, 9830)]
-    + [(N, 128_256, 4096, 2048) for N in (256, 2048, 8192)],
+    "cuda": [(N, 30522, 768, 512) for N in (9830, 256, 2048)]
+    + [(N, 128_256, 4096, 2048) for N in (8192, 256, 2048)],
 }
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float32)
 DRIFT = 0.05
+# not the default: a failure is noted in its row
+CUDA_ROWS = "growkern, CUDA rows"
 
 
-def make_inputs(N, V, H, H_t, dtype):
+def make_inputs(N, V, H, H_t, dtype, bias=False):
     """A teacher, and a student made from it: widened, then moved by DRIFT."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     columns = torch.cat([torch.arange(H_t), torch.randint(H_t, (H - H_t,))]).to(DEVICE)
@@ -52,7 +54,10 @@ def make_inputs(N, V, H, H_t, dtype):
         for x in (hidden, weight)
     ]
     labels = torch.randint(V, (N,), generator=rng, device=DEVICE)
-    return [x.requires_grad_() for x in student], [hidden_t.to(dtype), weight_t.to(dtype)], labels
+    teacher = [hidden_t.to(dtype), weight_t.to(dtype)]
+    for head in (student, teacher) if bias else ():
+        head.append(torch.randn(V, generator=rng, device=DEVICE).to(dtype))
+    return [x.requires_grad_() for x in student], teacher, labels
 
 
 def plain(student, teacher, labels, alpha):
@@ -64,13 +69,40 @@ def plain(student, teacher, labels, alpha):
     return (1 - alpha) * mlm + alpha * kl
 
 
-def growkern(student, teacher, labels, alpha):
-    return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha)
+class Float32Logits(torch.autograd.Function):
+    """``F.linear`` without a bias, with a float32 result from 16-bit factors. For a GPU."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, dz):
+        hidden, weight = ctx.saved_tensors
+        dz = dz.to(hidden.dtype)
+        return dz @ weight, dz.t() @ hidden
 
 
-def growkern_float32(student, teacher, labels, alpha):
-    """With float32 logits, as plain PyTorch has them. On a CPU the default is float64."""
-    return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha, logits_dtype=torch.float32)
+def plain_float32(student, teacher, labels, alpha):
+    """`plain` with logits that are not rounded to bfloat16: the gradient that one wants."""
+    z, u = (Float32Logits.apply(*head) for head in (student, teacher))
+    mlm = F.cross_entropy(z, labels)
+    kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
+    return (1 - alpha) * mlm + alpha * kl
+
+
+def growkern(student, teacher, labels, alpha, **options):
+    (hidden, weight, *bias), (hidden_t, weight_t, *bias_t) = student, teacher
+    if bias:
+        options |= {"student_bias": bias[0], "teacher_bias": bias_t[0]}
+    return linear_kl_mlm_loss(hidden, weight, hidden_t, weight_t, labels, alpha=alpha, **options)
+
+
+# as plain PyTorch has them; for float32 heads the default may be float64
+growkern_float32 = partial(growkern, logits_dtype=torch.float32)
+# the row kernel in CUDA C++
+growkern_cuda = partial(growkern, backend="cuda")
 
 
 def plain_labels(student, teacher, labels, alpha):
@@ -79,28 +111,37 @@ def plain_labels(student, teacher, labels, alpha):
 
 
 def growkern_labels(student, teacher, labels, alpha):
-    return linear_kl_mlm_loss(*student, None, None, labels, alpha=0.0)
+    hidden, weight, *bias = student
+    options = {"student_bias": bias[0]} if bias else {}
+    return linear_kl_mlm_loss(hidden, weight, None, None, labels, alpha=0.0, **options)
 
 
 def gemms_alone(student, teacher, labels, alpha):
     """Only the matrix products that every loss from hidden states needs."""
     with torch.no_grad():
-        (hidden, weight), heads = student, (student, teacher) if alpha else (student,)
+        (hidden, weight, *_), heads = student, (student, teacher) if alpha else (student,)
         # The teacher's logits are dropped here. A loss could overwrite them, too.
         *_, z = (F.linear(*head) for head in reversed(heads))
         return z @ weight, z.t() @ hidden
 
 
-def losses(with_compile, dtype):
+def losses(with_compile, dtype, bias=False):
     """The losses to compare, each as (name, loss, alpha, alpha of its error, peer or None)."""
-    both = {"plain": plain, "growkern": growkern}
-    alone = {"plain": plain_labels, "growkern": growkern_labels}
-    if DEVICE == "cpu" and dtype == torch.float32:
+    both = {"growkern": growkern, "plain": plain}
+    alone = {"growkern": growkern_labels, "plain": plain_labels}
+    if dtype == torch.float32:
         both["growkern, float32 logits"] = growkern_float32
+    elif DEVICE == "cuda":
+        both[CUDA_ROWS] = growkern_cuda
     if with_compile:
         both["torch.compile"] = torch.compile(plain)
         alone["torch.compile"] = torch.compile(plain_labels)
+        if DEVICE == "cuda" and dtype != torch.float32 and not bias:
+            both["torch.compile, float32 logits"] = torch.compile(plain_float32)
     named = [(name, loss, 0.5, 1.0, None) for name, loss in both.items()]
+    if bias:
+        # the other libraries' losses are called without one
+        return named
     named += [(name, peer.call, 0.5, 1.0, peer) for name, peer in peers.WITH_TEACHER.items()]
     named += [(f"{name}, labels alone", loss, 0.0, 0.0, None) for name, loss in alone.items()]
     named += [
@@ -110,15 +151,40 @@ def losses(with_compile, dtype):
     return named
 
 
-def error_of(fn, alpha, V, H, H_t, dtype):
-    student, teacher, labels = make_inputs(64, V, H, H_t, dtype)
+def error_of(fn, alpha, V, H, H_t, dtype, bias=False):
+    student, teacher, labels = make_inputs(64, V, H, H_t, dtype, bias)
     in64 = [x.detach().double().requires_grad_() for x in student]
     truth = torch.autograd.grad(plain(in64, [x.double() for x in teacher], labels, alpha), in64)
     return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)
 
 
-def providers(shape, dtype, with_compile):
-    student, teacher, labels = make_inputs(*shape, dtype)
+def captured(step):
+    """The step in a CUDA graph, which leaves out what the CPU does between launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def graphed(step):
+    """The same as a step that is captured when it first runs."""
+    kept = []
+
+    def run():
+        if not kept:
+            kept.append(captured(step))
+        kept[0]()
+
+    return run
+
+
+def providers(shape, dtype, with_compile, bias=False):
+    student, teacher, labels = make_inputs(*shape, dtype, bias)
 
     def step(fn, alpha):
         fn(student, teacher, labels, alpha).backward()
@@ -126,16 +192,18 @@ def providers(shape, dtype, with_compile):
             x.grad = None
 
     gemms = partial(gemms_alone, student, teacher, labels)
+    graphs = [Provider("growkern, CUDA graph", graphed(partial(step, growkern, 0.5)))]
     return [
+        Provider("GEMMs alone", partial(gemms, 0.5)),
+        *(graphs if DEVICE == "cuda" else ()),
         *(
             Provider(
                 name, partial(step, fn, alpha),
-                partial(error_of, fn, error_alpha, *shape[1:], dtype), peer,
-                ours=name.startswith("growkern"),
+                partial(error_of, fn, error_alpha, *shape[1:], dtype, bias), peer,
+                ours=name.startswith("growkern") and name != CUDA_ROWS,
             )
-            for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype)
+            for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype, bias)
         ),
-        Provider("GEMMs alone", partial(gemms, 0.5)),
         Provider("GEMMs alone, labels alone", partial(gemms, 0.0)),
     ]  # fmt: skip
 
@@ -143,20 +211,23 @@ def providers(shape, dtype, with_compile):
 def main():
     parser = loss_parser(__doc__)
     parser.add_argument("--vocabulary", type=int, help="measure only shapes with this vocabulary")
+    parser.add_argument("--first", action="store_true", help="only its first shape, in bfloat16")
+    parser.add_argument("--bias", action="store_true", help="heads with biases")
     args = parser.parse_args()
     prepare(args, "linear_kl_mlm_loss")
     facts = machine()
     rows = Rows()
-    for shape in SHAPES[DEVICE]:
-        for dtype in DTYPES if args.vocabulary in (None, shape[1]) else ():
+    shapes = [shape for shape in SHAPES[DEVICE] if args.vocabulary in (None, shape[1])]
+    for shape in shapes[:1] if args.first else shapes:
+        for dtype in DTYPES[:1] if args.first else DTYPES:
             # After 8 shapes the cache is full, and PyTorch runs all others uncompiled.
             torch._dynamo.reset()
             what = {
                 "shape": "{}x{}x{}/{}".format(*shape),
                 "dtype": str(dtype).removeprefix("torch."),
-            }
-            for row in in_turns(providers(shape, dtype, args.compile), args.repeats):
-                rows.append(what | row)
+            } | ({"heads": "with bias"} if args.bias else {})
+            named = providers(shape, dtype, args.compile, args.bias)
+            in_turns(named, args.repeats, lambda row, what=what: rows.append(what | row))
     show_and_save("linear_kl_mlm_loss", facts, rows)
 
 

@@ -8,6 +8,8 @@ bench/results/<gpu>/<piece>.json. `python -m bench.report` makes tables and pict
     python -m bench.gpu --budget 540            # seconds in all; pieces cut short run again later
     python -m bench.gpu --only check_expand --only bench_expand
     python -m bench.gpu --dry-run               # without a GPU: toy sizes, a minute of one core
+    python -m bench.gpu --cache DIR             # without a GPU: compile all kernels into DIR
+    python -m bench.gpu --cache DIR             # with one: use them, where DIR was carried
 
 Exit codes:
 
@@ -30,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.launches import fill
 from bench.on_gpu.pieces import PIECES, Piece, chosen
 from bench.on_gpu.processes import die_with_writer, gather, run_apart, run_here
 from bench.shared import results
@@ -50,6 +53,8 @@ def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
         env["GROWKERN_COMMIT"] = args.commit
     if args.dry_run:
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if args.cache:
+        env |= fill.cache_variables(args.cache)
     if args.wheels:
         site = unpack_wheels(args.wheels, scratch / "site")
         env["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
@@ -78,6 +83,10 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     """Run the chosen pieces and save their results: the exit code."""
     env = environment(args, scratch)
     facts = facts_of_this_machine(env)
+    if args.cache and not args.dry_run:
+        if "gpu" not in facts:
+            return fill.main([str(args.cache)])
+        console.print(f"{fill.settle(args.cache)} compiled kernels in {args.cache}", style="dim")
     if "gpu" not in facts and not args.dry_run:
         console.print("PyTorch finds no GPU. --dry-run runs the same code on the CPU at toy sizes.")
         return 2
@@ -162,6 +171,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
     parser.add_argument(
         "--shortest", type=float, default=60.0, help="start no piece with fewer seconds left"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="directory of compiled kernels; without a GPU: fill it for an H200, and stop",
     )
     parser.add_argument("--wheels", type=Path, help="directory of wheels for the pieces")
     parser.add_argument(

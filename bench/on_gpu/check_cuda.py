@@ -26,14 +26,16 @@ def run(recorder: Recorder) -> None:
     fill_new_memory()
     with _kernels(recorder):
         for check in (_matrices, _host):
-            check(recorder, "cuda")
+            with recorder.attempt(check.__name__.strip("_")):
+                check(recorder, "cuda")
         # Each trial compiles a kernel for its dtypes, which takes most of a dry run.
         check_expand.random_layouts(recorder, "cuda", trials=recorder.pick(60, 2))
         if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
             recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
             return
         for check in check_loss.CHECKS:
-            check(recorder, "cuda")
+            with recorder.attempt(check.__name__.strip("_")):
+                check(recorder, "cuda")
 
 
 @contextlib.contextmanager

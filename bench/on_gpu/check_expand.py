@@ -28,7 +28,8 @@ PART = 1 << 28
 
 def run(recorder: Recorder) -> None:
     for check in (_matrices, _past_int32, random_layouts, work_list, _whole_model):
-        check(recorder)
+        with recorder.attempt(check.__name__.strip("_")):
+            check(recorder)
 
 
 # ---------------------------------------------------------------------- truth
@@ -184,8 +185,9 @@ def check_case(
         backend: of `expand`.
         truth: the case for computing the truth, if the tensors of `case` are not on the device.
     """
-    expand(**case, out=out, backend=backend)
-    check_result(recorder, name, truth or case, out)
+    with recorder.attempt(name):
+        expand(**case, out=out, backend=backend)
+        check_result(recorder, name, truth or case, out)
 
 
 def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tensor) -> None:

@@ -28,7 +28,8 @@ PART = 1 << 26
 def run(recorder: Recorder) -> None:
     fill_new_memory()
     for check in CHECKS:
-        check(recorder, "triton")
+        with recorder.attempt(check.__name__.strip("_")):
+            check(recorder, "triton")
 
 
 # ---------------------------------------------------------------------- truth

@@ -50,7 +50,8 @@ ALPHA, T = 0.7, 2.0
 def run(recorder: Recorder) -> None:
     fill_new_memory()
     for check in (ready_logits, _linear, _topk, _past_int32):
-        check(recorder)
+        with recorder.attempt(check.__name__.strip("_")):
+            check(recorder)
 
 
 # ---------------------------------------------------------------------- truth
@@ -124,6 +125,18 @@ def compare(
     **facts: Any,
 ) -> None:
     """Check the loss and every gradient. A loss per row is summed with uneven weights."""
+    with recorder.attempt(name):
+        _compare(recorder, name, inputs, ours, truth, facts)
+
+
+def _compare(
+    recorder: Recorder,
+    name: str,
+    inputs: Sequence[Tensor],
+    ours: Callable[..., Tensor],
+    truth: Callable[..., Tensor],
+    facts: dict[str, Any],
+) -> None:
     dtype = inputs[0].dtype
     given = [x.detach().requires_grad_() for x in inputs]
     in64 = [x.detach().double().requires_grad_() for x in inputs]

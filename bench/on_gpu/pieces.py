@@ -1,5 +1,7 @@
 """Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to ALL.
 
+The first half hour shows whether the kernels run and are right, and how fast the main ones are.
+
 A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A benchmark must save
 its rows with `harness.show_and_save`, accept --no-test, and keep its sizes in module constants.
 """
@@ -74,29 +76,19 @@ def _both(sizes: Any) -> dict[str, Any]:
 
 
 ALL = (
+    Piece("smoke", "every launch once, beside float64", 120, "launches.smoke"),
     Piece(
         "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
     ),
     Piece(
-        "check_expand",
-        "expand against float64: large sizes, strides, NaN around the output",
-        240,
-        "on_gpu.check_expand",
-    ),
-    Piece(
-        "check_loss",
-        "both losses against float64: V up to 262144, more than 2^31 logits",
+        "headline",
+        "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
         300,
-        "on_gpu.check_loss",
+        "bench_linear_kl_mlm_loss",
+        args=("--repeats", "5", "--vocabulary", "128256", "--first"),
+        toy_args=("--repeats", "1", "--no-compile", "--first"),
+        toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
-    Piece(
-        "check_options",
-        "every option of the losses, the top-k loss and tiles against float64",
-        420,
-        "on_gpu.check_options",
-    ),
-    Piece("check_cuda", "the CUDA C++ kernels against float64", 300, "on_gpu.check_cuda"),
-    Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
     Piece(
         "bench_expand",
         "expand of one matrix, 4096 to 8192, beside eager and torch.compile",
@@ -106,21 +98,20 @@ ALL = (
         toy={"SOURCE": 96, "TARGET": 192},
     ),
     Piece(
-        "bench_expand_model",
-        "expand of all tensors of a Llama, 1B to 3B, FPI and AKI",
-        450,
-        "bench_expand_model",
-        args=("--repeats", "7"),
-        toy={"SIZES": _both("tiny"), "METHODS": ("fpi",), "BACKEND": "triton", "SAMPLE": 2},
+        "check_loss",
+        "both losses against float64: V up to 262144, more than 2^31 logits",
+        300,
+        "on_gpu.check_loss",
     ),
+    Piece("check_cuda", "the CUDA C++ kernels against float64", 300, "on_gpu.check_cuda"),
     Piece(
-        "bench_kl_mlm_loss",
-        "the loss on ready logits",
-        420,
-        "bench_kl_mlm_loss",
-        args=("--repeats", "11"),
+        "bench_linear_bert",
+        "the loss from hidden states with the head of BERT-base",
+        470,
+        "bench_linear_kl_mlm_loss",
+        args=("--repeats", "5", "--vocabulary", "30522"),
         toy_args=("--repeats", "1", "--no-compile"),
-        toy={"SHAPES": _both([(4, 100)])},
+        toy={"SHAPES": _both([(4, 60, 8, 8)]), "DTYPES": (torch.bfloat16,)},
     ),
     Piece(
         "bench_linear_kl_mlm_loss",
@@ -132,13 +123,42 @@ ALL = (
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
     Piece(
-        "bench_linear_bert",
-        "the loss from hidden states with the head of BERT-base",
-        470,
+        "bench_linear_bias",
+        "the same with biases",
+        300,
         "bench_linear_kl_mlm_loss",
-        args=("--repeats", "5", "--vocabulary", "30522"),
+        args=("--repeats", "5", "--vocabulary", "30522", "--first", "--bias"),
+        toy_args=("--repeats", "1", "--no-compile", "--first", "--bias"),
+        toy={"SHAPES": _both([(4, 60, 8, 8)])},
+    ),
+    Piece(
+        "bench_kl_mlm_loss",
+        "the loss on ready logits",
+        420,
+        "bench_kl_mlm_loss",
+        args=("--repeats", "11"),
         toy_args=("--repeats", "1", "--no-compile"),
-        toy={"SHAPES": _both([(4, 60, 8, 8)]), "DTYPES": (torch.bfloat16,)},
+        toy={"SHAPES": _both([(4, 100)])},
+    ),
+    Piece(
+        "bench_expand_model",
+        "expand of all tensors of a Llama, 1B to 3B, FPI and AKI",
+        450,
+        "bench_expand_model",
+        args=("--repeats", "7"),
+        toy={"SIZES": _both("tiny"), "METHODS": ("fpi",), "BACKEND": "triton", "SAMPLE": 2},
+    ),
+    Piece(
+        "check_expand",
+        "expand against float64: large sizes, strides, NaN around the output",
+        240,
+        "on_gpu.check_expand",
+    ),
+    Piece(
+        "check_options",
+        "every option of the losses, the top-k loss and tiles against float64",
+        420,
+        "on_gpu.check_options",
     ),
     Piece(
         "bench_topk_kl_mlm_loss",
@@ -173,10 +193,11 @@ ALL = (
         toy={"SIZES": {"small": (64, 128, 1, 50)}},
         needs=("xxhash",),
     ),
-    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
-    Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
+    Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
+    Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
+    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
 # Entries without a file are left out. Benchmarks of disks and CPUs are run by `make bench`.

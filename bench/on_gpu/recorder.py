@@ -1,8 +1,11 @@
 """Records the rows and failures of one piece of `bench.gpu`, and picks its sizes."""
 
+import contextlib
 import importlib.util
 import os
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,20 @@ class Recorder:
         self.add({"case": case, **facts, "error": error, "bound": bound, "ok": good})
         if not good:
             self.fail(f"{case}: error {error:.3e}, allowed {bound:.3e}")
+
+    @contextlib.contextmanager
+    def attempt(self, case: str) -> Iterator[None]:
+        """Record an exception as the failure of one case, so that the others are still checked."""
+        try:
+            yield
+        except Skip:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            why = f"{type(error).__name__}: {lines[0]}"[:500]
+            self.add({"case": case, "why not": why})
+            self.fail(f"{case}: {why}")
 
     def finish(self) -> str:
         """Write the final status and return it. A piece without rows has failed."""

@@ -98,7 +98,11 @@ class Provider(NamedTuple):
     ours: bool = False
 
 
-def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]]:
+def in_turns(
+    providers: Sequence[Provider],
+    repeats: int,
+    each: Callable[[dict[str, Any]], Any] = lambda row: None,
+) -> list[dict[str, Any]]:
     """Measure all providers in turns.
 
     Every turn runs each provider once, so that other load on the machine slows all alike. The
@@ -107,6 +111,7 @@ def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]
     Args:
         providers: the ways to compute the loss.
         repeats: turns that count.
+        each: called with every row as soon as it is known.
 
     Returns:
         One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), and "gradient
@@ -139,6 +144,7 @@ def in_turns(providers: Sequence[Provider], repeats: int) -> list[dict[str, Any]
         if why_not[provider.name]:
             row = {"provider": provider.name, "why not": why_not[provider.name]}
         rows.append(row)
+        each(row)
     return rows
 
 

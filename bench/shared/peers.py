@@ -69,6 +69,22 @@ def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Ten
     )
 
 
+def torch_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """PyTorch's own loss, from 2.13 on. Labels and teacher become one target of probabilities.
+
+    Its value differs by the teacher's entropy, its gradient does not.
+    """
+    with torch.no_grad():
+        hidden, weight = teacher
+        target = alpha * (hidden @ weight.t()).float().softmax(-1)
+        target.scatter_add_(1, labels[:, None], torch.full_like(target[:, :1], 1 - alpha))
+    return torch.nn.functional.linear_cross_entropy(*student, target.to(student[0].dtype))
+
+
+def torch_labels(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    return torch.nn.functional.linear_cross_entropy(*student, labels)
+
+
 # ------------------------------------------------------- the same without a teacher
 
 
@@ -117,6 +133,7 @@ def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -
 WITH_TEACHER = {
     "liger jsd": Peer("liger-kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False),
     "liger fused jsd": Peer("liger-kernel", "liger_kernel.transformers", liger_fused),
+    "torch soft targets": Peer("torch", "torch", torch_linear, needs_gpu=False),
 }
 LABELS_ALONE = {
     "cut_cross_entropy": Peer(
@@ -124,6 +141,7 @@ LABELS_ALONE = {
     ),
     "liger": Peer("liger-kernel", "liger_kernel.transformers", liger_labels),
     "quack": Peer("quack-kernels", "quack.linear_cross_entropy", quack_linear),
+    "torch linear_cross_entropy": Peer("torch", "torch", torch_labels, needs_gpu=False),
 }
 ROWS_WITH_TEACHER = {
     "liger kl_div": Peer("liger-kernel", "liger_kernel.transformers", liger_kl_div)

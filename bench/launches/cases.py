@@ -1,0 +1,200 @@
+"""Calls of every public op with every option, which together make every launch of a kernel.
+
+Without a GPU `bench.launches.fill` compiles them. On a GPU the piece "smoke" runs them, beside the
+reference in float64.
+
+Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bench.on_gpu.check_expand import in_nan, make_case
+from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
+from bench.on_gpu.check_options import OPTIONS
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.many import expand_many
+from growkern.ops.expand.op import expand
+from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# rows and vocabulary: multiples of 16, or not, are different kernels
+SHAPES = ((6, 128_256), (16, 30_522))
+ALPHA, T = 0.7, 2.0
+Shapes: TypeAlias = Sequence[tuple[int, int]]
+
+
+class Case(NamedTuple):
+    """One call of an op.
+
+    Attributes:
+        name: op, dtype and options.
+        run: makes the call, and its backward pass; takes the backend. Returns what it computed.
+    """
+
+    name: str
+    run: Callable[[str], Sequence[Tensor]]
+
+
+def all_cases(device: str, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """The cases, those that training launches first; `shapes` are as SHAPES."""
+    rng = torch.Generator(device).manual_seed(0)
+    for make in (headline, losses, expands, edges):
+        yield from make(rng, shapes)
+
+
+# ------------------------------------------------------------------------- losses
+
+
+def _with_gradients(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    total = loss.sum() if loss.ndim else loss
+    return [loss.detach(), *torch.autograd.grad(total, inputs)]
+
+
+def _loss_case(
+    name: str, op: Callable[..., Any], inputs: Sequence[Tensor], beside: Any, y: Tensor, o: Any
+) -> Case:
+    def run(backend: str) -> list[Tensor]:
+        wide = [x.detach().double() if backend == "reference" else x.detach() for x in inputs]
+        given = [x.requires_grad_() for x in wide]
+        options = {k: v for k, v in o.items() if backend != "reference" or k not in LIMITS}
+        teachers = beside(given[0].dtype) if callable(beside) else beside
+        loss = op(*given, *teachers, y, alpha=ALPHA, temperature=T, backend=backend, **options)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        return _with_gradients(loss, given)
+
+    return Case(name, run)
+
+
+LIMITS = ("vocab_tile", "max_rows", "chunk_bytes", "logits_dtype")
+
+
+def _named(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options.items()) or "no option"
+
+
+def _given(options: dict[str, Any], N: int, rng: torch.Generator) -> dict[str, Any]:
+    if "row_weights" not in options:
+        return options
+    return options | {"row_weights": torch.rand(N, generator=rng, device=rng.device) + 0.5}
+
+
+def _ready(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
+    student, teacher = make_logits(N, V, dtype, rng)
+    count = 2 if "teacher_weights" in o else 1
+    options, labels = _given(o, N, rng), make_labels(N, V, rng)
+
+    def teachers(dtype: torch.dtype) -> tuple[list[Tensor]]:
+        return ([teacher.to(dtype)] * count,)
+
+    name = f"rows {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
+    return _loss_case(name, kl_mlm_loss, [student], teachers, labels, options)
+
+
+def _linear(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
+    student, teacher = make_heads(N, V, 32, 16, dtype, rng)
+    bias = torch.randn(V, generator=rng, device=rng.device).to(dtype)
+    count = 2 if "teacher_weights" in o else 1
+    options, labels = _given(o, N, rng), make_labels(N, V, rng)
+
+    def op(x: Tensor, w: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
+        hidden, weight = ([part.to(x.dtype)] * count for part in teacher)
+        biases = [bias.to(x.dtype)] * count
+        both = {"student_bias": b, "teacher_bias": biases}
+        return linear_kl_mlm_loss(x, w, hidden, weight, *rest, **both, **options)
+
+    name = f"linear {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
+    return _loss_case(name, op, [*student, bias], (), labels, options)
+
+
+def _topk(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
+    student, _ = make_heads(N, V, 32, 16, dtype, rng)
+    count, k = 2 if "teacher_weights" in o else 1, min(8, V)
+    ids = torch.rand(N, V, generator=rng, device=rng.device).topk(k).indices
+    log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
+    options, labels = _given(o, N, rng), make_labels(N, V, rng)
+    options = {key: value for key, value in options.items() if key != "teacher_softcap"}
+    name = f"top-k {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
+    beside = ([ids] * count, [log_p] * count)
+    return _loss_case(name, topk_kl_mlm_loss, student, beside, labels, options)
+
+
+def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """What training launches: no option but the temperature."""
+    for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
+        for make in (_linear, _ready, _topk):
+            yield make(N, V, dtype, {}, rng)
+
+
+def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """Every option of every loss, float32 and float64 logits, labels alone, parts."""
+    more: tuple[dict[str, Any], ...] = (*OPTIONS, {"return_parts": True})
+    for options in more:
+        for make, dtype in ((_ready, FP32), (_linear, BF16), (_topk, BF16)):
+            yield make(*shapes[1], dtype, options, rng)
+    for limits in ({"vocab_tile": 8192}, {"max_rows": shapes[1][0]}, {"logits_dtype": FP64}):
+        for make in (_linear, _topk):
+            yield make(*shapes[1], BF16, limits, rng)
+    yield _linear(*shapes[1], FP16, {}, rng)
+    # with an option of each kind, float32 gradients are corrected in another loop
+    yield _linear(*shapes[1], FP32, OPTIONS[-1] | {"logits_dtype": FP32}, rng)
+
+
+def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """One row, one column, a tile of one column: Triton makes an argument of 1 a constant."""
+    all_of = OPTIONS[-1] | {"return_parts": True}
+    for N, V in ((1, 300), (4, 1), (1, 1)):
+        yield _ready(N, V, FP32, {}, rng)
+        yield _ready(N, V, FP32, all_of, rng)
+        yield _topk(N, V, BF16, {}, rng)
+    yield _linear(4, 65, BF16, all_of | {"vocab_tile": 64}, rng)
+    yield _topk(4, 65, BF16, {"vocab_tile": 64}, rng)
+    for size in ((64, 1, 128, 1), (1, 64, 1, 128), (1, 1, 1, 1)):
+        for noise in ("row", "col"):
+            yield _expand(size, BF16, BF16, {"noise": noise}, rng)
+
+
+# ------------------------------------------------------------------------- expand
+
+
+def _expand(
+    size: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    kind: dict[str, Any],
+    rng: torch.Generator,
+    drop: Sequence[str] = (),
+    layout: str = "dense",
+) -> Case:
+    case: dict[str, Any] = make_case(size, dtype, rng, **kind) | dict.fromkeys(drop)
+
+    def run(backend: str) -> list[Tensor]:
+        if backend == "reference":
+            wide = {k: case[k].double() for k in ("weight", "upper") if case.get(k) is not None}
+            return [expand(**(case | wide), backend=backend)]
+        outs = [in_nan(size[2:], out_dtype, rng, layout) for _ in range(2)]
+        expand(**case, out=outs[0], backend=backend)
+        expand_many([ExpandCall(outs[1], **case)])
+        return outs
+
+    words = (f"expand {size} {dtype} to {out_dtype}", _named(kind), *drop, layout)
+    return Case(", ".join(words).replace("torch.", ""), run)
+
+
+def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """Every dtype, kind of call and layout, one by one and as a work list."""
+    kinds: list[dict[str, Any]] = [{}, {"noise": "col"}, {"upper": True, "noise": "col"}]
+    kinds += [{"upper": True}, {"noise": "row"}]
+    wide, ragged = (16, 64, 32, 1024), (9, 17, 20, 33)
+    for dtype, kind in itertools.product((BF16, FP32, FP16, FP64), kinds):
+        yield _expand(wide, dtype, dtype, kind, rng)
+    for kind, layout in itertools.product(kinds[:3], ("dense", "padded", "strided", "turned")):
+        yield _expand(ragged, BF16, BF16, kind, rng, layout=layout)
+    for drop in (("rows",), ("cols",), ("rows", "row_scale"), ("row_scale",)):
+        yield _expand((64, 64, 64, 64), BF16, FP32, {}, rng, drop)

@@ -1,0 +1,94 @@
+"""A GPU that is not there: Triton specialises and compiles every launch for it, and runs none.
+
+The tensors are on the CPU. They have the alignment that a GPU's would have.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+from triton.runtime import driver
+
+from bench.aot import TARGETS
+from growkern.ops.backend import choose, tuned
+from growkern.ops.loss.linear import op as linear_op
+
+
+class Launch(NamedTuple):
+    """One launch that Triton would have made.
+
+    Attributes:
+        kernel: the function under ``triton.jit``.
+        source: the specialised source, `triton.compiler.ASTSource`.
+        metadata: of the compiled kernel, such as num_warps and shared.
+    """
+
+    kernel: Any
+    source: Any
+    metadata: Any
+
+
+class _Utils:
+    """The part of a driver that loads machine code; here nothing is loaded."""
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        registers, spills, most_threads = 64, 0, 1024
+        return 1, 1, registers, spills, most_threads
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        sizes = {"max_shared_mem": 227 << 10, "max_num_regs": 65_536, "warpSize": 32}
+        return sizes | {"multiprocessor_count": 132, "sm_clock_rate": 1, "mem_clock_rate": 1}
+
+
+class _Driver:
+    """What Triton asks of the active driver."""
+
+    def __init__(self, arch: str, launches: list[Launch]) -> None:
+        self.arch, self.utils = arch, _Utils()
+
+        class Launcher:
+            def __init__(self, source: Any, metadata: Any) -> None:
+                self.launch = Launch(getattr(source, "fn", None), source, metadata)
+
+            def __call__(self, *arguments: Any, **rest: Any) -> None:
+                launches.append(self.launch)
+
+        self.launcher_cls = Launcher
+
+    def get_current_device(self) -> int:
+        # Triton keeps what it compiled per device
+        return list(TARGETS).index(self.arch)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return TARGETS[self.arch]
+
+
+@contextlib.contextmanager
+def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
+    """Let the public ops launch Triton kernels on CPU tensors, as on a GPU of that architecture.
+
+    Results are whatever was in memory.
+
+    Yields:
+        the launches so far.
+    """
+    launches: list[Launch] = []
+    patches = [
+        mock.patch.object(choose, "_interpreted", lambda: True),
+        mock.patch.object(tuned, "_arch", lambda device: arch),
+        mock.patch.object(linear_op, "may_ask", lambda device: False),
+        mock.patch("torch.version.hip", "7.0" if arch.startswith("gfx") else None),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        driver.set_active(_Driver(arch, launches))
+        stack.callback(driver.set_active, None)
+        yield launches

@@ -1,0 +1,90 @@
+"""Every launch of every public op, specialised and compiled by Triton itself without a GPU."""
+
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import growkern.ops
+from bench.launches.fill import ROWS, settle
+from growkern.ops.backend.launch import HAS_TRITON
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+HEADLINE = "6x128256 bfloat16, no option"
+# shared memory that a block of an H100 or H200 may have
+MOST_SHARED = 227 << 10
+# cases of the machine-code table that training and growth launch exactly like that
+IN_TABLE = {
+    "kl_mlm rows linear, bf16 gradient",
+    "topk_kl_mlm tail bf16 gradient",
+    "expand many FPI bf16",
+    "expand many AKI, noise bf16",
+    "expand AKI, noise bf16",
+}
+
+
+def fill(directory, *arguments):
+    """Run `bench.launches.fill` in a process that does not interpret kernels: its rows."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    line = [sys.executable, "-m", "bench.launches.fill", str(directory), *arguments]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((directory / ROWS).read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("launches") / "cache"
+    return directory, fill(directory)
+
+
+def all_kernels():
+    modules = pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops.")
+    found = (getattr(importlib.import_module(m.name), "aot_cases", list) for m in modules)
+    return {case.kernel.fn.__name__ for cases in found for case in cases()}
+
+
+def test_every_call_compiles_for_a_gpu(compiled):
+    """With one row or one column too: Triton makes an argument of 1 a constant."""
+    _, rows = compiled
+    for row in rows:
+        assert row["launches"] and "why not" not in row, row
+        assert row["shared bytes"] <= MOST_SHARED, row
+    assert {name for row in rows for name in row["kernels"]} == all_kernels()
+
+
+def test_the_table_of_machine_code_is_of_launches_that_happen(compiled):
+    assert {name for row in compiled[1] for name in row["in table"]} >= IN_TABLE
+
+
+def groups(directory):
+    return sorted(path.parent.name for path in (directory / "triton").glob("*/__grp__*.json"))
+
+
+def test_a_cache_that_was_moved_is_used(compiled, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(compiled[0], moved)
+    before, size = groups(moved), settle(moved)
+    assert len(before) == size > 100
+    binaries = {path: path.stat().st_mtime_ns for path in moved.glob("triton/*/*.cubin")}
+    assert len(binaries) == size and list((moved / "growkern").glob("*.cubin"))
+    fill(moved, "--only", HEADLINE)
+    assert groups(moved) == before
+    assert binaries == {path: path.stat().st_mtime_ns for path in moved.glob("triton/*/*.cubin")}
+
+
+def test_losses_compile_for_rocm(tmp_path):
+    """Triton for AMD does not know the limit on registers that NVIDIA's has."""
+    import triton
+
+    if not (Path(triton.__file__).parent / "backends" / "amd").is_dir():
+        pytest.skip("this build of Triton has no AMD backend")
+    rows = fill(tmp_path, "--arch", "gfx942", "--only", HEADLINE)
+    assert len(rows) == 3 and all(row["launches"] for row in rows)
