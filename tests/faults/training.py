@@ -118,7 +118,8 @@ class TrainingWalk:
         if left not in self.repeated:
             outcome, message, _ = attempt_in_child(self.work, self.folder, self.shim)
             again = [] if outcome == "done" else [f"started again: {outcome} {message}"]
-            self.repeated[left] = again + [f"started again: {one}" for one in self._of_the_end()]
+            ends = [*self._of_the_end(), *self._remains()]
+            self.repeated[left] = again + [f"started again: {one}" for one in ends]
         return struck, wrong + self.repeated[left]
 
     def _files(self) -> Iterator[tuple[str, int]]:
@@ -132,6 +133,9 @@ class TrainingWalk:
             yield f"the model is damaged: {wrong}"
         elif (self.out / MODEL).read_bytes() != self.model:
             yield "the weights are not the same"
+
+    def _remains(self) -> Iterator[str]:
+        """Hidden files, which a run may leave only if they cannot be deleted."""
         hidden = {path.name for path in self.out.glob(".*")} - {LOCK_FILE}
         if hidden:
             yield f"left: {hidden}"
