@@ -176,6 +176,8 @@ def count_of(name: str, value: Any) -> Tensor:
         raise GrowthError(f"{name}: its step count is a {type(value).__name__}, expected a number")
     if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
         raise GrowthError(f"{name}: its step count has no number in memory")
+    if isinstance(value, int) and value.bit_length() > 62:
+        raise GrowthError(f"{name}: its step count has {value.bit_length()} bits")
     count = torch.as_tensor(value)
     count = count.full_tensor() if isinstance(count, DTensor) else count
     is_number = count.numel() == 1 and not count.is_complex()

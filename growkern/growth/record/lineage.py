@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import safetensors
 import torch
@@ -34,6 +35,8 @@ from growkern.growth.space.spaces import Space
 from growkern.package import version
 
 DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
+T = TypeVar("T")
+
 # config fields that tell how a model was saved or loaded, and do not change the model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
 # fields that do not decide the result: the version, and sentences about it
@@ -53,6 +56,10 @@ class Settings:
     backend: str | None = None
     max_shard_size: int = 5 * 10**9
     allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_shard_size < 1:
+            raise GrowthError(f"max_shard_size={self.max_shard_size} must be positive")
 
 
 def versions() -> dict[str, str]:
@@ -198,6 +205,7 @@ class Lineage:
 
 # an entry has 500 bytes; there is one for each tensor
 MOST_BYTES = 64_000_000
+TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -215,12 +223,15 @@ def read_lineage(path: Path) -> Lineage:
         raise GrowthError(f"{path}: no {LINEAGE_FILE}; only grown checkpoints have one")
     try:
         data = read_json(file, MOST_BYTES, "lineage")
+        for name in TABLES:
+            if not isinstance(data.get(name, {}), dict):
+                raise ValueError(f"{name} is a {type(data[name]).__name__}")
         return Lineage(
             file,
             data,
             {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
-            GrowthOptions(**data["options"]),
-            Settings(**data["settings"]),
+            _typed(GrowthOptions, data["options"]),
+            _typed(Settings, data["settings"]),
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
             _read_config(data["source_config"]),
@@ -231,6 +242,23 @@ def read_lineage(path: Path) -> Lineage:
         raise GrowthError(f"{file}: not a growth record: {why}") from error
     except MALFORMED as error:
         raise GrowthError(f"{file}: not a growth record: {_brief(error)}") from error
+
+
+def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
+    """A dataclass of plain values, each of the type of its field.
+
+    Raises:
+        ValueError: a value has another type, or is an integer of more than 64 bits.
+        KeyError: no such field.
+    """
+    kinds = get_type_hints(cls)
+    for name, value in table.items():
+        allowed = get_args(kinds[name]) or (kinds[name],)
+        is_number = float in allowed and type(value) is int
+        is_large = type(value) is int and value.bit_length() > 63
+        if is_large or not (type(value) in allowed or is_number):
+            raise ValueError(f"{name} is {reprlib.repr(value)}")
+    return cls(**table)
 
 
 def _brief(error: Exception) -> str:

@@ -207,6 +207,9 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
     except (KeyError, TypeError) as error:
         found = reprlib.repr(entry)
         raise ValueError(f"{name} needs dtype, shape and data_offsets, got {found}") from error
+    if len(entry) > 3:
+        # other readers may refuse what stands there
+        raise ValueError(f"{name} has more than dtype, shape and data_offsets")
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name} has {len(shape)} axes")
     # not isinstance: True is an int

@@ -150,6 +150,8 @@ def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]])
 def _map(
     file: Path, entry: dict[str, Any], start: int, dtype: Any, wanted: tuple[int | None, ...]
 ) -> np.ndarray:
+    if len(entry) > 3:
+        raise ValueError(f"{reprlib.repr(entry)} holds more than dtype, shape and data_offsets")
     shape = entry["shape"]
     # not isinstance: True is an int
     is_shape = len(shape) == len(wanted) and all(type(n) is int and n >= 0 for n in shape)
