@@ -243,9 +243,6 @@ def kl_mlm_loss(
         row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
     )  # fmt: skip
     _check_logits(student_logits, teachers)
-    halves = [x.dtype for x in (student_logits, *teachers) if x.element_size() == 2]
-    if teachers and halves and not torch.compiler.is_compiling():
-        _warn_of_half(halves[0])
     is_whole = group is None and vocab_start is None
     shard = WHOLE if is_whole else check_shard(group, vocab_start, vocab_size)
     chosen = choose_backend(backend, student_logits.device)
@@ -284,13 +281,16 @@ def _warn_of_half(dtype: torch.dtype) -> None:
         f"kl_mlm_loss got {dtype} logits: if student and teacher nearly agree, the gradient of the "
         f"KL term is as inexact as they are ({digits} off at 1 % drift). Use linear_kl_mlm_loss, "
         "which computes float32 logits from hidden states, or compute the logits in float32",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
 def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:
     if student.ndim < 1 or not student.is_floating_point():
         raise GrowthError(f"student_logits must be float (..., V), got {student.dtype}")
+    halves = [x.dtype for x in (student, *teachers) if x.element_size() == 2]
+    if teachers and halves and not torch.compiler.is_compiling():
+        _warn_of_half(halves[0])
     for k, teacher in enumerate(teachers):
         if teacher.shape[:-1] != student.shape[:-1]:
             raise GrowthError(

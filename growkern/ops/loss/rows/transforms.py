@@ -112,8 +112,8 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> NoReturn:
         raise GrowthError(
-            "this loss cannot be batched by torch.vmap (jacrev uses it too): pass all rows in one call, with "
-            f"reduction='none' for the loss of each; or {_REFERENCE}"
+            "this loss cannot be batched by torch.vmap (jacrev uses it too): pass all rows in one "
+            f"call, with reduction='none' for the loss of each; or {_REFERENCE}"
         )
 
 
