@@ -142,6 +142,39 @@ def test_check_of_the_cuda_kernels_runs_their_source(share, recorder, monkeypatc
     assert bool(recorder.document["failures"]) == (share != 1)
 
 
+@needs_triton
+def test_a_check_that_raises_does_not_end_the_others(recorder, monkeypatch):
+    right = check_options.kl_mlm_loss
+
+    def raises(*args, **options):
+        if options.get("z_loss") or options.get("kl_rows"):
+            raise RuntimeError("out of resources\nand more")
+        return right(*args, **options)
+
+    monkeypatch.setattr(check_options, "kl_mlm_loss", raises)
+    check_options.ready_logits(recorder)
+    failures = recorder.document["failures"]
+    assert len(failures) == sum("z_loss" in o or "kl_rows" in o for o in check_options.OPTIONS)
+    assert all("RuntimeError: out of resources" in failure for failure in failures)
+    assert any(row.get("ok") for row in recorder.document["rows"])
+
+
+@needs_triton
+def test_smoke_sees_a_wrong_result_and_a_launch_that_fails(recorder, monkeypatch):
+    from bench.launches import cases, smoke
+
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    case = next(cases.headline(rng, smoke.TOY_SHAPES))
+    smoke._check(recorder, case)
+    assert recorder.document["rows"][-1]["ok"] and not recorder.document["failures"]
+
+    def wrong(backend):
+        return [x * (1.02 if backend == "triton" else 1) for x in case.run(backend)]
+
+    smoke._check(recorder, case._replace(run=wrong))
+    assert len(recorder.document["failures"]) == 1
+
+
 def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
     recorder.check("case", float("nan"), 1.0)
     assert recorder.document["failures"] and not recorder.document["rows"][0]["ok"]

@@ -203,6 +203,34 @@ def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
     assert "of the budget" in capsys.readouterr().out
 
 
+def test_a_cache_is_filled_without_a_gpu_and_used_with_one(tmp_path, monkeypatch, capsys):
+    filled, given = [], []
+    monkeypatch.setattr(gpu.fill, "main", lambda argv: filled.append(argv) or 0)
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: given.append(env) or {})
+    args = ["--cache", str(tmp_path), "--only", "ceilings", "--results", str(tmp_path / "results")]
+    assert gpu.main(args) == 0 and filled == [[str(tmp_path)]]
+    # files as Triton leaves them, from another directory
+    group = tmp_path / "triton" / "ABC" / "__grp__kernel.json"
+    group.parent.mkdir(parents=True)
+    group.write_text('{"child_paths": {"kernel.cubin": "/gone/triton/ABC/kernel.cubin"}}')
+    facts = {"gpu": "NVIDIA H200"}
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: given.append(env) or facts)
+    monkeypatch.setattr(gpu, "run_apart", lambda piece, path, **rest: {"status": "skipped"})
+    assert gpu.main(args) == 0 and len(filled) == 1
+    assert str(group.parent / "kernel.cubin") in group.read_text()
+    assert given[-1]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+
+
+def test_the_first_half_hour_measures_before_it_checks_everything():
+    """Every launch once, the limits, the largest shape; then the checks of the main ops."""
+    names = [piece.name for piece in pieces.PIECES]
+    assert names[:6] == [
+        *("smoke", "ceilings", "headline", "bench_expand", "check_loss", "check_cuda")
+    ]
+    assert sum(piece.limit_s for piece in pieces.PIECES[:6]) <= 1800
+    assert names.index("bench_linear_bert") < names.index("check_suite")
+
+
 def test_wheels_are_unpacked_for_the_pieces(tmp_path):
     with zipfile.ZipFile(tmp_path / "peer-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer/__init__.py", "x = 1\n")

@@ -87,3 +87,17 @@ def test_a_piece_is_done_for_these_sources_on_this_gpu():
     assert not results.same_run(document(status="failed"), facts)
     for key in ("sources", "gpu", "torch", "triton"):
         assert not results.same_run(document(), facts | {key: "other"})
+
+
+def test_tuned_choices_do_not_make_finished_pieces_run_again(tmp_path, monkeypatch):
+    assert results.TUNED.is_file()
+    source, tuned = tmp_path / "growkern" / "a.json", tmp_path / "growkern" / "tuned.json"
+    source.parent.mkdir()
+    source.write_text("{}")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "TUNED", tuned)
+    before = results.source_digest.__wrapped__()
+    tuned.write_text('{"choices": {}}')
+    assert results.source_digest.__wrapped__() == before
+    source.write_text("[]")
+    assert results.source_digest.__wrapped__() != before
