@@ -57,7 +57,7 @@ def test_a_stream_without_a_label(steps, tmp_path):
     for row in data.data.rows:
         row["labels"].fill_(-100)
     trainer = trainer_of(tmp_path, data, max_steps=steps)
-    with pytest.raises(GrowthError, match="not a single label: .* first (6|1000) examples"):
+    with pytest.raises(GrowthError, match=r"not a single label: .* first (6|1000) examples"):
         trainer.train()
     if steps == 3:
         assert trainer.state.global_step == 2
