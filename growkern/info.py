@@ -4,14 +4,16 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from growkern import package
 from growkern.ops.backend.choose import Backend, describe_backends
 
-PACKAGES = ("growkern", "torch", "transformers", "accelerate", "safetensors", "triton")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "triton")
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,18 @@ class Info:
         return table
 
 
-def _version(package: str) -> str:
+def _version(name: str) -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def _own_version() -> str:
+    """The version that runs; for a source tree that is not installed, also its folder."""
+    if _version("growkern") is not None:
+        return package.version()
+    return f"{package.version()}, not installed: runs from {Path(package.__file__).parent}"
 
 
 def _processor() -> str:
@@ -59,7 +68,8 @@ def _processor() -> str:
 
 def collect() -> Info:
     """Collect the facts about this machine. Needs no GPU."""
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version(), "growkern": _own_version()}
+    versions |= {name: _version(name) or "not installed" for name in PACKAGES}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads in use"]
     devices += [

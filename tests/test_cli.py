@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from growkern import cli
+import growkern
+from growkern import cli, package
+from growkern.info import collect
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
@@ -402,3 +405,17 @@ def test_info_says_what_is_live_and_why(run):
     assert reference["name"] == "reference" and reference["live"]
     assert all(backend["reason"] for backend in facts["backends"])
     assert "backend triton" in run("info")[1]
+
+
+def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
+    real = metadata.version
+
+    def version_of(package):
+        if package == "growkern":
+            raise metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    said = collect().versions["growkern"]
+    folder = Path(growkern.__file__).parent
+    assert said == f"{package.version()}, not installed: runs from {folder}"

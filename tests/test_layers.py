@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import growkern
+from growkern.families.norm import NORM_KINDS
 
 PACKAGE = Path(growkern.__file__).parent
 ROOT = PACKAGE.parent
@@ -123,6 +124,11 @@ FUNCTION_LINES = 60
 FILE_LINES = 400
 FOLDER_FILES = 14
 ARGUMENTS = 14
+# a shorter file that one other file imports belongs into that one
+CRUMB_LINES = 40
+CRUMBS_WITH_A_REASON = {
+    "tests.faults.test_walk": "a worker takes whole files, and the longest walk needs its own",
+}
 
 
 def layer_of(path: Path) -> str:
@@ -239,6 +245,30 @@ def test_folders_are_small():
     folders = Counter(path.parent for name, path in OURS.items() if path.stem != "__init__")
     crowded = {str(k.relative_to(ROOT)): n for k, n in folders.items() if n > FOLDER_FILES}
     assert not crowded
+
+
+def test_no_file_is_a_crumb():
+    importers: dict[str, set[str]] = {name: set() for name in OURS}
+    for name in OURS:
+        for imported in imported_modules(name):
+            importers[imported].add(name)
+    crumbs = set()
+    for name, path in OURS.items():
+        # a test is not what makes a file of the package needed
+        of = {x for x in importers[name] if name.startswith("tests.") or not x.startswith("tests.")}
+        lines = len(path.read_text().splitlines())
+        if len(of) == 1 and lines < CRUMB_LINES and path.stem != "__init__":
+            crumbs.add(name)
+    assert crumbs == CRUMBS_WITH_A_REASON.keys(), "join them with their importer"
+
+
+def test_norms_are_asked_for_facts_and_not_for_their_kind():
+    """A new kind is then one entry of NORM_KINDS."""
+    for path in MODULES:
+        if by_name(path) == "families/norm.py":
+            continue
+        named = {x.value for x in nodes(path) if isinstance(x, ast.Constant)} & NORM_KINDS.keys()
+        assert not named, f"{by_name(path)} compares {named}: add a field to NormKind"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=by_name)

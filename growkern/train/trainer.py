@@ -136,7 +136,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         rows = self._take_rows(inputs, alpha, weighted=training)
         options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
         if training:
-            options |= {"label_smoothing": self.loss.label_smoothing, "z_loss": self.loss.z_loss}
+            options |= self.loss.arguments()
         with self._window(depth):
             loss, parts, outputs = self._run(model, inputs, options)
         if training:

@@ -1,14 +1,18 @@
 """`bench.gpu` needs only PyTorch, Triton and transformers, and names other missing packages."""
 
+import importlib.metadata
 import os
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from bench.shared import results
 from growkern.ops.backend.launch import HAS_TRITON
-from tests.bench.bare import make_bare_python
 
+GIVEN = ("torch", "triton", "transformers")
 MISSING = ("xxhash", "accelerate", "pytest", "hypothesis", "matplotlib", "liger_kernel")
 # One piece of each kind: a check in a child that imports growth, a benchmark, one with a Python of
 # its own, and one for each package that can be missing. The modules of all others are imported.
@@ -29,6 +33,35 @@ for piece in PIECES:
     if not piece.needs:
         importlib.import_module(f"bench.{piece.module}")
 """
+
+
+def required(packages):
+    """The packages and all their requirements, without extras: name -> distribution."""
+    found, todo = {}, list(packages)
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in found:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for line in found[name].requires or ():
+            if "extra ==" not in line:
+                todo.append(re.match(r"[\w.-]+", line)[0])
+    return found
+
+
+def make_bare_python(directory: Path) -> Path:
+    """Make a virtual environment that links to these packages, and return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    (site,) = directory.glob("lib/python*/site-packages")
+    for distribution in required(GIVEN).values():
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            place = site / top
+            if not place.exists():
+                place.symlink_to(distribution.locate_file(top))
+    return directory / "bin" / "python"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -66,7 +66,7 @@ from growkern.ops.loss.rows.options import (
 from growkern.ops.loss.rows.state import KL_ROW, Maths
 from growkern.ops.loss.rows.transforms import apply
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
-from growkern.ops.loss.topk.op import TOPK_KL_MLM
+from growkern.ops.loss.topk.op import TAIL_GRADIENTS, TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_tail,
     check_topk,
@@ -200,7 +200,7 @@ def topk_kl_mlm_loss(
     drop_tail = check_tail(tail, options.maths.beta)
     head = (student_hidden, student_weight, student_bias)
     (student,), shard = checked_heads(head, [], None, None, (group, vocab_start, vocab_size))
-    chosen = choose_backend(backend, labels.device, ("reference", "cpu", "triton"))
+    chosen = choose_backend(backend, labels.device, ("reference", *TAIL_GRADIENTS))
     if shard.group:
         refuse_reference(chosen)
     vocab = check_vocabulary(vocab_size, len(student[1]), [], shard)

@@ -34,6 +34,12 @@ class LossOptions:
         if not 0 <= self.z_loss < math.inf:
             raise GrowthError(f"z_loss is {self.z_loss}: it must be 0 or more")
 
+    def arguments(self) -> dict[str, float]:
+        """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""
+        found = dataclasses.asdict(self)
+        del found["row_weights"]  # the rows of a batch bring the weights themselves
+        return found
+
     def with_smoothing(self, factor: float) -> "LossOptions":
         """These options with the `label_smoothing_factor` of `transformers.TrainingArguments`.
 

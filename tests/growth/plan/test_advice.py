@@ -67,12 +67,21 @@ def large_source(tmp_path_factory):
 
 @pytest.mark.parametrize("way, least", [("stream", 0.2), ("rank", 0.8)])
 def test_memory_is_what_was_said_before(large_source, tmp_path, way, least):
-    """By the system's own account."""
-    command = [sys.executable, "-c", PEAK, way, large_source, tmp_path / "grown"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said, taken = json.loads(done.stdout)
-    assert least * said < taken <= said
+    """By the system's own account. The peak of a run may be low by chance, but never too high.
+
+    It is low if the system takes file pages from the process, or if the workers take turns.
+    """
+    highest = 0
+    for attempt in range(5):
+        command = [sys.executable, "-c", PEAK, way, large_source, tmp_path / f"grown{attempt}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said, taken = json.loads(done.stdout)
+        assert taken <= said
+        highest = max(highest, taken)
+        if least * said < highest:
+            return
+    pytest.fail(f"{said} bytes were said, at most {highest} taken")
 
 
 # what the published models have

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import walks
 from tests.train.test_run import RUN, workplace  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
@@ -22,11 +23,15 @@ def test_killed_at_any_moment_it_ends_the_same(workplace, how):  # noqa: F811
     (workplace / "run.toml").write_text(
         text.replace("keep_checkpoints = 9", "keep_checkpoints = 1")
     )
-    command = [sys.executable, "-m", "tests.train.safety.killer", str(workplace), how, "6", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    kills = 6 * walks.times
+    command = [sys.executable, "-m", "tests.train.safety.killer", str(workplace), how]
+    command += [str(kills), str(walks.start or 0)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600 * walks.times
+    )
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rounds) == 6
+    assert len(rounds) == kills
     for moment, _, left, end in rounds:
         assert end == "same", (moment, left, end, done.stderr)
-    assert sum(struck for _, struck, *_ in rounds) >= 3
+    assert sum(struck for _, struck, *_ in rounds) >= kills // 2
