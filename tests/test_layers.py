@@ -69,6 +69,7 @@ PARTS = {
         "head",
         "flops",
         "sub_model",
+        "distributed",
         "data",
         "load",
         "inheritance",
