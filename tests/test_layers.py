@@ -71,6 +71,7 @@ PARTS = {
         "head",
         "flops",
         "sub_model",
+        "distributed",
         "data",
         "load",
         "inheritance",
