@@ -188,7 +188,6 @@ class CountingTrainer(Trainer):
         if processes == 1 or not batches or not state.end_of_dataloader:
             return
         loader, rank = state.active_dataloader, self.accelerator.process_index
-        kept: int | None
         if are_sent(self.train_dataset, self.accelerator):
             size = len(batches[-1]["labels"])
             kept: int | None = examples_in_last_sent(loader, rank, size)
