@@ -129,7 +129,6 @@ ARGUMENTS = 14
 CRUMB_LINES = 40
 CRUMBS_WITH_A_REASON = {
     "growkern.cli.commands": "its imports take a second, in which signals are watched already",
-    "tests.faults.test_walk": "a worker takes whole files, and the longest walk needs its own",
 }
 
 
