@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.symmetry.models import Model
-from bench.symmetry.runs import Run
+from bench.symmetry.runs import SOURCE_FALLS_TO, SOURCE_RATE, Run
 
 SEEDS = (11, 12, 13)
 # learning rates are chosen on a seed of their own, in shorter runs
 RATE_SEED, RATE_STEPS = 7, 400
 RATES = (5e-4, 1e-3, 2e-3)
+END_RATE = SOURCE_RATE * SOURCE_FALLS_TO
 SMALL = (Model("gpt2", 2, 48), Model("llama", 2, 48))
 LARGE = (Model("gpt2", 3, 64), Model("llama", 3, 64))
 MASKED = (Model("bert", 2, 48), Model("bert", 3, 64))
@@ -66,32 +68,49 @@ def planned(rows: Rows) -> Iterator[Run]:
     Args:
         rows: the rows so far, by `key_of`. It may grow while the runs are taken.
     """
-    for models, variants, optimizers, seeds in _blocks():
-        for model in models:
-            for symmetry, optimizer in _pairs(variants, optimizers):
-                yield from rate_runs(model, symmetry, optimizer)
-        for seed in seeds:
-            for model in models:
-                for variant in variants:
-                    for optimizer in _optimizers(variant[0], optimizers):
-                        rate = chosen_rate(rows, model, variant[0], optimizer)
-                        if rate is not None:
-                            yield Run(model, *variant, optimizer, rate, seed)
+    for block in _blocks():
+        pairs = [(v, o) for v in block.variants for o in _optimizers(v[0], block.optimizers)]
+        if block.rate is None:
+            for model in block.models:
+                for symmetry, optimizer in dict.fromkeys((v[0], o) for v, o in pairs):
+                    yield from rate_runs(model, symmetry, optimizer)
+        for seed in block.seeds:
+            for model in block.models:
+                for variant, optimizer in pairs:
+                    rate = block.rate or chosen_rate(rows, model, variant[0], optimizer)
+                    if rate is not None:
+                        yield Run(model, *variant, optimizer, rate, seed)
 
 
-def _blocks() -> Iterator[tuple[Sequence[Model], Sequence[Variant], Sequence[str], Sequence[int]]]:
+@dataclass(frozen=True)
+class Block:
+    """Every variant with every optimizer, for some models and seeds.
+
+    `rate` is the learning rate of all of them; None takes the chosen ones.
+    """
+
+    models: Sequence[Model]
+    variants: Sequence[Variant]
+    optimizers: Sequence[str]
+    seeds: Sequence[int]
+    rate: float | None = None
+
+
+def _blocks() -> Iterator[Block]:
     both = ("adamw", "growth")
-    yield SMALL, (CONTINUED, *FIRST), both, SEEDS[:1]
-    yield LARGE, (CONTINUED, *FIRST), both, SEEDS[:1]
-    yield SMALL, (CONTINUED, *FIRST, *SECOND), both, SEEDS
-    yield LARGE, (CONTINUED, *FIRST, *SECOND), both, SEEDS
+    # a first look, at the rate with which the sources ended
+    yield Block(SMALL, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, SECOND, both, SEEDS[:1], END_RATE)
+    yield Block(LARGE, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    yield Block(LARGE, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
     moments = ("adamw-moments", "growth-moments")
-    yield SMALL, (CONTINUED, *FIRST[:2]), moments, SEEDS
-    yield MASKED, (CONTINUED, *FIRST, *SECOND), both, SEEDS
-    yield SMALL, THIRD, both, SEEDS
-    yield LARGE, (CONTINUED, *FIRST[:2]), moments, SEEDS
-    yield LARGE, THIRD, both, SEEDS
-    yield MASKED, THIRD, both, SEEDS
+    yield Block(SMALL, (CONTINUED, *FIRST[:2]), moments, SEEDS)
+    yield Block(MASKED, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    yield Block(SMALL, THIRD, both, SEEDS)
+    yield Block(LARGE, (CONTINUED, *FIRST[:2]), moments, SEEDS)
+    yield Block(LARGE, THIRD, both, SEEDS)
+    yield Block(MASKED, THIRD, both, SEEDS)
 
 
 def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:
@@ -99,9 +118,3 @@ def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:
     if symmetry == "continued":
         return [name for name in optimizers if name.startswith("adamw")]
     return [name for name in optimizers if name != "adamw-moments"]
-
-
-def _pairs(variants: Sequence[Variant], optimizers: Sequence[str]) -> list[tuple[str, str]]:
-    """Symmetry and optimizer of every learning rate that is needed, each once."""
-    found = [(v[0], o) for v in variants for o in _optimizers(v[0], optimizers)]
-    return list(dict.fromkeys(found))

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.symmetry.runs import LONG
+
 SHOWN = (50, 200, 400, 1000, 2000)
-LONG = 2000
 Row = Mapping[str, Any]
 
 
@@ -32,7 +33,7 @@ def _mean(rows: Sequence[Row], step: int) -> float:
 def _bump(row: Row) -> float:
     """How far the loss rises above its start within the first 100 steps; 0 if it does not."""
     losses = row["losses"]
-    return max(0.0, max(losses[s] for s in ("10", "25", "50", "100")) - losses["0"])
+    return max(0.0, max(losses[s] for s in ("25", "50", "100")) - losses["0"])
 
 
 def _ahead(rows: Sequence[Row], small: Sequence[Row]) -> str:

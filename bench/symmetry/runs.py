@@ -21,10 +21,13 @@ from growkern.growth.optimizer.adamw import decay_groups
 from growkern.whole import write_whole
 
 SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
-# in the last third of its steps, the source's learning rate falls linearly to this share
-SOURCE_FALLS_TO = 0.1
+# in the last third of its steps, the source's learning rate falls linearly to this share: training
+# goes on at the rate at which it ended, so that a rise of the loss is due to growth
+SOURCE_FALLS_TO = 0.5
+# steps of a run that is more than the choice of a learning rate
+LONG = 2000
 WARMUP, CLIP, WEIGHT_DECAY = 50, 1.0, 0.01
-EVALUATED = (10, 25, 50, 100, 200, 400, 700, 1000, 1400, 2000, 3000, 4000)
+EVALUATED = (25, 50, 100, 200, 400, 700, 1000, 1400, 2000, 3000, 4000)
 OPTIMIZERS = ("adamw", "growth", "growth-moments")
 
 
@@ -40,7 +43,7 @@ class Run:
             "growth-moments" and "adamw-moments".
         rate: learning rate after the warm-up; it stays constant.
         seed: of the data after growth, and of the growth.
-        steps: after growth.
+        steps: after growth. Runs that only choose a rate are evaluated at their end alone.
         clip: largest norm of the gradient.
     """
 
@@ -50,7 +53,7 @@ class Run:
     optimizer: str
     rate: float
     seed: int
-    steps: int = 2000
+    steps: int = LONG
     clip: float = CLIP
 
     @property
@@ -177,7 +180,7 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
     probe = validation_batches(masked)[0][0]
 
     def look(step: int) -> None:
-        if step not in EVALUATED and step != run.steps:
+        if step != run.steps and (step not in EVALUATED or run.steps < LONG):
             return
         losses[str(step)] = validation_loss(model, masked)
         if run.symmetry != "continued":
