@@ -139,7 +139,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
         rest.pop("backend", None)
         # None and 0 are the defaults
         given = {k: v for k, v in rest.items() if v is not None and not _is_zero(v)}
-        if "row_offset" in given or "col_offset" in given:
+        if "offsets" in given:
             raise ValueError(f"{name} is built in parts, and ExpandCall has no offsets yet")
         shape = tuple(weight.shape)
         if len(shape) == 1:

@@ -21,6 +21,7 @@ struct Storage {
     std::vector<int32_t> cols;
     std::vector<Run> runs;
     std::vector<int16_t> col_steps;
+    std::vector<Interval> intervals;
 };
 
 // groups the output rows by the virtual row they read, so that each source row is gathered once
@@ -63,6 +64,14 @@ bool find_steps(const ExpandArgs& a, Storage& s) {
     return true;
 }
 
+// stores the intervals of the columns; null without routing on the columns
+const Interval* find_intervals(const ExpandArgs& a, Storage& s) {
+    if (!a.col_copies) return nullptr;
+    s.intervals.reserve(a.N);
+    for (int64_t j = 0; j < a.N; ++j) s.intervals.push_back(chosen_interval(a.col_copies[j]));
+    return s.intervals.data();
+}
+
 void run(const ExpandPlan& plan, int isa) {
 #if defined(GROWKERN_X86)
     if (isa >= AVX512) return expand_avx512(plan);
@@ -85,7 +94,7 @@ int expand(const ExpandArgs& a) {
     run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
          s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
          static_cast<int64_t>(s.runs.size()), last + 1, find_steps(a, s) ? s.col_steps.data() : nullptr,
-         streaming},
+         find_intervals(a, s), streaming},
         a.isa);
     return 0;
 }

@@ -6,7 +6,6 @@
 // gathered into a tile that stays in the L1 cache.
 #include <cstdlib>
 
-#include "../hash_noise.h"
 #include "expand.h"
 #include "simd.h"
 
@@ -142,6 +141,80 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
     return false;
 }
 
+// ----------------------------------------------------------------- routing
+
+// the shares of (2) in routing.py that copies of x may have. `larger` is null if it is x itself and
+// the rest is 0.
+template <class Out>
+struct Shares {
+    const Out *whole, *larger, *rest;
+};
+
+template <class Out>
+using BitsIn = typename BitsOf<Out>::type;
+
+// the bits of x where `is_chosen`, else of 0
+template <class Out>
+inline Out kept(Out x, bool is_chosen) {
+    using Bits = BitsIn<Out>;
+    return bit_cast<Out>(static_cast<Bits>(is_chosen ? bit_cast<Bits>(x) : Bits{0}));
+}
+
+template <class Out>
+inline Out share_of(const Shares<Out>& x, int64_t j, uint32_t hash, uint32_t mult, int32_t copy) {
+    const uint32_t number = number_of(copy), count = count_of(copy);
+    if (count == 1) return x.whole[j];
+    const uint32_t first = high_product(hash, count);
+    if (first == number) return x.larger[j];
+    return kept(x.rest[j], second_choice(first, mult, count) == number);
+}
+
+// the shares of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
+template <class Out>
+void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
+           const Shares<Out>& x, Out* y) {
+    const ExpandArgs& a = *p.args;
+    const int32_t* cols = p.cols + j0;
+    if (a.col_copies) {
+        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
+        if (x.larger) {
+            for (int64_t j = 0; j < n; ++j) {
+                y[j] = share_of(x, j, key + cols[j] * mult, mult, a.col_copies[j0 + j]);
+            }
+            return;
+        }
+        const Interval* chosen = p.intervals + j0;
+        for (int64_t j = 0; j < n; ++j) {
+            const uint32_t hash = key + cols[j] * mult;
+            y[j] = kept(x.whole[j], hash - chosen[j].first <= chosen[j].last);
+        }
+        return;
+    }
+    const uint32_t row = static_cast<uint32_t>(src);
+    const auto* key = reinterpret_cast<const uint32_t*>(a.line_key) + j0;
+    const auto* mult = reinterpret_cast<const uint32_t*>(a.line_mult) + j0;
+    if (x.larger) {
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = share_of(x, j, key[j] + row * mult[j], mult[j], a.row_copies[i]);
+        }
+        return;
+    }
+    const Interval chosen = chosen_interval(a.row_copies[i]);
+    for (int64_t j = 0; j < n; ++j) {
+        y[j] = kept(x.whole[j], key[j] + row * mult[j] - chosen.first <= chosen.last);
+    }
+}
+
+// (2) of routing.py for n elements x
+template <class Out, class Acc>
+void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
+    for (int64_t j = 0; j < n; ++j) {
+        const Acc whole = static_cast<Acc>(decode(x[j]));
+        larger[j] = encode<Out>(whole * share);
+        rest[j] = encode<Out>(whole - static_cast<Acc>(decode(larger[j])));
+    }
+}
+
 template <class Out>
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
     const ExpandArgs& a = *p.args;
@@ -171,13 +244,15 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const ExpandArgs& a = *p.args;
     const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
     const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
-    const bool noisy = a.row_noise || a.col_noise;
+    const bool noisy = a.row_noise || a.col_noise, routed = a.row_copies || a.col_copies;
     const bool copies = same<In, Out> && !row_scale && !col_scale && !noisy;
-    alignas(64) Out y[MAX_COLUMNS];
+    const bool halves = routed && a.larger_share != 1;
+    alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
+    const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
     alignas(64) Acc noise[MAX_COLUMNS];
     for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
         const int64_t i = p.target[k];
-        if (copies) {
+        if (copies && !routed) {
             for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
                 put(p, i, q->from, q->n, reinterpret_cast<const Out*>(q->x));
             }
@@ -194,11 +269,19 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
             const int64_t at = q->from - j0;
             const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
+            if (copies) {
+                std::memcpy(y + at, q->x, q->n * sizeof(Out));
+                continue;
+            }
             if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
             convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
                                   noisy ? noise + at : nullptr, y + at);
         }
-        put(p, i, j0, n, y);
+        if (routed) {
+            if (halves && !repeated) find_shares<Out, Acc>(y, n, a.larger_share, larger, rest);
+            route(p, i, p.source[s], j0, n, shares, share);
+        }
+        put(p, i, j0, n, routed ? share : y);
     }
 }
 
