@@ -8,7 +8,11 @@ namespace growkern {
 
 // floor(a b / 2**32)
 GROWKERN_INLINE unsigned high_product(unsigned a, unsigned b) {
+#if defined(__CUDA_ARCH__)
+    return __umulhi(a, b);
+#else
     return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
+#endif
 }
 
 // number and count of a copy, as routing.py packs them

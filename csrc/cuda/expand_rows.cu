@@ -73,7 +73,8 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
 struct Columns {
     i32 source[WIDTH];  // virtual columns
     ACC scale[WIDTH], noise[WIDTH];
-    i32 key[WIDTH], mult[WIDTH], copy[WIDTH];
+    i32 key[WIDTH], mult[WIDTH];
+    u32 number[WIDTH], count[WIDTH];  // of copies
 
     __device__ Columns(const ExpandRowsArgs& a, int j) {
         load_columns(a.cols, j, a.N, 0, source);
@@ -85,7 +86,15 @@ struct Columns {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
         }
-        if (NOISE == 4) load_columns(a.copies, j, a.N, 1 << 16, copy);
+        if (NOISE == 4) {
+            i32 copies[WIDTH];
+            load_columns(a.copies, j, a.N, 1 << 16, copies);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                number[k] = number_of(copies[k]);
+                count[k] = count_of(copies[k]);
+            }
+        }
         if (NOISE == 2) {
             load_columns(a.noise, j, a.N, ACC(0), noise);
 #pragma unroll
@@ -133,14 +142,14 @@ __device__ inline ACC with_noise(ACC x, ACC noise) {
     return noise < 0 ? x + x - larger : larger;
 }
 
-// (2) of routing.py; `copy` as it packs it
-__device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, i32 copy) {
-    const u32 count = count_of(copy), first = first_choice(key, mult, source, count);
-    const bool is_first = first == number_of(copy);
+// (2) of routing.py, for copy `number` of `count`
+__device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
+    const u32 first = first_choice(key, mult, source, count);
+    const bool is_first = first == number;
     if (SHARE == 1.f) return is_first ? x : ACC(0);
     if (count == 1) return x;
     const ACC whole = to_acc(from_acc<OUT>(x)), larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
-    const bool is_second = second_choice(first, mult, count) == number_of(copy);
+    const bool is_second = second_choice(first, mult, count) == number;
     return is_first ? larger : is_second ? whole - larger : ACC(0);
 }
 
@@ -150,6 +159,7 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
     const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
     const bool by_row = NOISE == 2 || NOISE == 4;
     const u32 key = by_row ? a.line_key[i] : 0, mult = by_row ? a.line_mult[i] : 0;
+    const i32 copy = NOISE == 3 ? a.copies[i] : 0;
     const ACC size = NOISE == 1 ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
@@ -158,8 +168,10 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
         if (NOISE == 1) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
         if (NOISE == 2)
             x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
-        if (NOISE == 3) x[k] = routed(x[k], columns.key[k], columns.mult[k], r, a.copies[i]);
-        if (NOISE == 4) x[k] = routed(x[k], key, mult, columns.source[k], columns.copy[k]);
+        if (NOISE == 3)
+            x[k] = routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
+        if (NOISE == 4)
+            x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
 }
 

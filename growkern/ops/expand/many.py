@@ -44,6 +44,7 @@ def _expand_many_kernel(
     UPPER: tl.constexpr,
     NOISE: tl.constexpr,
     LARGER: tl.constexpr,
+    SCALED: tl.constexpr,  # `LaunchKind.is_scaled`
     WIDE: tl.constexpr,  # `LaunchKind.is_wide`
     ACC: tl.constexpr,
     N_FIELDS: tl.constexpr,
@@ -55,7 +56,9 @@ def _expand_many_kernel(
     out_ptr = tl.load(t).to(like[0].dtype)
     weight_ptr = tl.load(t + 1).to(like[1].dtype)
     maps = (_pointer(t, 3, like[2]), _pointer(t, 4, like[2]))
-    scales = (_pointer(t, 5, like[3]), _pointer(t, 6, like[3]))
+    scales = (None, None)
+    if SCALED:
+        scales = (_pointer(t, 5, like[3]), _pointer(t, 6, like[3]))
     step_m = tl.load(t + 14)
     N = tl.load(t + 19)
     if WIDE:
@@ -143,6 +146,7 @@ class LaunchKind(NamedTuple):
     has_upper: bool
     noise_kind: int
     larger: float  # `larger_share` of routing
+    is_scaled: bool
     is_wide: bool  # 16 bytes of the result can be written at a time
 
 
@@ -152,9 +156,9 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
     places = (out.data_ptr(), out.stride(0), out.shape[1])
     is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
-    return LaunchKind(
-        *dtypes, call.upper is not None, call.noise_kind, larger_share_of_call(call), is_wide
-    )
+    is_scaled = call.row_scale is not None or call.col_scale is not None
+    how = (call.noise_kind, larger_share_of_call(call), is_scaled)
+    return LaunchKind(*dtypes, call.upper is not None, *how, is_wide)
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
@@ -221,6 +225,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         UPPER=kind.has_upper,
         NOISE=kind.noise_kind,
         LARGER=kind.larger,
+        SCALED=kind.is_scaled,
         WIDE=kind.is_wide,
         ACC=tl_acc,
         N_FIELDS=N_FIELDS,
@@ -266,13 +271,13 @@ def aot_cases() -> list[AotCase]:
             f"expand many {name} bf16",
             _expand_many_kernel,
             signature,
-            constants | {"UPPER": upper, "NOISE": noise, "WIDE": True},
+            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
             narrow=GATHER,
             traffic=2.5,
         )
-        for name, upper, noise in (
-            ("FPI", False, NO_NOISE),
-            ("FPI, routing", False, COL_ROUTING),
-            ("AKI, noise", True, COL_NOISE),
+        for name, upper, noise, scaled in (
+            ("FPI", False, NO_NOISE, True),
+            ("FPI, routing", False, COL_ROUTING, False),
+            ("AKI, noise", True, COL_NOISE, True),
         )
     ]
