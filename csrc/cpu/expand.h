@@ -55,7 +55,8 @@ struct ExpandPlan {
     int64_t n_runs;
     int64_t virtual_columns;  // 1 + the largest virtual column that is read
     const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: some have none
-    const Interval* intervals; // (N,) with routing on the columns, else null
+    const uint32_t* chosen_first; // (N,) `Interval` of every column, with routing on the columns
+    const uint32_t* chosen_last;
     bool streaming;           // write past the caches
 };
 

@@ -150,58 +150,72 @@ struct Shares {
     const Out *whole, *larger, *rest;
 };
 
+inline float kept(float x, bool is_kept) { return is_kept ? x : 0; }
+inline double kept(double x, bool is_kept) { return is_kept ? x : 0; }
 template <class Out>
-using BitsIn = typename BitsOf<Out>::type;
-
-// the bits of x where `is_chosen`, else of 0
+inline Out kept(Out x, bool is_kept) {
+    return {static_cast<uint16_t>(is_kept ? x.bits : 0)};
+}
 template <class Out>
-inline Out kept(Out x, bool is_chosen) {
-    using Bits = BitsIn<Out>;
-    return bit_cast<Out>(static_cast<Bits>(is_chosen ? bit_cast<Bits>(x) : Bits{0}));
+inline Out one_of(Out x, Out y, bool is_x) {
+    using Bits = typename BitsOf<Out>::type;
+    const Bits a = bit_cast<Bits>(x), b = bit_cast<Bits>(y);
+    return bit_cast<Out>(static_cast<Bits>(is_x ? a : b));
 }
 
+// every part is computed for every element, so that the loop has no branch and can use vectors
 template <class Out>
 inline Out share_of(const Shares<Out>& x, int64_t j, uint32_t hash, uint32_t mult, int32_t copy) {
     const uint32_t number = number_of(copy), count = count_of(copy);
-    if (count == 1) return x.whole[j];
-    const uint32_t first = high_product(hash, count);
-    if (first == number) return x.larger[j];
-    return kept(x.rest[j], second_choice(first, mult, count) == number);
+    const uint32_t first = high_product(hash, count), second = second_choice(first, mult, count);
+    const Out one = one_of(x.larger[j], kept(x.rest[j], second == number), first == number);
+    return one_of(x.whole[j], one, count == 1);
+}
+
+// the shares with amplitude 1 of output row i, columns j .. j + n - 1, which belong to one run
+template <class Out>
+void route_run(const ExpandPlan& p, int64_t i, int64_t j, int64_t n, const Out* whole,
+               Out* __restrict y) {
+    const uint32_t mult = p.args->line_mult[i], last = p.chosen_last[j];
+    uint32_t hash = p.args->line_key[i] + p.cols[j] * mult - p.chosen_first[j];
+    for (int64_t k = 0; k < n; ++k, hash += mult) y[k] = kept(whole[k], hash <= last);
 }
 
 // the shares of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
 template <class Out>
 void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
-           const Shares<Out>& x, Out* y) {
+           const Shares<Out>& x, Out* __restrict y) {
     const ExpandArgs& a = *p.args;
     const int32_t* cols = p.cols + j0;
+    const Out* whole = x.whole;
     if (a.col_copies) {
         const uint32_t key = a.line_key[i], mult = a.line_mult[i];
+        const int32_t* copies = a.col_copies + j0;
+        const uint32_t *first = p.chosen_first + j0, *last = p.chosen_last + j0;
         if (x.larger) {
             for (int64_t j = 0; j < n; ++j) {
-                y[j] = share_of(x, j, key + cols[j] * mult, mult, a.col_copies[j0 + j]);
+                y[j] = share_of(x, j, key + cols[j] * mult, mult, copies[j]);
             }
-            return;
-        }
-        const Interval* chosen = p.intervals + j0;
-        for (int64_t j = 0; j < n; ++j) {
-            const uint32_t hash = key + cols[j] * mult;
-            y[j] = kept(x.whole[j], hash - chosen[j].first <= chosen[j].last);
+        } else {
+            for (int64_t j = 0; j < n; ++j) {
+                y[j] = kept(whole[j], key + cols[j] * mult - first[j] <= last[j]);
+            }
         }
         return;
     }
     const uint32_t row = static_cast<uint32_t>(src);
     const auto* key = reinterpret_cast<const uint32_t*>(a.line_key) + j0;
     const auto* mult = reinterpret_cast<const uint32_t*>(a.line_mult) + j0;
+    const int32_t copy = a.row_copies[i];
+    const Interval chosen = chosen_interval(copy);
     if (x.larger) {
         for (int64_t j = 0; j < n; ++j) {
-            y[j] = share_of(x, j, key[j] + row * mult[j], mult[j], a.row_copies[i]);
+            y[j] = share_of(x, j, key[j] + row * mult[j], mult[j], copy);
         }
-        return;
-    }
-    const Interval chosen = chosen_interval(a.row_copies[i]);
-    for (int64_t j = 0; j < n; ++j) {
-        y[j] = kept(x.whole[j], key[j] + row * mult[j] - chosen.first <= chosen.last);
+    } else {
+        for (int64_t j = 0; j < n; ++j) {
+            y[j] = kept(whole[j], key[j] + row * mult[j] - chosen.first <= chosen.last);
+        }
     }
 }
 
@@ -279,7 +293,11 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         }
         if (routed) {
             if (halves && !repeated) find_shares<Out, Acc>(y, n, a.larger_share, larger, rest);
-            route(p, i, p.source[s], j0, n, shares, share);
+            const bool by_runs = p.runs && a.col_copies && !halves;
+            for (const Piece<In>* q = pieces; by_runs && q < pieces + n_pieces; ++q) {
+                route_run(p, i, q->from, q->n, y + (q->from - j0), share + (q->from - j0));
+            }
+            if (!by_runs) route(p, i, p.source[s], j0, n, shares, share);
         }
         put(p, i, j0, n, routed ? share : y);
     }

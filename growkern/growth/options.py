@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
-from growkern.ops.expand.checks import MOST_AMPLITUDE
+from growkern.ops.expand.limits import MOST_AMPLITUDE
 
 # the symmetry of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY = "noise"

@@ -14,8 +14,6 @@ from torch import Tensor
 
 # the axis of the result that has noise or routing; kernels use the same numbers
 NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
-# of one source index; kernels read this number in 15 bits
-MOST_COPIES = (1 << 15) - 1
 
 
 class Routing(NamedTuple):

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.expand.call import MOST_COPIES, ExpandCall, Routing
+from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES
 
-# beyond it, one of two shares is more than twice the weight and the difference may round
-MOST_AMPLITUDE = 3.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # the fields of a call that belong to each axis of the weight
 MAPS = ("rows", "cols")

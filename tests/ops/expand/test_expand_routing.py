@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops.expand.call import MOST_COPIES, Routing
+from growkern.ops.expand.call import Routing
 from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.limits import MOST_COPIES
 from growkern.ops.expand.noise import line_keys
 from growkern.ops.expand.op import expand, folded
 from growkern.ops.expand.routing import chosen
