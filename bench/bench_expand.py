@@ -28,6 +28,7 @@ from bench.shared.harness import (
     require_green,
     show_and_save,
 )
+from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
 SOURCE, TARGET = 4096, 8192
@@ -52,7 +53,7 @@ def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
 def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], Any]]:
     """The ways to do the same without the library, by name."""
     weight, index = case["weight"], case["rows"]
-    scale, noise = (case.get(name) for name in ("col_scale", "col_noise"))
+    scale, noise, routing = (case.get(name) for name in ("col_scale", "col_noise", "routing"))
 
     def eager() -> torch.Tensor:
         wide = weight[index][:, index]
@@ -61,12 +62,15 @@ def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], An
         if noise is not None:
             # Plain noise: one random number per element. Noise that cancels would cost more.
             wide = wide * (1 + noise.to(weight.dtype) * torch.rand_like(wide))
+        if routing is not None:
+            # A random bit per element. Copies that add up would take more.
+            wide = wide * torch.empty_like(wide).bernoulli_()
         return wide
 
     named: dict[str, Callable[[], Any]] = {"eager": eager}
     if with_compile:
         named["compiled"] = compiled(eager)
-    if DEVICE == "cpu" and scale is None:
+    if DEVICE == "cpu" and scale is None and routing is None:
         bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
         as_numpy, index_numpy = bits.numpy(), index.numpy()
         named["numpy"] = lambda: as_numpy.take(index_numpy, 0).take(index_numpy, 1)
@@ -97,8 +101,8 @@ def measure(
         dtype: of the weight.
         kind: name of the index map.
         index: the map, used for rows and columns.
-        scaled: "no", "halved", "yes" (halves and sixths) or "noise": halves with noise on them,
-            as growth makes them by default.
+        scaled: "no", "halved", "yes" (halves and sixths), or as growth does it: "noise", halves
+            with noise on them, or "routing", every weight whole in one of the copies.
         args: the command line.
     """
     source, target = SOURCE, len(index)
@@ -109,11 +113,17 @@ def measure(
         scale[::3] /= 3
     weight, index = weight.to(DEVICE), index.to(DEVICE)
     case: dict[str, Any] = {"weight": weight, "rows": index, "cols": index}
-    if scaled != "no":
+    if scaled not in ("no", "routing"):
         case["col_scale"] = scale
     if scaled == "noise":
         half = torch.full((target // 2,), 0.5, device=DEVICE)
         case["col_noise"] = torch.cat([half, -half])
+    if scaled == "routing":
+        order = index.argsort(stable=True)
+        number, count = torch.empty_like(index), index.bincount()
+        first = count.cumsum(0) - count
+        number[order] = torch.arange(target, device=DEVICE) - first[index[order]]
+        case["routing"] = Routing(1, torch.stack([number, count[index]], 1))
     out = torch.zeros(target, target, dtype=dtype, device=DEVICE)
 
     def ours(**kwargs: Any) -> torch.Tensor:
@@ -140,7 +150,7 @@ def measure(
         "error": relative_error(ours()[part], truth),
         # eager draws other random numbers
         "eager error": relative_error(others["eager"]()[part], truth)
-        if scaled != "noise"
+        if scaled not in ("noise", "routing")
         else None,
     }
 
@@ -157,7 +167,7 @@ def main() -> None:
     rows = Rows()
     for dtype in DTYPES:
         for kind, index in index_maps(SOURCE, TARGET).items():
-            for scaled in ("no", "halved", "yes", "noise"):
+            for scaled in ("no", "halved", "yes", "noise", "routing"):
                 rows.append(measure(dtype, kind, index, scaled, args))
     print(show_and_save("expand", facts, rows))
 

@@ -41,13 +41,15 @@ def cpu_expand(results: Path) -> str:
     rows = quotable(results / "expand.json").get("rows", [])
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        for words, kinds, noise in (
-            ("contiguous and tiled maps", ("contiguous", "tiled"), False),
-            ("arbitrary maps", ("arbitrary",), False),
-            ("any maps, with noise as growth draws it", ("contiguous", "tiled", "arbitrary"), True),
+        every, plain = ("contiguous", "tiled", "arbitrary"), ("no", "halved", "yes")
+        for words, kinds, scaled in (
+            ("contiguous and tiled maps", ("contiguous", "tiled"), plain),
+            ("arbitrary maps", ("arbitrary",), plain),
+            ("any maps, with noise as growth draws it", every, ("noise",)),
+            ("any maps, with routing", every, ("routing",)),
         ):
             same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
-            found = [row for row in same if (row["scaled"] == "noise") == noise]
+            found = [row for row in same if row["scaled"] in scaled]
             if found:
                 cells = [_range(found, "x eager", 1), _range(found, "of limit", 2)]
                 lines.append([f"{dtype}, {words}", *cells])

@@ -89,7 +89,9 @@ PARTS = {
 PUBLIC_OPS = {
     "growkern.ops.backend.choose.Backend",
     "growkern.ops.backend.choose.describe_backends",
+    "growkern.ops.expand.call.Routing",
     "growkern.ops.expand.checks.DTYPES",
+    "growkern.ops.expand.limits.MOST_AMPLITUDE",
     "growkern.ops.expand.op.expand",
     "growkern.ops.expand.op.folded",
     "growkern.ops.expand.work.Work",

@@ -14,10 +14,11 @@ from torch import Tensor
 from bench.on_gpu.recorder import Recorder
 from bench.shared.llama_growth import expand_calls
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.many import expand_many, launch_kind
 from growkern.ops.expand.noise import hash_noise, line_keys
 from growkern.ops.expand.op import expand
+from growkern.ops.expand.routing import chosen
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 # How many rows are compared with float64. All elements are tested for NaN.
@@ -66,7 +67,24 @@ def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
         key, mult = line_keys(len(col), 0, seed, at.device)
         xi = hash_noise(key, mult, row.int()[:, None])
         x = x * (1 + case["row_noise"][at].double()[:, None] * xi)
+    if case.get("routing") is not None:
+        x = x * _shares(case["routing"], at, (row, col), seed)
     return x
+
+
+def _shares(routing: Routing, at: Tensor, source: tuple[Tensor, Tensor], seed: int) -> Tensor:
+    """The share of the weight that every element of rows `at` has: (1) and (2) of routing.py."""
+    dim, copies, amplitude = routing
+    if dim == 1:
+        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
+        src = source[1].int()
+    else:
+        key, mult = line_keys(len(source[1]), 0, seed, at.device)
+        src, copies = source[0].int()[:, None], copies[at, None]
+    first, second = chosen(key, mult, src, copies)
+    larger = (1 + amplitude) / 2
+    share = larger * first.double() + (1 - larger) * second.double()
+    return torch.where(copies[..., 1] == 1, 1.0, share)
 
 
 def worst_error(actual: Tensor, truth: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growkern.ops.backend.nvrtc import Grid, Kernel
 from growkern.ops.expand import on_cuda as expand_on_cuda
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.loss.rows import on_cuda as rows_on_cuda
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
 
@@ -76,9 +76,12 @@ def _rows_case(
 
 
 def _expand_case(
-    name: str, limit: int, registers: int, dtype: torch.dtype, upper: bool, noise: bool, N: int
+    name: str, limit: int, registers: int, dtype: torch.dtype, upper: bool, how: str, N: int
 ) -> CudaCase:
-    """A weight with half the rows and columns of the result; both axes are gathered."""
+    """A weight with half the rows and columns of the result; both axes are gathered.
+
+    `how` is "noise" or "routing", on the columns, or "" for none.
+    """
     R, C = N // 2, N // 2
     weight, vector = _shape(R, C, dtype=dtype), _shape(N, dtype=FP32)
     call = ExpandCall(
@@ -87,9 +90,10 @@ def _expand_case(
         upper=weight if upper else None,
         rows=_shape(N),
         cols=_shape(N),
-        row_scale=vector,
-        col_scale=vector,
-        col_noise=vector if noise else None,
+        row_scale=None if how == "routing" else vector,
+        col_scale=None if how == "routing" else vector,
+        col_noise=vector if how == "noise" else None,
+        routing=Routing(1, _shape(N, 2)) if how == "routing" else None,
     )
     made = expand_on_cuda.plan(call, limit=limit)
     narrow = ALIKE if dtype == FP32 else ""
@@ -104,11 +108,12 @@ def cuda_cases(arch: str) -> list[CudaCase]:
     limit = SHARED_LIMITS[arch]
     # A multiprocessor has 65536 registers. It should run 4 blocks of 256 threads, 3 with noise.
     cases = [
-        _expand_case("FPI bf16", limit, 64, BF16, False, False, 8192),
-        _expand_case("FPI, noise bf16", limit, 80, BF16, False, True, 8192),
-        _expand_case("AKI, noise bf16", limit, 80, BF16, True, True, 8192),
-        _expand_case("FPI fp32", limit, 64, FP32, False, False, 8192),
-        _expand_case("AKI, noise bf16, ragged", limit, 80, BF16, True, True, 8190),
+        _expand_case("FPI bf16", limit, 64, BF16, False, "", 8192),
+        _expand_case("FPI, noise bf16", limit, 80, BF16, False, "noise", 8192),
+        _expand_case("FPI, routing bf16", limit, 80, BF16, False, "routing", 8192),
+        _expand_case("AKI, noise bf16", limit, 80, BF16, True, "noise", 8192),
+        _expand_case("FPI fp32", limit, 64, FP32, False, "", 8192),
+        _expand_case("AKI, noise bf16, ragged", limit, 80, BF16, True, "noise", 8190),
     ]
     if arch == "sm_80":  # it has no thread-block clusters
         return cases

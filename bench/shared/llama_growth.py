@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
 # Source config and target sizes. 1B is Llama-3.2-1B. 3B has heads of the same width and grouping.
@@ -99,6 +100,9 @@ class ExpandCall:
             return drawn.to(dtype)
 
         moved = {k: v.to(rng.device) if k in TENSORS else v for k, v in self.given.items()}
+        if "routing" in moved:
+            routing = moved["routing"]
+            moved["routing"] = routing._replace(copies=routing.copies.to(rng.device))
         return {"weight": weight()} | ({"upper": weight()} if self.has_upper else {}) | moved
 
 
@@ -137,9 +141,8 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     def keep(weight: Tensor, *, upper: Tensor | None = None, **rest: Any) -> Tensor:
         out, dtype = rest.pop("out", None), rest.pop("out_dtype", None)
         rest.pop("backend", None)
-        # None and 0 are the defaults
-        given = {k: v for k, v in rest.items() if v is not None and not _is_zero(v)}
-        if "row_offset" in given or "col_offset" in given:
+        given = {k: v for k, v in rest.items() if v is not None and not _is_default(v)}
+        if "offsets" in given:
             raise ValueError(f"{name} is built in parts, and ExpandCall has no offsets yet")
         shape = tuple(weight.shape)
         if len(shape) == 1:
@@ -162,5 +165,5 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     return calls
 
 
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, int) and x == 0
+def _is_default(x: Any) -> bool:
+    return isinstance(x, (int, tuple)) and not isinstance(x, Routing) and x in (0, (0, 0))

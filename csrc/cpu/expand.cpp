@@ -21,6 +21,7 @@ struct Storage {
     std::vector<int32_t> cols;
     std::vector<Run> runs;
     std::vector<int16_t> col_steps;
+    std::vector<uint32_t> chosen_first, chosen_last;
 };
 
 // groups the output rows by the virtual row they read, so that each source row is gathered once
@@ -40,11 +41,13 @@ void group_rows(const ExpandArgs& a, Storage& s) {
     for (int64_t i = 0; i < a.M; ++i) s.target[start[row(i)]++] = i;
 }
 
-// finds runs of consecutive virtual columns; a run also ends where the weight does, at column C
+// finds runs of consecutive virtual columns. A run also ends where the weight does, at column C, and
+// where the copy changes: all columns of a run are the same copy of their source.
 void find_runs(const ExpandArgs& a, Storage& s) {
     for (int64_t j = 0; j < a.N; ++j) {
         const int64_t c = s.cols[j];
-        if (j && c == s.cols[j - 1] + 1 && c != a.C) {
+        const bool is_same_copy = !a.col_copies || (j && a.col_copies[j] == a.col_copies[j - 1]);
+        if (j && c == s.cols[j - 1] + 1 && c != a.C && is_same_copy) {
             ++s.runs.back().n;
         } else {
             s.runs.push_back({j, 1, c});
@@ -63,6 +66,14 @@ bool find_steps(const ExpandArgs& a, Storage& s) {
     return true;
 }
 
+void find_intervals(const ExpandArgs& a, Storage& s) {
+    for (int64_t j = 0; j < a.N && a.col_copies; ++j) {
+        const Interval chosen = chosen_interval(a.col_copies[j]);
+        s.chosen_first.push_back(chosen.first);
+        s.chosen_last.push_back(chosen.last);
+    }
+}
+
 void run(const ExpandPlan& plan, int isa) {
 #if defined(GROWKERN_X86)
     if (isa >= AVX512) return expand_avx512(plan);
@@ -79,13 +90,14 @@ int expand(const ExpandArgs& a) {
     s.cols.assign(a.N + 32, 0);
     for (int64_t j = 0; j < a.N; ++j) s.cols[j] = static_cast<int32_t>(a.cols ? a.cols[j] : j);
     find_runs(a, s);
+    find_intervals(a, s);
     const bool by_runs = a.N >= MIN_MEAN_RUN * static_cast<int64_t>(s.runs.size());
     const bool streaming = a.M * a.N * TYPE_BYTES[a.out_type] >= STREAMING_BYTES;
     const int64_t last = *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
     run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
          s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
          static_cast<int64_t>(s.runs.size()), last + 1, find_steps(a, s) ? s.col_steps.data() : nullptr,
-         streaming},
+         s.chosen_first.data(), s.chosen_last.data(), streaming},
         a.isa);
     return 0;
 }

@@ -6,6 +6,7 @@
 #pragma once
 #include <cmath>
 
+#include "../routing.h"
 #include "native.h"
 
 namespace growkern {
@@ -21,18 +22,26 @@ struct ExpandArgs {
     const void* col_scale;     // (N,)
     const void* row_noise;     // (M,)
     const void* col_noise;     // (N,)
-    const int32_t* line_key;   // (M,) with col_noise, (N,) with row_noise
+    const int32_t* row_copies; // (M,) packed as in growkern/ops/expand/routing.py; null: no routing
+    const int32_t* col_copies; // (N,)
+    const int32_t* line_key;   // (M,) with noise or routing on the columns, (N,) on the rows
     const int32_t* line_mult;  // like line_key
     int64_t R, C, M, N;
     int64_t weight_stride, upper_stride, out_stride_m, out_stride_n;  // in elements
     int32_t in_type, out_type;
     int32_t threads;
     int32_t isa;
+    float larger_share;        // of routing
 };
 
 // columns from .. from + n - 1 of the output read virtual columns source, source + 1, ...
 struct Run {
     int64_t from, n, source;
+};
+
+// the numbers h of (1) in routing.py for which a copy is the chosen one: first .. first + last
+struct Interval {
+    uint32_t first, last;
 };
 
 struct ExpandPlan {
@@ -46,11 +55,22 @@ struct ExpandPlan {
     int64_t n_runs;
     int64_t virtual_columns;  // 1 + the largest virtual column that is read
     const int16_t* col_steps;  // (N,) `power_step` of the column scales; null: some have none
+    const uint32_t* chosen_first; // (N,) `Interval` of every column, with routing on the columns
+    const uint32_t* chosen_last;
     bool streaming;           // write past the caches
 };
 
 // without external linkage: every instruction set gets its own copy
 namespace {
+
+// floor(h count / 2**32) = number if and only if h is at least number 2**32 / count, and below
+// (number + 1) 2**32 / count
+inline Interval chosen_interval(int32_t packed) {
+    const uint64_t number = number_of(packed), count = count_of(packed), all = uint64_t{1} << 32;
+    const uint64_t first = (number * all + count - 1) / count;
+    const uint64_t end = ((number + 1) * all + count - 1) / count;
+    return {static_cast<uint32_t>(first), static_cast<uint32_t>(end - 1 - first)};
+}
 
 // sets `step` to what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false if the scale is
 // no such power of 2

@@ -9,7 +9,7 @@
 // virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 //
 // Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
-#include "../hash_noise.h"
+#include "../routing.h"
 #include "device.h"
 
 // growkern/ops/expand/on_cuda.py defines these; the values here let the file compile by itself
@@ -18,7 +18,8 @@
 #define OUT bf16
 #define ACC float    // double for a double weight
 #define UPPER 0      // whether there is an `upper`
-#define NOISE 0      // 1: on the rows, 2: on the columns
+#define NOISE 0      // noise 1: on the rows, 2: on the columns; routing 3: rows, 4: columns
+#define SHARE 1.f    // of routing: what the chosen copy gets
 #define THREADS 256
 #endif
 
@@ -39,7 +40,8 @@ struct ExpandRowsArgs {
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
     const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
-    const i32* line_key;      // (N,) with noise on the rows, (M,) with noise on the columns
+    const i32* copies;        // the same for routing; packed as in growkern/ops/expand/routing.py
+    const i32* line_key;      // (N,) with noise or routing on the rows, (M,) on the columns
     const i32* line_mult;     // like line_key
     i64 weight_stride, upper_stride, out_stride_m, out_stride_n;
     i32 R, C, M, N;
@@ -72,6 +74,7 @@ struct Columns {
     i32 source[WIDTH];  // virtual columns
     ACC scale[WIDTH], noise[WIDTH];
     i32 key[WIDTH], mult[WIDTH];
+    u32 number[WIDTH], count[WIDTH];  // of copies
 
     __device__ Columns(const ExpandRowsArgs& a, int j) {
         load_columns(a.cols, j, a.N, 0, source);
@@ -79,9 +82,18 @@ struct Columns {
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
         if (a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
-        if (NOISE == 1) {
+        if (NOISE == 1 || NOISE == 3) {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
+        }
+        if (NOISE == 4) {
+            i32 copies[WIDTH];
+            load_columns(a.copies, j, a.N, 1 << 16, copies);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                number[k] = number_of(copies[k]);
+                count[k] = count_of(copies[k]);
+            }
         }
         if (NOISE == 2) {
             load_columns(a.noise, j, a.N, ACC(0), noise);
@@ -130,11 +142,24 @@ __device__ inline ACC with_noise(ACC x, ACC noise) {
     return noise < 0 ? x + x - larger : larger;
 }
 
+// (2) of routing.py, for copy `number` of `count`
+__device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
+    const u32 first = first_choice(key, mult, source, count);
+    const bool is_first = first == number;
+    if (SHARE == 1.f) return is_first ? x : ACC(0);
+    if (count == 1) return x;
+    const ACC whole = to_acc(from_acc<OUT>(x)), larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
+    const bool is_second = second_choice(first, mult, count) == number;
+    return is_first ? larger : is_second ? whole - larger : ACC(0);
+}
+
 // (1) in its order, for output row i, which reads virtual row r
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                              ACC (&x)[WIDTH]) {
     const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
-    const u32 key = NOISE == 2 ? a.line_key[i] : 0, mult = NOISE == 2 ? a.line_mult[i] : 0;
+    const bool by_row = NOISE == 2 || NOISE == 4;
+    const u32 key = by_row ? a.line_key[i] : 0, mult = by_row ? a.line_mult[i] : 0;
+    const i32 copy = NOISE == 3 ? a.copies[i] : 0;
     const ACC size = NOISE == 1 ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
@@ -143,6 +168,10 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
         if (NOISE == 1) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
         if (NOISE == 2)
             x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
+        if (NOISE == 3)
+            x[k] = routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
+        if (NOISE == 4)
+            x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
 }
 

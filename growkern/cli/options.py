@@ -15,6 +15,7 @@ from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
     "noise": "Size of the noise that makes copies differ, relative to each weight.",
+    "routing": "Amplitude of the routing; 1 gives every weight whole to one copy.",
     "carry": "Mean that extra coordinates carry through a post-norm; 0 for none.",
     "identity_gain": "Size of the values between the norms of inserted post-norm blocks.",
     "seed": "Seed of all random choices.",

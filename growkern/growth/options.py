@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
+from growkern.ops.expand.limits import MOST_AMPLITUDE
 
+# the symmetry of "auto", except with scheme="paper"
+DEFAULT_SYMMETRY = "noise"
 CHOICES = {
     "method": ("fpi", "aki", "direct_copy", "random"),
     "depth": ("stack", "interleave", "identity"),
     "scheme": ("exact", "paper"),
-    "symmetry": ("auto", "noise", "split", "none"),
+    "symmetry": ("auto", "routing", "noise", "split", "none"),
     "aki": ("unit", "eq16"),
     "maps": ("cyclic", "balanced"),
 }
@@ -35,11 +38,15 @@ class GrowthOptions:
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.
-            `noise` adds noise that cancels over the copies. `split` gives copies unequal signed
-            shares. `none` leaves them equal. `auto` is `none` with `scheme="paper"`, else `noise`.
-            Copies add up exactly to the source's weight: with `noise` if their number is a power
-            of two, with `split` always.
+            `routing` gives every weight to one copy, chosen by a hash. `noise` adds noise that
+            cancels over the copies. `split` gives copies unequal signed shares. `none` leaves them
+            equal. `auto` is `none` with `scheme="paper"`, else `DEFAULT_SYMMETRY`. Copies add up
+            exactly to the source's weight: with `noise` if their number is a power of two, with
+            `routing` and `split` always.
         noise: largest size of the noise, relative to each weight.
+        routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
+            the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
+            Larger amplitudes make copies differ faster, but the loss rises in the first steps.
         aki: `unit` takes whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` repeats the units in order, `balanced` copies random units equally often.
         carry: amplitude of the extra coordinates that carry the mean through post-norms at uneven
@@ -50,7 +57,7 @@ class GrowthOptions:
         identity_gain: size K of the activations inside inserted post-norm blocks. Each block has a
             relative error of eps K^2 / (K^2 + eps). At 1 that is the norms' eps. At 1e-8 it is 0
             in float64, but the weights of those norms then hardly learn.
-        seed: seed of maps, noise, shares and random weights.
+        seed: seed of maps, noise, routing, shares and random weights.
     """
 
     method: str = "fpi"
@@ -58,6 +65,7 @@ class GrowthOptions:
     scheme: str = "exact"
     symmetry: str = "auto"
     noise: float = 0.5
+    routing: float = 1.0
     aki: str = "unit"
     maps: str = "cyclic"
     carry: float = 1.0
@@ -70,12 +78,18 @@ class GrowthOptions:
             if value not in allowed:
                 raise GrowthError(f"{name}={value!r}{nearest(str(value), allowed)}")
         if self.symmetry == "auto":
-            object.__setattr__(self, "symmetry", "none" if self.scheme == "paper" else "noise")
-        for name, most in (("noise", 1.0), ("carry", 1.0)):
+            default = "none" if self.scheme == "paper" else DEFAULT_SYMMETRY
+            object.__setattr__(self, "symmetry", default)
+        for name, most in (("noise", 1.0), ("routing", MOST_AMPLITUDE), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
         if not 0 < self.identity_gain <= 1:
             raise GrowthError(f"identity_gain={self.identity_gain} must be above 0 and at most 1")
+
+    @property
+    def shares_add_up(self) -> bool:
+        """True if copies add up exactly to the source's weight for any number of copies."""
+        return self.symmetry in ("routing", "split")
 
     @property
     def is_baseline(self) -> bool:

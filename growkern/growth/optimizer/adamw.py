@@ -58,7 +58,8 @@ class GrowthAdamW(torch.optim.AdamW):
     `moment_findings` says "exact".
 
     Weight decay is lr times weight_decay, as in AdamW. Norms that multiply by 1 + weight decay
-    towards (4). Copies that are equal stay equal, so train with symmetry="noise" or "split".
+    towards (4). Copies that are equal stay equal, so train with symmetry="routing", "noise" or
+    "split".
 
     The state is that of AdamW and a count of steps since growth. Parameters may be DTensors. Where
     all copies of a parameter have the same factors, as in growth by whole multiples, PyTorch's

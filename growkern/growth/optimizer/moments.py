@@ -279,8 +279,8 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
     reasons = []
     if not all(finding.level == "exact" for finding in plan.findings):
         reasons.append("the target does not compute the source's function exactly")
-    if options.symmetry == "noise":
-        reasons.append("symmetry='noise': copies differ, so their gradients differ")
+    if options.symmetry in ("noise", "routing"):
+        reasons.append(f"symmetry={options.symmetry!r}: copies differ, so their gradients differ")
     if options.symmetry == "split":
         reasons.append("symmetry='split': the readers of a vector take different shares")
     if layout.is_extended:

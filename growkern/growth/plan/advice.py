@@ -160,7 +160,7 @@ def _symmetry(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
     if plan.options.symmetry == "none" and plan.options.method == "fpi" and copied:
         yield (
             "symmetry='none': all copies get equal gradients and never become different; use "
-            "symmetry='noise' to train the model"
+            "symmetry='routing' or 'noise' to train the model"
         )
 
 

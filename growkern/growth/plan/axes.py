@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ class AxisMap:
         extra: how many target entries at the end are gathered from computed rows.
         sums: with `symmetry="split"`, the two vectors of `shares.take_shares`, (target,) float64
             each. They then replace `scale`. None otherwise.
+        copies: with `symmetry="routing"`, number and count of every copy, (target, 2) int64. A hash
+            then gives each weight to one of them. None otherwise.
     """
 
     index: Tensor
@@ -45,17 +49,33 @@ class AxisMap:
     source: int
     extra: int = 0
     sums: tuple[Tensor, Tensor] | None = None
+    copies: Tensor | None = None
 
-    def block(self, where: range) -> dict[str, Tensor | None]:
-        """Index, scale and noise of some target entries, each None if it changes nothing."""
+    @cached_property
+    def gathered_scale(self) -> Tensor:
+        """The factor of the weight that an entry gathers: `scale`, or that of all copies together.
+
+        With routing the copies of an entry share one weight, so its factor is the sum of theirs.
+        """
+        if self.copies is None:
+            return self.scale
+        whole = self.scale * self.copies[:, 1]
+        # count times 1/count may be off by one rounding
+        power = whole.abs().clamp(min=1e-300).log2().round().exp2().copysign(whole)
+        return torch.where((whole / power - 1).abs() < 1e-12, power, whole)
+
+    def block(self, where: range) -> dict[str, Any]:
+        """Index, scale, noise and copies of some entries, each None if it changes nothing."""
         at = slice(where.start, where.stop)
-        index, scale, noise = self.index[at], self.scale[at], self.noise[at]
+        index, scale, noise = self.index[at], self.gathered_scale[at], self.noise[at]
+        copies = None if self.copies is None else self.copies[at]
         is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
         is_scaled = self.sums is None and not bool((scale == 1).all())
         return {
             "index": None if is_plain else index,
             "scale": scale if is_scaled else None,
             "noise": noise if bool(noise.any()) else None,
+            "copies": None if copies is None or bool((copies[:, 1] == 1).all()) else copies,
         }
 
     def sums_of(self, where: range) -> tuple[Tensor, Tensor] | None:
@@ -100,6 +120,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         is_old = torch.arange(size) < total
         index = torch.arange(size) % max(total, 1)
         return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)
+    is_routed = role == "read" and plan.options.symmetry == "routing"
     pieces, offset, extra = [], 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
@@ -114,14 +135,19 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         copied = index + offset + total * from_next
         index = torch.where(is_computed, index - space.source, copied)
         no_noise = torch.zeros(space.target, dtype=torch.float64)
-        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra))
+        copies = space.copies
+        if bool(from_next.any()):
+            # entries of two layers share one index: they are no copies of each other
+            copies = torch.tensor([0, 1]).expand_as(copies)
+        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra, copies))
         offset += space.source
-    joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
+    joined, scales, noises, is_copy, copies = (torch.cat(x) for x in zip(*pieces, strict=True))
     if role == "write":
         scales = scales * layout.scale(task.tensor.row)
     is_split = role == "read" and plan.options.symmetry == "split"
     sums = partial_sums(joined, scales, is_copy) if is_split else None
-    return AxisMap(joined, scales, noises, total, extra, sums)
+    routed = copies if is_routed else None
+    return AxisMap(joined, scales, noises, total, extra, sums, routed)
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
@@ -151,7 +177,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 
 
 def noise_seed(plan: Blueprint, task: Task) -> int:
-    """The seed of a weight's noise, for `growkern.expand`."""
+    """The seed of a weight's noise or routing, for `growkern.expand`."""
     return maps.generator(plan.options.seed, "noise", task.name).initial_seed()
 
 

@@ -209,9 +209,10 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}"
         return [Finding("approximate", dtype, why)]
-    if is_widened and plan.dtype == torch.float16 and plan.options.symmetry != "split":
+    divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
+    if is_widened and plan.dtype == torch.float16 and divides:
         tiny = torch.finfo(torch.float16).tiny
-        why = f"divided weights below {tiny:.2g} lose digits; symmetry='split' keeps all of them"
+        why = f"divided weights below {tiny:.2g} lose digits; symmetry='routing' keeps all of them"
         return [Finding("approximate", dtype, why)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
@@ -226,7 +227,9 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
         maps = [axis_map(plan, task, axis, size) for axis, size in axes]
-        return any(m.extra or _is_any_rounded(m.index, m.scale, m.sums is not None) for m in maps)
+        return any(
+            m.extra or _is_any_rounded(m.index, m.gathered_scale, m.sums is not None) for m in maps
+        )
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
     if bool(entering.is_extra.any()):
         return True
@@ -237,7 +240,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     if plan.layout.family.norm.offset(task.tensor.is_bias):
         # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())
-    is_split = plan.options.symmetry == "split" and plan.layout.is_dual(task.tensor.norm[1])
+    is_split = plan.options.shares_add_up and plan.layout.is_dual(task.tensor.norm[1])
     return _is_any_rounded(entering.read_index[read], gain[read], is_split)
 
 

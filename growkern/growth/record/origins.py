@@ -38,7 +38,7 @@ class Origin:
         factor: a factor of all values besides the maps.
         offset: number that the model adds to the stored value. Growth scales the sum.
         is_gain: True for the weight of a norm, False for its bias.
-        noise_seed: seed for `growkern.expand`, if weights have noise.
+        noise_seed: seed for `growkern.expand`, if weights have noise or routing.
     """
 
     source: str
@@ -90,7 +90,7 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
     copied = not options.is_baseline
     is_zero = copied and not is_norm and task.identity == "zero"
-    has_noise = copied and not is_norm and not is_zero and options.symmetry == "noise"
+    has_noise = copied and not is_norm and not is_zero and options.symmetry in ("noise", "routing")
     factor = norms.affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
     return Origin(
         "zero" if is_zero else task.source,

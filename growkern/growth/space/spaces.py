@@ -99,6 +99,22 @@ class Space:
         rows = torch.where(self.is_extra, 0.0, self.write)
         return math.sqrt(rows.square().sum().item() / self.target)
 
+    @property
+    def copies(self) -> Tensor:
+        """Per read coordinate its number among the copies of its entry, and how many there are.
+
+        Extra coordinates, and coordinates that nothing reads, count as only copies: (0, 1).
+
+        Returns:
+            (target, 2) int64, as `growkern.expand` takes it for routing.
+        """
+        is_copy = (self.read_index < self.source) & ~self.is_extra & (self.read != 0)
+        result = torch.tensor([0, 1]).repeat(self.target, 1)
+        index = self.read_index[is_copy]
+        count = maps.counts(index, self.source).long()
+        result[is_copy] = torch.stack([maps.rank_in_group(index), count], 1)
+        return result
+
     def noise(self, amount: float) -> Tensor | None:
         """Noise amplitude per read coordinate, relative to each weight. It cancels over copies.
 

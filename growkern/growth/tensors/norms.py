@@ -64,7 +64,7 @@ def _sums(
     """The two vectors of `take_shares` if the norm's output enters a tied head, else None."""
     assert task.tensor.norm is not None
     entering, leaving = task.tensor.norm
-    if plan.options.symmetry != "split" or not plan.layout.is_dual(leaving):
+    if not plan.options.shares_add_up or not plan.layout.is_dual(leaving):
         return None
     return partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from growkern.growth.space.shares import take_shares
 from growkern.growth.tensors.baselines import build_baseline, old_entries_within
 from growkern.growth.tensors.extras import gathered_rows
 from growkern.growth.tensors.norms import build_norm
+from growkern.ops.expand.call import Routing
 from growkern.ops.expand.work import OneByOne, Work
 
 Read = Callable[[str], Tensor]
@@ -116,7 +118,7 @@ def _build_weight(
         extra = tuple(is_extra for _, is_extra in block)
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
         rows, cols = (*maps_of_block, {})[:2]
-        # noise depends on the position in the whole tensor, so that parts have the same bits
+        # noise and routing depend on the place in the whole tensor: parts have the same bits
         offsets = [where.start for where, _ in block] + [0]
         gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
         # extra rows are float64 sums; they are computed on the CPU
@@ -132,10 +134,10 @@ def _build_weight(
             col_scale=cols.get("scale"),
             row_noise=rows["noise"],
             col_noise=cols.get("noise"),
+            routing=_routing(plan, rows, cols),
             upper=upper,
             seed=seed,
-            row_offset=offsets[0],
-            col_offset=offsets[1],
+            offsets=(offsets[0], offsets[1]),
             out=place,
         )
         for dim, (m, (where, _)) in enumerate(zip(axes, block, strict=True)):
@@ -143,6 +145,14 @@ def _build_weight(
             if sums is not None:
                 work.then(partial(take_shares, place, dim, *sums))
     return out
+
+
+def _routing(plan: Blueprint, *axes: dict[str, Any]) -> Routing | None:
+    """The routing of the axis that has copies to choose from."""
+    for dim, of_axis in enumerate(axes):
+        if of_axis.get("copies") is not None:
+            return Routing(dim, of_axis["copies"], plan.options.routing)
+    return None
 
 
 def _within(part: Part, block: Sequence[tuple[range, bool]]) -> tuple[slice, ...]:

@@ -1,25 +1,44 @@
 """The record of one `expand` call: the only argument of every backend.
 
-`op.py` defines the fields, in formulas (1) to (4). Shape letters used in this file: R, C rows and
-columns of the weight; M, N rows and columns of the result.
+`op.py` defines the fields, in formulas (1) to (4), and `routing.py` defines routing. Shape letters
+used in this file: R, C rows and columns of the weight; M, N rows and columns of the result.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# the axis of the result that has noise; kernels in Triton and CUDA C++ use the same numbers
-NO_NOISE, ROW_NOISE, COL_NOISE = 0, 1, 2
+# the axis of the result that has noise or routing; kernels use the same numbers
+NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
+
+
+class Routing(NamedTuple):
+    """Which entries of one axis of the result are copies of the same source entry.
+
+    A hash chooses one copy for every line and source entry, see `routing.py`.
+
+    Attributes:
+        dim: the axis of the result: 0 for its rows, 1 for its columns.
+        copies: (n, 2) int64. Per entry of the axis its number among the copies of its source,
+            from 0 on, and the count of these copies. (0, 1): the entry is the only one.
+        amplitude: a of (2) in `routing.py`, from 0 to 3. 1: the chosen copy has the whole weight.
+    """
+
+    dim: int
+    copies: Tensor
+    amplitude: float = 1.0
 
 
 class ExpandCall(NamedTuple):
     """The arguments of one `expand`. Backends get them checked, as matrices, and fill `out`.
 
-    A field that is None changes nothing: every row once, a scale of 1, no noise. Only the checks
-    of the public function see a call whose `out` is still None, or whose tensors are vectors.
+    A field that is None changes nothing: every row once, a scale of 1, equal copies. Only the
+    checks of the public function see a call whose `out` is still None, or whose tensors are
+    vectors.
     """
 
     out: Tensor  # (M, N), any strides
@@ -29,11 +48,27 @@ class ExpandCall(NamedTuple):
     cols: Tensor | None = None  # (N,) int64
     row_scale: Tensor | None = None  # (M,) float
     col_scale: Tensor | None = None  # (N,) float
-    row_noise: Tensor | None = None  # (M,) float; at most one of the two noises is given
+    row_noise: Tensor | None = None  # (M,) float; at most one of the noises and routing is given
     col_noise: Tensor | None = None  # (N,) float
+    routing: Routing | None = None
     seed: int = 0
-    row_offset: int = 0
-    col_offset: int = 0
+    offsets: tuple[int, int] = (0, 0)  # position of the first row and column in the whole matrix
+
+    @classmethod
+    def of_inputs(cls, out: Tensor, inputs: Sequence[Any]) -> ExpandCall:
+        """The call with these `inputs`, in the order of that property."""
+        tensors, (copies, dim, amplitude, seed, row, col) = inputs[:8], inputs[8:]
+        routing = None if copies is None else Routing(dim, copies, amplitude)
+        return cls._make((out, *tensors, routing, seed, (row, col)))
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """All fields but `out`, as the registered op takes them."""
+        routing = self.routing
+        routed = (
+            (None, 0, 1.0) if routing is None else (routing.copies, routing.dim, routing.amplitude)
+        )
+        return (*self[1:9], *routed, self.seed, *self.offsets)
 
     def as_matrices(self) -> ExpandCall:
         """The same call on matrices: a vector becomes a matrix of one row."""
@@ -62,7 +97,9 @@ class ExpandCall(NamedTuple):
 
     @property
     def noise_kind(self) -> int:
-        """NO_NOISE, ROW_NOISE or COL_NOISE."""
+        """NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING or COL_ROUTING."""
+        if self.routing is not None:
+            return (ROW_ROUTING, COL_ROUTING)[self.routing.dim]
         if self.col_noise is not None:
             return COL_NOISE
         return NO_NOISE if self.row_noise is None else ROW_NOISE
@@ -74,12 +111,12 @@ class ExpandCall(NamedTuple):
 
     @property
     def lines(self) -> tuple[int, int]:
-        """The lines that noise runs along: how many there are, and the position of the first.
+        """The lines that noise or routing runs along: their count, and the first one's position.
 
-        A line is a row of the result with COL_NOISE and a column with ROW_NOISE.
+        If the columns have noise or routing, a line is a row of the result, else a column.
         """
-        M, N = self.out.shape
-        return (M, self.row_offset) if self.noise_kind == COL_NOISE else (N, self.col_offset)
+        dim = 0 if self.noise_kind in (COL_NOISE, COL_ROUTING) else 1
+        return self.out.shape[dim], self.offsets[dim]
 
 
 def as_vector(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

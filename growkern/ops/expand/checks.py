@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # the fields of a call that belong to each axis of the weight
@@ -83,6 +84,22 @@ def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -
         raise GrowthError("out= has no gradient: leave out= away, or use torch.no_grad()")
 
 
+def _check_routing(routing: Routing, shape: list[int], device: torch.device) -> None:
+    dim, copies, amplitude = routing
+    if dim not in (0, 1):
+        raise GrowthError(f"routing.dim must be 0 (rows) or 1 (columns), got {dim}")
+    _check_tensor("routing.copies", copies, device)
+    wanted = (shape[dim], 2)
+    if copies.dtype != torch.int64 or tuple(copies.shape) != wanted:
+        found = f"{copies.dtype} of shape {tuple(copies.shape)}"
+        raise GrowthError(f"routing.copies must be torch.int64 of shape {wanted}, got {found}")
+    if not 0 <= amplitude <= MOST_AMPLITUDE:
+        raise GrowthError(
+            f"routing.amplitude must be in 0 .. {MOST_AMPLITUDE:g}, got {amplitude:g}: beyond, "
+            "copies would not add up exactly"
+        )
+
+
 def check_expand(
     call: ExpandCall, out_dtype: torch.dtype | None, *, reads_host: bool = False
 ) -> None:
@@ -102,11 +119,16 @@ def check_expand(
     weight = call.weight
     _check_weight(weight, call.upper)
     device = _device_of_result(call, reads_host)
-    not_for_vectors = ("cols", "row_noise", "col_scale", "col_noise")
+    not_for_vectors = ("cols", "row_noise", "col_scale", "col_noise", "routing")
     if weight.ndim == 1 and any(getattr(call, name) is not None for name in not_for_vectors):
-        raise GrowthError("a 1-D weight takes rows and row_scale only: no columns, no noise")
-    if call.row_noise is not None and call.col_noise is not None:
-        raise GrowthError("noise goes on the axis that is read: row_noise or col_noise, not both")
+        raise GrowthError(
+            "a 1-D weight takes rows and row_scale only: no columns, no noise, no routing"
+        )
+    if sum(x is not None for x in (call.row_noise, call.col_noise, call.routing)) > 1:
+        raise GrowthError(
+            "noise or routing goes on the axis that is read: give one of row_noise, col_noise and "
+            "routing"
+        )
     if not 0 <= call.seed < 2**63:
         raise GrowthError(f"seed must be in [0, 2**63), got {call.seed}")
 
@@ -121,6 +143,9 @@ def check_expand(
             factor = getattr(call, name)
             if factor is not None:
                 _check_factor(name, factor, shape[axis], device)
+
+    if call.routing is not None:
+        _check_routing(call.routing, shape, device)
 
     if out_dtype not in (None, *DTYPES):
         raise GrowthError(f"out_dtype must be one of {DTYPES}, got {out_dtype}")
@@ -141,6 +166,19 @@ def check_ranges(call: ExpandCall) -> None:
         if low < 0 or high >= limit:
             fix = "; indices past the end of the weight need `upper`" if call.upper is None else ""
             raise GrowthError(f"{name} holds {low} to {high}, allowed are 0 to {limit - 1}{fix}")
+    if call.routing is not None:
+        _check_copies(call.routing.copies)
+
+
+def _check_copies(copies: Tensor) -> None:
+    """Raises GrowthError for numbers of copies that are not below their count, on the CPU only."""
+    if copies.device.type != "cpu" or not copies.numel():
+        return
+    number, count = copies.unbind(1)
+    if int(number.min()) < 0 or bool((number >= count).any()) or int(count.max()) > MOST_COPIES:
+        raise GrowthError(
+            f"routing.copies must hold numbers from 0 to count - 1, and counts up to {MOST_COPIES}"
+        )
 
 
 def check_no_overlap(call: ExpandCall) -> None:

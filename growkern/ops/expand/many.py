@@ -19,9 +19,10 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
-from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall
+from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
 from growkern.ops.expand.noise import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import BLOCK_M, GATHER, columns_of_block, expand_block
+from growkern.ops.expand.routing import larger_share_of_call, packed
 
 # ------------------------------------------------------------------- kernel
 
@@ -42,6 +43,8 @@ def _expand_many_kernel(
     like,  # pointers with the types of out, weight, index, factor and key; nothing is read there
     UPPER: tl.constexpr,
     NOISE: tl.constexpr,
+    LARGER: tl.constexpr,
+    SCALED: tl.constexpr,  # `LaunchKind.is_scaled`
     WIDE: tl.constexpr,  # `LaunchKind.is_wide`
     ACC: tl.constexpr,
     N_FIELDS: tl.constexpr,
@@ -53,7 +56,9 @@ def _expand_many_kernel(
     out_ptr = tl.load(t).to(like[0].dtype)
     weight_ptr = tl.load(t + 1).to(like[1].dtype)
     maps = (_pointer(t, 3, like[2]), _pointer(t, 4, like[2]))
-    scales = (_pointer(t, 5, like[3]), _pointer(t, 6, like[3]))
+    scales = (None, None)
+    if SCALED:
+        scales = (_pointer(t, 5, like[3]), _pointer(t, 6, like[3]))
     step_m = tl.load(t + 14)
     N = tl.load(t + 19)
     if WIDE:
@@ -66,11 +71,13 @@ def _expand_many_kernel(
         strides = (tl.load(t + 10), steps[0], tl.load(t + 12), steps[1], step_m, steps[2])
     shape = (tl.load(t + 16), tl.load(t + 17), tl.load(t + 18), N)
     block = block - tl.load(t + 20)
-    noise = (_pointer(t, 7, like[3]), _pointer(t, 8, like[4]), _pointer(t, 9, like[4]))
+    # sizes of noise are factors, and copies are of the type of keys
+    of_axis = _pointer(t, 7, like[4] if NOISE > 2 else like[3])
+    noise = (of_axis, _pointer(t, 8, like[4]), _pointer(t, 9, like[4]))
     sources = (weight_ptr, tl.load(t + 2).to(like[1].dtype)) if UPPER else (weight_ptr, None)
     expand_block(
         block, sources, maps, scales, noise, out_ptr, strides, shape,
-        NOISE, ACC, BLOCK_M, BLOCK_N,
+        NOISE, LARGER, ACC, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -138,6 +145,8 @@ class LaunchKind(NamedTuple):
     dtype: str
     has_upper: bool
     noise_kind: int
+    larger: float  # `larger_share` of routing
+    is_scaled: bool
     is_wide: bool  # 16 bytes of the result can be written at a time
 
 
@@ -147,7 +156,9 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
     places = (out.data_ptr(), out.stride(0), out.shape[1])
     is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
-    return LaunchKind(*dtypes, call.upper is not None, call.noise_kind, is_wide)
+    is_scaled = call.row_scale is not None or call.col_scale is not None
+    how = (call.noise_kind, larger_share_of_call(call), is_scaled)
+    return LaunchKind(*dtypes, call.upper is not None, *how, is_wide)
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
@@ -186,21 +197,24 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
     index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))
-    lines = _LineKeys()
+    lines, copies = _LineKeys(), _Packed(torch.int32, torch.zeros(0))
     counts = [-(-call.out.shape[0] // BLOCK_M) * -(-call.out.shape[1] // block_n) for call in calls]
     rows, n_blocks = [], 0
     for call, count in zip(calls, counts, strict=True):
-        rows.append(_row(call, index, factors, lines, n_blocks))
+        rows.append(_row(call, index, factors, copies, lines, n_blocks))
         n_blocks += count
     table = torch.tensor(rows)
-    packed = (index.on(device), factors.on(device), *lines.on(device))
-    for x, (first_field, end) in zip(packed, ((3, 5), (5, 8), (8, 9), (9, 10)), strict=True):
+    sizes = factors.on(device)
+    of_axis = sizes if first.routing is None else copies.on(device)
+    vectors = (index.on(device), sizes, of_axis, *lines.on(device))
+    places = ((3, 5), (5, 7), (7, 8), (8, 9), (9, 10))
+    for x, (first_field, end) in zip(vectors, places, strict=True):
         fields = slice(first_field, end)
         table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
     call_of_block = torch.arange(len(calls), dtype=torch.int32)
     repeats = torch.tensor(counts)
     call_of_block = call_of_block.repeat_interleave(repeats, output_size=n_blocks).to(device)
-    like = (first.out, first.weight, packed[0], packed[1], call_of_block)
+    like = (first.out, first.weight, vectors[0], vectors[1], call_of_block)
     launch(
         _expand_many_kernel,
         n_blocks,
@@ -210,6 +224,8 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         like,
         UPPER=kind.has_upper,
         NOISE=kind.noise_kind,
+        LARGER=kind.larger,
+        SCALED=kind.is_scaled,
         WIDE=kind.is_wide,
         ACC=tl_acc,
         N_FIELDS=N_FIELDS,
@@ -221,13 +237,21 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
 
 
 def _row(
-    call: ExpandCall, index: _Packed, factors: _Packed, lines: _LineKeys, first_block: int
+    call: ExpandCall,
+    index: _Packed,
+    factors: _Packed,
+    copies: _Packed,
+    lines: _LineKeys,
+    first_block: int,
 ) -> list[int]:
     """A call's row of the table. Packed vectors have their place instead of their address."""
     (M, N), (R, C) = call.out.shape, call.weight.shape
     noise = [0, 0, 0]
     if call.noise is not None:
         noise = [factors.add(call.noise), *[lines.add(*call.lines, call.seed)] * 2]
+    if call.routing is not None:
+        place = copies.add(packed(call.routing.copies))
+        noise = [place, *[lines.add(*call.lines, call.seed)] * 2]
     upper = call.weight if call.upper is None else call.upper
     places = [x.data_ptr() for x in (call.out, call.weight, upper)]
     places += [index.add(call.rows), index.add(call.cols)]
@@ -241,15 +265,19 @@ def aot_cases() -> list[AotCase]:
     like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
     signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
     constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS, "BLOCK_M": BLOCK_M}
-    constants |= {"BLOCK_N": columns_of_block(2)}
+    constants |= {"BLOCK_N": columns_of_block(2), "LARGER": 1.0}
     return [
         AotCase(
             f"expand many {name} bf16",
             _expand_many_kernel,
             signature,
-            constants | {"UPPER": upper, "NOISE": noise, "WIDE": True},
+            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
             narrow=GATHER,
             traffic=2.5,
         )
-        for name, upper, noise in (("FPI", False, NO_NOISE), ("AKI, noise", True, COL_NOISE))
+        for name, upper, noise, scaled in (
+            ("FPI", False, NO_NOISE, True),
+            ("FPI, routing", False, COL_ROUTING, False),
+            ("AKI, noise", True, COL_NOISE, True),
+        )
     ]

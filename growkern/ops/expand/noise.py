@@ -80,8 +80,8 @@ def line_keys(n_lines: int, offset: int, seed: int, device: torch.device) -> tup
 
 
 def keys_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None]:
-    """(2) for every line of a call: key and mult; both None without noise."""
-    if call.noise is None:
+    """(2) for every line of a call: key and mult; both None without noise or routing."""
+    if call.noise is None and call.routing is None:
         return None, None
     return line_keys(*call.lines, call.seed, call.out.device)
 

@@ -3,19 +3,22 @@
 import ctypes
 
 import torch
+from torch import Tensor
 
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.routing import larger_share_of_call, packed_of_call
 
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
 
 _POINTERS = ["weight", "upper", "out", "rows", "cols", "row_scale", "col_scale"]
-_POINTERS += ["row_noise", "col_noise", "line_key", "line_mult"]
+_POINTERS += ["row_noise", "col_noise", "row_copies", "col_copies", "line_key", "line_mult"]
 _SIZES = ("R", "C", "M", "N", "weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("in_type", "out_type", "threads", "isa")
+_FACTORS = ("larger_share",)
 
 
 class _Args(ctypes.Structure):
@@ -25,6 +28,7 @@ class _Args(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [(name, ctypes.c_int32) for name in _NUMBERS]
+        + [(name, ctypes.c_float) for name in _FACTORS]
     )
 
 
@@ -46,7 +50,10 @@ def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
     tensors = [call.weight, call.upper, call.out]
     tensors += [as_vector(x, torch.int64) for x in (call.rows, call.cols)]
     factors = (call.row_scale, call.col_scale, call.row_noise, call.col_noise)
-    tensors += [*(as_vector(x, acc) for x in factors), *keys_of_call(call)]
+    copies: list[Tensor | None] = [None, None]
+    if call.routing is not None:
+        copies[call.routing.dim] = packed_of_call(call)
+    tensors += [*(as_vector(x, acc) for x in factors), *copies, *keys_of_call(call)]
     args = _Args(
         *(None if x is None else x.data_ptr() for x in tensors),
         *call.weight.shape,
@@ -58,6 +65,7 @@ def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
         native.TYPES[call.out.dtype],
         torch.get_num_threads() if call.out.numel() >= PARALLEL_ELEMENTS else 1,
         lib.growkern_best_isa() if isa is None else isa,
+        larger_share_of_call(call),
     )
     status = lib.growkern_expand(ctypes.byref(args))
     if status == 1:

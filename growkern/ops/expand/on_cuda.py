@@ -18,6 +18,7 @@ from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.routing import larger_share_of_call, packed_of_call
 
 TYPES = {
     torch.float32: "float",
@@ -31,7 +32,7 @@ LEAST_BLOCKS = 256
 
 _POINTERS = (
     *("weight", "upper", "out", "first", "target", "rows", "cols", "row_scale", "col_scale"),
-    *("noise", "line_key", "line_mult"),
+    *("noise", "copies", "line_key", "line_mult"),
 )
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("R", "C", "M", "N", "blocks_per_row", "staged", "reads_upper_beside")
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
-    """The kernel for the dtypes, the kind of noise and the presence of `upper` in a call.
+    """The kernel for the dtypes, the noise or routing and the presence of `upper` in a call.
 
     Args:
         aligned: 1 if every row begins and ends at a multiple of 16 bytes, else 0.
@@ -68,7 +69,8 @@ def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
         "ACC": TYPES[acc_torch_dtype(call.weight)],
         "UPPER": int(call.upper is not None),
     }
-    macros |= {"NOISE": call.noise_kind, "THREADS": THREADS, "ALIGNED": aligned}
+    macros |= {"NOISE": call.noise_kind, "SHARE": f"{larger_share_of_call(call).hex()}f"}
+    macros |= {"THREADS": THREADS, "ALIGNED": aligned}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
@@ -106,6 +108,7 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
         *by_source(call.rows, R, M, out_MN.device),
         *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
         *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
+        packed_of_call(call),
         *keys_of_call(call),
     )
     row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)

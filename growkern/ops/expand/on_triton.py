@@ -9,8 +9,9 @@ import torch
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import COL_NOISE, NO_NOISE, ExpandCall, as_vector
+from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall, as_vector
 from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
+from growkern.ops.expand.routing import larger_share_of_call, packed_of_call, routed_triton
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
@@ -42,6 +43,16 @@ def _with_noise(x, noise, like, ACC: tl.constexpr):
 
 
 @jit
+def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.constexpr):
+    """(2) of `routing.py`."""
+    x = _rounded(x, like).to(ACC)
+    larger = x
+    if LARGER != 1.0:
+        larger = _rounded(x * LARGER, like).to(ACC)
+    return routed_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
+
+
+@jit
 def _rounded(x, like):
     """x in the dtype `like` points to."""
     if like.dtype.element_ty == tl.bfloat16:
@@ -53,7 +64,8 @@ def _rounded(x, like):
 @jit
 def expand_block(
     block, sources, maps, scales, noise, out_ptr, strides, shape,
-    NOISE: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NOISE: tl.constexpr, LARGER: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Computes block number `block` of the result. Blocks are numbered along its rows.
 
@@ -71,11 +83,13 @@ def expand_block(
     # before the loop over rows: after a store the compiler would load them again
     if scales[1] is not None:
         col_scale = tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
-    if NOISE == 1:
+    if NOISE == 1 or NOISE == 3:
         key = tl.load(noise[1] + n, mask=n_inside, other=0)
         mult = tl.load(noise[2] + n, mask=n_inside, other=0)
     if NOISE == 2:
         size = noise_unit_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
+    if NOISE == 4:
+        copies = tl.load(noise[0] + n, mask=n_inside, other=0)
 
     for k in tl.static_range(BLOCK_M):
         m = m_first + k
@@ -94,9 +108,15 @@ def expand_block(
             size = noise_unit_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
             xi = hash_noise_triton(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
-        if NOISE == 2:
+        if NOISE == 3:
+            copies = tl.load(noise[0] + m, mask=m_inside, other=0)
+            x = _routed(x, key, mult, row, copies, out_ptr, LARGER, ACC)
+        if NOISE == 2 or NOISE == 4:
             key = tl.load(noise[1] + m, mask=m_inside, other=0)
             mult = tl.load(noise[2] + m, mask=m_inside, other=0)
+        if NOISE == 4:
+            x = _routed(x, key, mult, col, copies, out_ptr, LARGER, ACC)
+        if NOISE == 2:
             xi = hash_noise_triton(key, mult, col.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         to = out_ptr + m * strides[4] + n * strides[5]
@@ -108,18 +128,19 @@ def _expand_kernel(
     sources,  # weight, upper: (R, C); upper may be None
     maps,  # rows (M,), cols (N,); None: identity
     scales,  # row_scale (M,), col_scale (N,); None: 1
-    noise,  # size on the axis of the noise; key and mult on the other; None with NO_NOISE
+    noise,  # size or copies on the axis of noise or routing; key and mult on the other
     out_ptr,  # (M, N)  out
     strides,  # r and c of weight, r and c of upper, m and n of out
     shape,  # R, C, M, N
-    NOISE: tl.constexpr,  # 1: ROW_NOISE, 2: COL_NOISE
+    NOISE: tl.constexpr,  # `ExpandCall.noise_kind`; with NO_NOISE all three of `noise` are None
+    LARGER: tl.constexpr,  # `larger_share`
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     expand_block(
         tl.program_id(0), sources, maps, scales, noise, out_ptr, strides, shape,
-        NOISE, ACC, BLOCK_M, BLOCK_N,
+        NOISE, LARGER, ACC, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -143,7 +164,10 @@ def expand_triton(call: ExpandCall) -> None:
         # int64 as given: all rows of a block share the load of an index
         tuple(as_vector(x, torch.int64) for x in (call.rows, call.cols)),
         tuple(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
-        (as_vector(call.noise, acc), *keys_of_call(call)),
+        (
+            as_vector(call.noise, acc) if call.routing is None else packed_of_call(call),
+            *keys_of_call(call),
+        ),
         call.out,
         (
             *call.weight.stride(),
@@ -152,6 +176,7 @@ def expand_triton(call: ExpandCall) -> None:
         ),
         (*call.weight.shape, M, N),
         NOISE=call.noise_kind,
+        LARGER=larger_share_of_call(call),
         ACC=tl_acc,
         **choice,
         # a fused 1 + noise * xi would differ from the other backends in the last bit
@@ -160,7 +185,7 @@ def expand_triton(call: ExpandCall) -> None:
 
 
 def aot_cases() -> list[AotCase]:
-    """The launches of growing a large model: FPI, AKI with noise, and rows alone."""
+    """The launches of growing a large model: FPI, AKI with noise, routing, and rows alone."""
     cases = []
     for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         x, index, factor = f"*{dtype}", "*i64", f"*{acc}"
@@ -177,11 +202,13 @@ def aot_cases() -> list[AotCase]:
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(size)}
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(size), "LARGER": 1.0}
         noisy = {"noise": (factor, "*i32", "*i32")}
+        routed = {"noise": ("*i32", "*i32", "*i32")}
         ways = (
             ("FPI", fpi, NO_NOISE),
             ("FPI, noise", fpi | noisy, COL_NOISE),
+            ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
             ("AKI, noise", fpi | aki | noisy, COL_NOISE),
             ("rows", fpi | rows, NO_NOISE),
         )

@@ -3,8 +3,8 @@
     out[i, j] = S[rows[i], cols[j]] * row_scale[i] * col_scale[j] * (1 + noise)              (1)
     S[r, c]   = W[r, c]                   if r < R and c < C
               = upper[r mod R, c mod C]   otherwise (r < 2 R, c < 2 C)                       (2)
-    noise     = col_noise[j] * xi(seed; row_offset + i, cols[j])                             (3)
-             or row_noise[i] * xi(seed; col_offset + j, rows[i])
+    noise     = col_noise[j] * xi(seed; offsets[0] + i, cols[j])                             (3)
+             or row_noise[i] * xi(seed; offsets[1] + j, rows[i])
     x (1 + noise) = rn(x (1 + noise))           where noise >= 0                             (4)
                   = rn(2 x - rn(x (1 - noise))) where noise < 0
 
@@ -21,12 +21,16 @@ rounded once more, rn, to the output dtype. Let x be the product without noise. 
 of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (Sterbenz's lemma):
 noise costs no digits, in bfloat16 either.
 
+Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
+sum is x for any number of copies and any dtype: see `routing.py`.
+
 Reading order: the public function `expand` at the end of this file packs its arguments into one
 record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
 every backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
-`noise.py` has the hash. That is at most 6 files for one call; CONTRIBUTING.md says how they are
-counted. To carry out many calls, `work.py` collects them and `many.py` launches them together.
+`noise.py` has the hash, and `routing.py` what routing does with it. That is at most 6 files for one
+call; CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` collects them
+and `many.py` launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
@@ -40,12 +44,13 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
 from growkern.ops.expand.noise import noise_of_columns, with_noise
 from growkern.ops.expand.on_cpu import expand_cpu
 from growkern.ops.expand.on_cuda import expand_cuda
 from growkern.ops.expand.on_triton import expand_triton
+from growkern.ops.expand.routing import routed, routed_gradient
 
 # ---------------------------------------------------------------- reference
 
@@ -73,10 +78,10 @@ def _scaled(x_MN: Tensor, call: ExpandCall) -> tuple[Tensor, Tensor | None]:
         x_MN = x_MN * call.col_scale.to(x_MN.dtype)
     if call.col_noise is not None:
         cols_N = _index(call.cols, N, device)
-        noise_MN = noise_of_columns(x_MN, call.col_noise, cols_N, call.row_offset, call.seed)
+        noise_MN = noise_of_columns(x_MN, call.col_noise, cols_N, call.offsets[0], call.seed)
     if call.row_noise is not None:
         rows_M = _index(call.rows, M, device)
-        noise_MN = noise_of_columns(x_MN.T, call.row_noise, rows_M, call.col_offset, call.seed).T
+        noise_MN = noise_of_columns(x_MN.T, call.row_noise, rows_M, call.offsets[1], call.seed).T
     return x_MN, noise_MN
 
 
@@ -90,7 +95,9 @@ def expand_reference(call: ExpandCall) -> Tensor:
         in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
         x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call.rows, call.cols), x_MN)
     x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), call)
-    x_MN = with_noise(x_MN, noise_MN, call.out.dtype)
+    x_MN = (
+        with_noise(x_MN, noise_MN, call.out.dtype) if call.routing is None else routed(x_MN, call)
+    )
     # a copy: without maps and factors, x_MN is still the weight itself
     return x_MN.to(call.out.dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -113,10 +120,11 @@ def _run(call: ExpandCall, backend: str) -> None:
         KERNELS[choose_backend(backend, call.out.device)](call)
 
 
-# the fields of ExpandCall after `out`, in PyTorch's schema language
+# `ExpandCall.inputs` in PyTorch's schema language
 _INPUTS = (
     "Tensor weight, Tensor? upper, Tensor? rows, Tensor? cols, "
     "Tensor? row_scale, Tensor? col_scale, Tensor? row_noise, Tensor? col_noise, "
+    "Tensor? copies, int routed_dim, float amplitude, "
     "SymInt seed, SymInt row_offset, SymInt col_offset"
 )
 
@@ -137,7 +145,7 @@ def expand_op(*inputs_dtype_backend: Any) -> Tensor:
     *inputs, out_dtype, backend = inputs_dtype_backend
     out_MN = _empty_result(inputs, out_dtype)
     advise_huge_pages(out_MN)
-    _run(ExpandCall(out_MN, *inputs), backend)
+    _run(ExpandCall.of_inputs(out_MN, inputs), backend)
     return out_MN
 
 
@@ -153,8 +161,8 @@ def _(*inputs_dtype_backend):
     schema=f"(Tensor(a!) out, {_INPUTS}, str backend) -> ()",
 )
 def expand_out_op(*call_backend: Any) -> None:
-    *call, backend = call_backend
-    _run(ExpandCall(*call), backend)
+    out, *inputs, backend = call_backend
+    _run(ExpandCall.of_inputs(out, inputs), backend)
 
 
 @expand_out_op.register_fake
@@ -186,19 +194,21 @@ def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight_RC, upper_RC, *maps_and_factors, seed, row_offset, col_offset, _, _ = inputs
+    weight_RC, upper_RC, *tensors_and_numbers = inputs[:-2]
     # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
-    ctx.save_for_backward(*maps_and_factors)
-    ctx.noise_key, ctx.has_upper = (seed, row_offset, col_offset), upper_RC is not None
+    ctx.save_for_backward(*tensors_and_numbers[:7])
+    ctx.numbers, ctx.has_upper = tensors_and_numbers[7:], upper_RC is not None
     ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
 
 
 def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     # (1) on the gradient instead of S; weight and out are not read
-    call = ExpandCall(dout_MN, dout_MN, None, *ctx.saved_tensors, *ctx.noise_key)
+    inputs = (dout_MN, None, *ctx.saved_tensors, *ctx.numbers)
+    call = ExpandCall.of_inputs(dout_MN, inputs)
     (R, C), (M, N) = ctx.shape, dout_MN.shape
     x, noise_MN = _scaled(dout_MN.to(ctx.acc), call)
     x = x if noise_MN is None else x * (1 + noise_MN)
+    x = x if call.routing is None else routed_gradient(x, call)
     times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
     if ctx.has_upper or call.cols is not None:
         x = folded(x, 1, _index(call.cols, N, x.device), times * C)
@@ -206,7 +216,7 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
         x = folded(x, 0, _index(call.rows, M, x.device), times * R)
     dweight_RC = x[:R, :C].to(ctx.dtype)
     rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:] if ctx.has_upper else None
-    return dweight_RC, None if rest_RC is None else rest_RC.to(ctx.dtype), *[None] * 11
+    return dweight_RC, None if rest_RC is None else rest_RC.to(ctx.dtype), *[None] * 14
 
 
 expand_op.register_autograd(_backward, setup_context=_setup_context)
@@ -225,9 +235,9 @@ def expand(
     upper: Tensor | None = None,
     row_noise: Tensor | None = None,
     col_noise: Tensor | None = None,
+    routing: Routing | None = None,
     seed: int = 0,
-    row_offset: int = 0,
-    col_offset: int = 0,
+    offsets: tuple[int, int] = (0, 0),
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
@@ -247,10 +257,13 @@ def expand(
             R or more, or whose column index is C or more, reads it at the remainders.
         row_noise: (M,) float, relative size of the noise on each row, for a matrix whose rows
             are the axis that is read. `col_noise`: (N,), the same for columns. At most one.
-        seed: of the noise, in [0, 2**63).
-        row_offset: position of the result's first row in the whole matrix, if it is a shard.
-        col_offset: the same for columns. With noise on an axis that is sharded, pass that axis'
-            slice of the map instead of None, because the source index selects the noise.
+        routing: the copies on one axis, and the amplitude, if a hash shall give every element to
+            one of the copies. Not together with noise. The scales then belong to the source's
+            entry as a whole, not to one copy.
+        seed: of noise or routing, in [0, 2**63).
+        offsets: position of the result's first row and column in the whole matrix, if it is a
+            shard. With noise or routing on an axis that is sharded, pass that axis' slice of the
+            map instead of None, because the source index selects the noise.
         out: (M, N) or (M,), where to write; any strides; must not share memory with the inputs.
         out_dtype: dtype of the result. None: the dtype of `out`, or else of `weight`.
         backend: "reference", "cpu", "triton" or "cuda" (not measured yet). None: by the device.
@@ -266,12 +279,17 @@ def expand(
     # without out= the op allocates the result
     call = ExpandCall(
         cast(Tensor, out), weight, upper, rows, cols,
-        row_scale, col_scale, row_noise, col_noise, seed, row_offset, col_offset,
+        row_scale, col_scale, row_noise, col_noise, routing, seed, offsets,
     )  # fmt: skip
+    return expand_call(call, out_dtype, backend)
+
+
+def expand_call(call: ExpandCall, out_dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    """`expand` for arguments that are packed already. Its `out` may be None."""
     check_expand(call, out_dtype, reads_host=backend == "cuda")
     matrices = call.as_matrices()
-    if out is not None:
-        expand_out_op(*matrices, backend or "")
-        return out
-    result = expand_op(*matrices[1:], out_dtype or weight.dtype, backend or "")
-    return result[0] if weight.ndim == 1 else result
+    if call.out is not None:
+        expand_out_op(matrices.out, *matrices.inputs, backend or "")
+        return call.out
+    result = expand_op(*matrices.inputs, out_dtype or call.weight.dtype, backend or "")
+    return result[0] if call.weight.ndim == 1 else result

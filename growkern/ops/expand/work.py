@@ -15,7 +15,7 @@ from torch import Tensor
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
-from growkern.ops.expand.op import expand
+from growkern.ops.expand.op import expand_call
 
 # of weights and results that wait for a launch: they stay in memory that long
 BYTES_AT_ONCE = 1 << 30
@@ -71,11 +71,9 @@ class OneByOne(Work):
 
     def _carry_out(self, calls: list[ExpandCall]) -> None:
         for call in calls:
-            arguments = call._asdict()
-            for name, x in arguments.items():
-                if isinstance(x, Tensor) and name != "weight":
-                    arguments[name] = x.to(call.out.device)
-            expand(**arguments, backend=self.backend)
+            # the weight stays: a backend may read it from the host
+            moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in call.inputs[1:]]
+            expand_call(ExpandCall.of_inputs(call.out, (call.weight, *moved)), None, self.backend)
 
 
 class WorkList(Work):

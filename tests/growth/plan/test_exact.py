@@ -211,7 +211,7 @@ def test_same_seed_same_model_other_seed_other_noise():
     )
 
 
-@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+@pytest.mark.parametrize("symmetry", ["routing", "noise", "split", "none"])
 def test_copies_separate_in_training_only_when_symmetry_is_broken(symmetry):
     """FFN copies that start equal stay equal under AdamW; broken symmetry drives them apart."""
     source = random_model("GPT2LMHeadModel", GPT2, std=0.1, resid_pdrop=0.0, embd_pdrop=0.0)

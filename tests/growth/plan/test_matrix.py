@@ -183,7 +183,7 @@ def error_of_bfloat16(directory, model_type, how, **config):
     return relative_error(small, large), grown.growth_plan.exact
 
 
-@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+@pytest.mark.parametrize("symmetry", ["routing", "noise", "split", "none"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_powers_of_two_round_no_bfloat16(model_type, symmetry, tmp_path):
     """No sum of copies is off by a bit, where the hidden size is four times the source's.
@@ -216,7 +216,7 @@ def test_other_shares_round_bfloat16_and_the_plan_says_so(model_type, how, symme
     assert not exact and (error > EXACT or model_type == "gemma2")
 
 
-@pytest.mark.parametrize("symmetry", ["noise", "split", "none"])
+@pytest.mark.parametrize("symmetry", ["routing", "noise", "split", "none"])
 def test_float16_has_numbers_too_small_to_halve(symmetry):
     source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float64)
     for parameter in source.parameters():
@@ -224,7 +224,7 @@ def test_float16_has_numbers_too_small_to_halve(symmetry):
     source = source.half()
     grown = growkern.grow(source, n_embd=48, symmetry=symmetry)
     is_exact = relative_error(source.double(), grown.double()) <= EXACT
-    assert is_exact == grown.growth_plan.exact == (symmetry == "split")
+    assert is_exact == grown.growth_plan.exact == (symmetry in ("routing", "split"))
 
 
 def test_depth_alone_rounds_nothing():

@@ -101,7 +101,7 @@ def growths(draw, model_type, class_name, sizes):
         stream, most = family.config_field("stream"), max(how[field] for field in heads)
         how[stream] = sizes[stream] + most * draw(st.integers(1, 6))
     how["method"] = draw(st.sampled_from(["fpi", "fpi", "aki"]))
-    how["symmetry"] = draw(st.sampled_from(["noise", "split", "none"]))
+    how["symmetry"] = draw(st.sampled_from(["routing", "noise", "split", "none"]))
     how["maps"] = draw(st.sampled_from(["cyclic", "balanced"]))
     how["depth"] = draw(st.sampled_from(["stack", "interleave", "identity"]))
     how["scheme"] = draw(st.sampled_from(["exact", "exact", "exact", "paper"]))

@@ -31,6 +31,8 @@ CASES = [
     ("BertForMaskedLM", BERT, {"hidden_size": 36, "method": "direct_copy", **DEEP}),
     ("BertForMaskedLM", BERT, {"hidden_size": 36, "symmetry": "split"}),
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 36, "symmetry": "split"}),
+    ("BertForMaskedLM", BERT, {"hidden_size": 36, "symmetry": "routing", **DEEP}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 60, "symmetry": "routing", "routing": 1.5}),
 ]
 
 

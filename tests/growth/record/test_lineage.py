@@ -20,6 +20,7 @@ from tests.growth.plan.test_matrix import FAMILIES, deeper, width
 GROWTHS = [
     ("BertForMaskedLM", BERT, {"hidden_size": 32, "num_hidden_layers": 4, "depth": "identity"}),
     ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "split", "seed": 7}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "symmetry": "routing", "routing": 2.0}),
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "method": "aki", "maps": "balanced"}),
     ("LlamaForCausalLM", LLAMA, {"head_dim": 8, "scheme": "paper", "dtype": torch.bfloat16}),
     ("BertModel", BERT, {"hidden_size": 24, "method": "random", "backend": "reference"}),

@@ -23,6 +23,8 @@ CASES = [
     ("BertForMaskedLM", BERT, {"hidden_size": 20, "num_attention_heads": 5}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24, "num_hidden_layers": 3, "method": "aki"}),
     ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "split"}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "routing"}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 36, "symmetry": "routing", "routing": 1.5}),
     (
         "LlamaForCausalLM",
         LLAMA,

@@ -1,4 +1,6 @@
+import collections
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.noise import hash_noise, line_keys
 from growkern.ops.expand.on_cpu import expand_cpu
@@ -32,8 +34,21 @@ def uneven(n, m, seed, device="cpu"):
     return torch.cat([first, rest])[torch.randperm(m, generator=rng)].to(device)
 
 
+def copies_of(index):
+    """Number and count of every copy, (n, 2): those of index k are 0, 1, 2, ... in their order."""
+    seen = collections.Counter()
+    number = []
+    for k in index.tolist():
+        number.append(seen[k])
+        seen[k] += 1
+    return torch.tensor([[n, seen[k]] for n, k in zip(number, index.tolist(), strict=True)])
+
+
 def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=True, seed=0):
-    """Arguments of `expand`. `upper` names the axes whose indices pass the end."""
+    """Arguments of `expand`. `upper` names the axes whose indices pass the end.
+
+    `noise` is "row" or "col", or routing with an amplitude, such as "row 1.5".
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def rand(n):
@@ -49,7 +64,11 @@ def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=T
         case["upper"] = torch.randn(R, C, generator=rng).to(device, dtype)
     if scales:
         case |= {"row_scale": rand(M), "col_scale": rand(N)}
-    if noise != "none":
+    axis, _, amplitude = noise.partition(" ")
+    if amplitude:
+        copies = copies_of(case["cols" if axis == "col" else "rows"]).to(device)
+        case["routing"] = Routing(int(axis == "col"), copies, float(amplitude))
+    elif noise != "none":
         case[f"{noise}_noise"] = rand(M if noise == "row" else N) - 0.75
     return case
 
@@ -67,9 +86,24 @@ def mix64(x):
     return x ^ (x >> 16)
 
 
-def xi(seed, line, src):
+def key_and_mult(seed, line):
     key = mix64((mix64((line & 0xFFFFFFFF) ^ (seed >> 32)) + seed) & 0xFFFFFFFF)
-    mult = mix64((key + 0x9E3779B9) & 0xFFFFFFFF) | 1
+    return key, mix64((key + 0x9E3779B9) & 0xFFFFFFFF) | 1
+
+
+def share(seed, line, src, copy, amplitude):
+    """The share of a copy by exact arithmetic: which of C equal parts of 0 .. 2**32 - 1 is hit."""
+    number, count = copy
+    key, mult = key_and_mult(seed, line)
+    p = int(Fraction((key + src * mult) % 2**32, 2**32) * count)
+    q = (p + 1 + int(Fraction(mult, 2**32) * (count - 1))) % count
+    if count == 1:
+        return 1.0
+    return {p: (1 + amplitude) / 2, q: (1 - amplitude) / 2}.get(number, 0.0)
+
+
+def xi(seed, line, src):
+    key, mult = key_and_mult(seed, line)
     bits = stir64((key + src * mult) & 0xFFFFFFFF)
     signed = bits - 2**32 if bits >= 2**31 else bits
     return torch.tensor(signed, dtype=torch.float64).float().item() / 2**31
@@ -89,11 +123,15 @@ def by_elements(case):
             for name, at in (("row_scale", i), ("col_scale", j)):
                 x *= case[name][at].item() if name in case else 1.0
             if "col_noise" in case:
-                line = case.get("row_offset", 0) + i
+                line = case.get("offsets", (0, 0))[0] + i
                 x *= 1 + case["col_noise"][j].item() * xi(case["seed"], line, c)
             if "row_noise" in case:
-                line = case.get("col_offset", 0) + j
+                line = case.get("offsets", (0, 0))[1] + j
                 x *= 1 + case["row_noise"][i].item() * xi(case["seed"], line, r)
+            if "routing" in case:
+                dim, copies, amplitude = case["routing"]
+                line = case.get("offsets", (0, 0))[1 - dim] + (i, j)[1 - dim]
+                x *= share(case["seed"], line, (r, c)[dim], copies[(i, j)[dim]].tolist(), amplitude)
             out[i, j] = x
     return out
 
@@ -106,19 +144,23 @@ def call_of(case, dtype, out=None):
 def roundings(name, dtype, noise, device):
     """Steps of an element by which a backend may differ from the reference."""
     # where the interpreter truncates to bfloat16, the larger of two replicas with opposite noise is
-    # a step off, which is up to four steps of the smaller one
+    # a step off, which is up to four steps of the smaller one. With routing the weight is rounded
+    # before, and the smaller share may be a quarter of it.
     truncates = name == "triton" and device == "cpu" and dtype == torch.bfloat16
-    return 5 if truncates and noise != "none" else 1
+    if truncates and noise.endswith((".5", "2", "3")):
+        return 16
+    return 5 if truncates and noise in ("row", "col") else 1
 
 
 CASES = [("none", "none"), ("rows", "none"), ("cols", "none"), ("both", "none")]
 CASES += [("none", "row"), ("none", "col"), ("both", "row"), ("both", "col")]
+CASES += [("none", "row 1"), ("both", "col 1"), ("none", "col 1.5"), ("both", "row 0.5")]
 
 
 @pytest.mark.parametrize("upper, noise", CASES)
 def test_reference_is_the_definition(upper, noise, device):
     case = make_case(5, 7, 13, 17, torch.float64, device, upper=upper, noise=noise)
-    case |= {"row_offset": 3, "col_offset": 2**31 + 5}
+    case |= {"offsets": (3, 2**31 + 5)}
     actual = expand(**case, backend="reference")
     torch.testing.assert_close(actual.cpu(), by_elements(case), rtol=1e-14, atol=0)
 
@@ -168,7 +210,7 @@ PATHS += [(40, 300, 1030, 2051, DTYPES[:1])]
 @pytest.mark.parametrize("R, C, M, N, dtypes", PATHS)
 @pytest.mark.parametrize("isa", native.available_isas())
 def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes):
-    for dtype, (upper, noise) in itertools.product(dtypes, (CASES[0], CASES[-2], CASES[-1])):
+    for dtype, (upper, noise) in itertools.product(dtypes, (CASES[0], *CASES[6:])):
         case = make_case(R, C, M, N, dtype, "cpu", upper=upper, noise=noise)
         runs = in_runs(case)
         for variant in (case, runs, runs | {"row_scale": None, "col_scale": None}):
@@ -246,7 +288,7 @@ def layouts(x):
 @pytest.mark.parametrize("name", LIVE)
 def test_any_strides_in_and_out(name, layout, dtype, device):
     name = backend_or_skip(name, device)
-    for upper, noise in (("both", "col"), ("none", "row"), ("none", "none")):
+    for upper, noise in (("both", "col"), ("none", "row"), ("none", "none"), ("both", "row 1")):
         case = make_case(19, 33, 41, 70, dtype, device, upper=upper, noise=noise)
         expected = expand(**case, backend="reference")
         moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
@@ -305,7 +347,7 @@ def test_empty(name, device):
         expand(W[:0].cpu(), rows=torch.zeros(1, dtype=torch.long), backend="reference")
 
 
-@pytest.mark.parametrize("noise", ["row", "col"])
+@pytest.mark.parametrize("noise", ["row", "col", "row 1", "col 1", "col 2"])
 @pytest.mark.parametrize("name", LIVE)
 def test_shards_are_slices_of_the_whole(name, noise, device):
     name = backend_or_skip(name, device)
@@ -315,8 +357,11 @@ def test_shards_are_slices_of_the_whole(name, noise, device):
         shard = {k: case[k][i] for k in case if k.startswith("row")}
         shard |= {k: case[k][j] for k in case if k.startswith("col")}
         shard |= {k: case[k] for k in ("weight", "upper", "seed")}
+        if "routing" in case:
+            routing = case["routing"]
+            shard["routing"] = routing._replace(copies=routing.copies[(i, j)[routing.dim]])
         out = torch.zeros_like(whole)[i, j]
-        expand(**shard, row_offset=i.start, col_offset=j.start, out=out, backend=name)
+        expand(**shard, offsets=(i.start, j.start), out=out, backend=name)
         assert torch.equal(out, whole[i, j])
 
 

@@ -28,7 +28,7 @@ def make_calls(device):
 
     for seed, (upper, noise) in enumerate([("none", "none"), ("both", "col"), ("rows", "row")] * 2):
         case = make_case(19, 33, 41, 530, FP32, device, upper=upper, noise=noise, seed=seed)
-        add(case | {"row_offset": 3, "col_offset": 5}, layout="offset" if seed > 2 else None)
+        add(case | {"offsets": (3, 5)}, layout="offset" if seed > 2 else None)
     # rows of the output that can be written 16 bytes at a time
     for size in ((5, 30, 17, 528), (4, 20, 9, 1040)):
         add(make_case(*size, FP32, device, upper="both", noise="col"))

@@ -97,13 +97,13 @@ def test_a_part_is_a_part_of_the_whole(data, name):
     axis = data.draw(st.sampled_from(["row", "col"]))
     factor = torch.linspace(-1, 1, lengths[axis == "col"])
     factors = {f"{axis}_scale": factor.abs() + 0.1, f"{axis}_noise": factor}
-    offsets = {"row_offset": data.draw(st.integers(0, 2**33)), "col_offset": 7}
+    offsets = {"offsets": (data.draw(st.integers(0, 2**33)), 7)}
     how = {"upper": upper, "seed": data.draw(st.integers(0, 2**63 - 1)), "backend": name}
     whole = expand(weight, rows=rows, cols=cols, **factors, **offsets, **how)
     starts = [data.draw(st.integers(0, m - 1)) for m in lengths]
     i, j = (slice(a, data.draw(st.integers(a, m))) for a, m in zip(starts, lengths, strict=True))
     factors = {k: x[i if axis == "row" else j] for k, x in factors.items()}
-    offsets = {"row_offset": offsets["row_offset"] + i.start, "col_offset": 7 + j.start}
+    offsets = {"offsets": (offsets["offsets"][0] + i.start, 7 + j.start)}
     part = expand(weight, rows=rows[i], cols=cols[j], **factors, **offsets, **how)
     assert torch.equal(part, whole[i, j])
     assert torch.equal(

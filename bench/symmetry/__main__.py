@@ -1,0 +1,93 @@
+"""How should growth tell copies apart? A study with small models on real text.
+
+    python -m bench.symmetry run              make all runs, in the order of their importance
+    python -m bench.symmetry run --most 10    make at most ten more
+    python -m bench.symmetry report           write the table (and with --picture the curves)
+
+Byte-level GPT-2, Llama and BERT models are trained on Python's standard library, grown to twice
+their width and trained further. Every run is one line of JSON in the output folder, written as soon
+as the run ends. Start the command again after an interruption, and it goes on with the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.symmetry.plan import key_of, planned
+from bench.symmetry.report import report
+from bench.symmetry.runs import carried_out
+
+FOLDER = Path("runs/symmetry")
+
+
+def read_rows(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows so far, by the text that identifies each run. A torn last line is left out."""
+    rows = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[key_of(row)] = row
+    return rows
+
+
+def append_row(file: Path, row: dict[str, Any]) -> None:
+    """Write a row to disk before the next run begins."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = file.read_bytes()[-1:] if file.is_file() else b"\n"
+    with file.open("a") as out:
+        out.write(("" if text == b"\n" else "\n") + json.dumps(row) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def say(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def run_all(folder: Path, most: int | None) -> None:
+    file = folder / "runs.jsonl"
+    rows = read_rows(file)
+    made = 0
+    for run in planned(rows):
+        key = key_of(run.settings())
+        if key in rows:
+            continue
+        if most is not None and made >= most:
+            return
+        row = carried_out(run, folder / "sources", say)
+        append_row(file, row)
+        rows[key], made = row, made + 1
+        last = list(row["losses"].items())[-1]
+        say(f"{key}: loss {last[1]:.4f} at step {last[0]}, {row['seconds']:.0f} s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--dir", type=Path, default=FOLDER, help="output (default: %(default)s)")
+    parser.add_argument("--most", type=int, help="the most runs to make now")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, help="report: draw the curves into this file")
+    args = parser.parse_args()
+    if args.what == "report":
+        print(report(read_rows(args.dir / "runs.jsonl").values(), args.picture))
+        return 0
+    torch.set_num_threads(args.threads)
+    run_all(args.dir, args.most)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

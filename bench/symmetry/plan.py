@@ -1,0 +1,120 @@
+"""Which runs the study makes, in which order: the most informative ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.symmetry.models import Model
+from bench.symmetry.runs import SOURCE_FALLS_TO, SOURCE_RATE, Run
+
+SEEDS = (11, 12, 13)
+# learning rates are chosen on a seed of their own, in shorter runs
+RATE_SEED, RATE_STEPS = 7, 400
+RATES = (5e-4, 1e-3, 2e-3)
+END_RATE = SOURCE_RATE * SOURCE_FALLS_TO
+SMALL = (Model("gpt2", 2, 48), Model("llama", 2, 48))
+LARGE = (Model("gpt2", 3, 64), Model("llama", 3, 64))
+MASKED = (Model("bert", 2, 48), Model("bert", 3, 64))
+
+Variant = tuple[str, float]
+CONTINUED: Variant = ("continued", 0.0)
+FIRST: tuple[Variant, ...] = (("noise", 0.5), ("routing", 1.0), ("routing", 2.0))
+SECOND: tuple[Variant, ...] = (("split", 0.0), ("none", 0.0))
+THIRD: tuple[Variant, ...] = (
+    *(("routing", 1.5), ("routing", 0.5), ("routing", 3.0)),
+    ("noise", 1.0),
+)
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def key_of(settings: Mapping[str, Any]) -> str:
+    """The text that identifies a run in the file of rows."""
+    names = ("model", "symmetry", "amplitude", "optimizer", "rate", "seed", "steps", "clip")
+    return " | ".join(str(settings[name]) for name in names)
+
+
+def representative(symmetry: str) -> Variant:
+    """The variant whose learning rate all variants of a symmetry share."""
+    return {
+        "continued": CONTINUED,
+        "routing": ("routing", 1.0),
+        "split": ("split", 0.0),
+    }.get(symmetry, ("noise", 0.5))
+
+
+def rate_runs(model: Model, symmetry: str, optimizer: str) -> list[Run]:
+    """The short runs that choose a learning rate."""
+    variant, optimizer = representative(symmetry), optimizer.removesuffix("-moments")
+    return [Run(model, *variant, optimizer, rate, RATE_SEED, RATE_STEPS) for rate in RATES]
+
+
+def chosen_rate(rows: Rows, model: Model, symmetry: str, optimizer: str) -> float | None:
+    """The learning rate with the lowest loss of `rate_runs`; None if one is not done yet."""
+    losses = {}
+    for run in rate_runs(model, symmetry, optimizer):
+        row = rows.get(key_of(run.settings()))
+        if row is None:
+            return None
+        losses[run.rate] = row["losses"][str(RATE_STEPS)]
+    return min(losses, key=losses.__getitem__)
+
+
+def planned(rows: Rows) -> Iterator[Run]:
+    """All runs of the study in order. Runs that are done are not left out.
+
+    Args:
+        rows: the rows so far, by `key_of`. It may grow while the runs are taken.
+    """
+    for block in _blocks():
+        pairs = [(v, o) for v in block.variants for o in _optimizers(v[0], block.optimizers)]
+        if block.rate is None:
+            for model in block.models:
+                for symmetry, optimizer in dict.fromkeys((v[0], o) for v, o in pairs):
+                    yield from rate_runs(model, symmetry, optimizer)
+        for seed in block.seeds:
+            for model in block.models:
+                for variant, optimizer in pairs:
+                    rate = block.rate or chosen_rate(rows, model, variant[0], optimizer)
+                    if rate is not None:
+                        yield Run(model, *variant, optimizer, rate, seed)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Every variant with every optimizer, for some models and seeds.
+
+    `rate` is the learning rate of all of them; None takes the chosen ones.
+    """
+
+    models: Sequence[Model]
+    variants: Sequence[Variant]
+    optimizers: Sequence[str]
+    seeds: Sequence[int]
+    rate: float | None = None
+
+
+def _blocks() -> Iterator[Block]:
+    both = ("adamw", "growth")
+    # a first look, at the rate with which the sources ended
+    yield Block(SMALL, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, SECOND, both, SEEDS[:1], END_RATE)
+    yield Block(LARGE, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    yield Block(LARGE, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    moments = ("adamw-moments", "growth-moments")
+    yield Block(SMALL, (CONTINUED, *FIRST[:2]), moments, SEEDS)
+    yield Block(MASKED, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    yield Block(SMALL, THIRD, both, SEEDS)
+    yield Block(LARGE, (CONTINUED, *FIRST[:2]), moments, SEEDS)
+    yield Block(LARGE, THIRD, both, SEEDS)
+    yield Block(MASKED, THIRD, both, SEEDS)
+
+
+def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:
+    """The optimizers of a variant: the continued source has no GrowthAdamW."""
+    if symmetry == "continued":
+        return [name for name in optimizers if name.startswith("adamw")]
+    return [name for name in optimizers if name != "adamw-moments"]

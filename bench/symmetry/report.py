@@ -1,0 +1,112 @@
+"""The tables and the picture of the study."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.symmetry.runs import LONG
+
+SHOWN = (50, 200, 400, 1000, 2000)
+Row = Mapping[str, Any]
+
+
+def _groups(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], list[Row]]]:
+    """Full runs by model, then by variant and optimizer."""
+    found: dict[str, dict[tuple[str, str], list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["steps"] >= LONG:
+            name = (
+                f"{row['symmetry']} {row['amplitude']:g}" if row["amplitude"] else row["symmetry"]
+            )
+            found[row["model"]][name, row["optimizer"]].append(row)
+    return found
+
+
+def _mean(rows: Sequence[Row], step: int) -> float:
+    return statistics.fmean(row["losses"][str(step)] for row in rows)
+
+
+def _bump(row: Row) -> float:
+    """How far the loss rises above its start within the first 100 steps; 0 if it does not."""
+    losses = row["losses"]
+    return max(0.0, max(losses[s] for s in ("25", "50", "100")) - losses["0"])
+
+
+def _ahead(rows: Sequence[Row], small: Sequence[Row]) -> str:
+    """The first step from which the mean loss stays below the continued source's."""
+    if not small:
+        return "-"
+    steps = sorted(map(int, rows[0]["losses"]))
+    first = None
+    for step in reversed(steps):
+        if step == 0 or _mean(rows, step) >= _mean(small, step):
+            break
+        first = step
+    return "never" if first is None else str(first)
+
+
+def _line(name: tuple[str, str], rows: Sequence[Row], small: Sequence[Row]) -> str:
+    ends = [row["losses"][str(LONG)] for row in sorted(rows, key=lambda row: row["seed"])]
+    means = " | ".join(f"{_mean(rows, step):.4f}" for step in SHOWN)
+    rates = "/".join(sorted({f"{row['rate']:g}" for row in rows}))
+    apart = [row["apart"][str(LONG)] for row in rows if row["apart"]]
+    between = "- | -"
+    if apart:
+        stream, ffn = (statistics.fmean(x[k] for x in apart) for k in ("stream", "ffn"))
+        between = f"{stream:.2f} | {ffn:.2f}"
+    bump = statistics.fmean(map(_bump, rows))
+    each = " ".join(f"{x:.3f}" for x in ends)
+    ahead = "-" if name[0] == "continued" else _ahead(rows, _same_seeds(small, rows))
+    return (
+        f"| {name[0]} | {name[1]} | {rates} | {means} | {each} | {bump:.3f} | {between} | {ahead} |"
+    )
+
+
+def _same_seeds(rows: Sequence[Row], like: Sequence[Row]) -> list[Row]:
+    seeds = {row["seed"] for row in like}
+    return [row for row in rows if row["seed"] in seeds]
+
+
+def report(rows: Iterable[Row], picture: Path | None = None) -> str:
+    """The tables in markdown: one per model, one line per variant and optimizer.
+
+    Args:
+        rows: of the study.
+        picture: draws mean losses over steps into this file, if given.
+    """
+    groups, lines = _groups(rows), list[str]()
+    for model, variants in sorted(groups.items()):
+        any_row = next(iter(variants.values()))[0]
+        lines += [f"### {model} (source {any_row['source_loss']:.4f})", ""]
+        steps = " | ".join(map(str, SHOWN))
+        lines.append(
+            f"| symmetry | optimizer | rate | {steps} | each seed at {LONG} | bump | "
+            "stream apart | units apart | ahead from |"
+        )
+        lines.append("|---|---|---|" + "---|" * (len(SHOWN) + 5))
+        small = variants.get(("continued", "adamw"), [])
+        ordered = sorted(variants.items(), key=lambda item: -_mean(item[1], LONG))
+        lines += [_line(name, found, small) for name, found in ordered] + [""]
+    if picture is not None:
+        _draw(groups, picture)
+    return "\n".join(lines)
+
+
+def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(groups), 4.5), layout="constrained")
+    for axes, (model, variants) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], sorted(groups.items()), strict=True
+    ):
+        for name, rows in variants.items():
+            steps = sorted(int(step) for step in rows[0]["losses"] if int(step) <= LONG)
+            style = "--" if name[1].startswith("adamw") else "-"
+            axes.plot(steps[1:], [_mean(rows, s) for s in steps[1:]], style, label=" ".join(name))
+        axes.set(title=model, xlabel="steps after growth", ylabel="validation loss", xscale="log")
+        axes.legend(fontsize=6)
+    figure.savefig(file, dpi=120)

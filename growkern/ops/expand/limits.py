@@ -1,0 +1,6 @@
+"""The limits of routing. This module imports nothing, so that the command line can start quickly."""
+
+# beyond it, one of two shares is more than twice the weight, and the other one may be rounded
+MOST_AMPLITUDE = 3.0
+# of one source index; kernels read this number in 15 bits
+MOST_COPIES = (1 << 15) - 1

@@ -1,0 +1,113 @@
+"""Routing in `expand`: copies add up to the weight bit for bit, and the hash chooses fairly."""
+
+import pytest
+import torch
+
+from growkern.errors import GrowthError
+from growkern.ops.expand.call import Routing
+from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.limits import MOST_COPIES
+from growkern.ops.expand.noise import line_keys
+from growkern.ops.expand.op import expand, folded
+from growkern.ops.expand.routing import chosen
+from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of, make_case, uneven
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("amplitude", [0.3, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIVE)
+def test_routed_copies_add_up_bit_for_bit(name, dtype, amplitude, axis, device):
+    """For every number of copies, evenly or not, down to the smallest weights."""
+    name = backend_or_skip(name, device)
+    W = torch.randn(24, 31, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    # Triton's interpreter rounds subnormal bfloat16 wrongly
+    interpreted = name == "triton" and device == "cpu"
+    W[:, 3] = torch.finfo(dtype).smallest_normal * (32 if interpreted else 0.3)
+    for index in (torch.arange(62) % 31, torch.arange(93) % 31, torch.arange(155) // 5,
+                  uneven(31, 80, 1)):  # fmt: skip
+        routing = Routing(1, copies_of(index).to(device), amplitude)
+        case = {"weight": W, "cols": index.to(device), "routing": routing, "seed": 3}
+        if axis == "row":
+            case = {"weight": W.T, "rows": case["cols"], "routing": routing._replace(dim=0)}
+        grown = expand(**case, backend=name)
+        grown = (grown if axis == "col" else grown.T).double()
+        assert torch.equal(folded(grown, 1, index.to(device), 31), W.double())
+        used = (grown != 0).double()
+        most = folded(used, 1, index.to(device), 31).max()
+        assert most == (1 if amplitude == 1 else 2)
+
+
+def test_every_copy_is_chosen_as_often_and_independently(device):
+    n = 4096
+    for count in (2, 3, 5, 64):
+        key, mult = line_keys(n, 0, 7, torch.device(device))
+        src = torch.arange(40, device=device).repeat_interleave(count)
+        copies = copies_of(src.cpu()).to(device)
+        first, second = (x.double() for x in chosen(key[:, None], mult[:, None], src.int(), copies))
+        for hits in (first, second):
+            assert torch.equal(hits.unflatten(1, (40, count)).sum(2), torch.ones_like(hits[:, :40]))
+            # every copy gets a binomial number of n lines
+            deviation = (n * (1 / count) * (1 - 1 / count)) ** 0.5
+            assert (hits.sum(0) - n / count).abs().max() < 5 * deviation
+        assert not (first * second).any()
+        # the choices for two source indices have nothing in common; the correlation of rare hits
+        # is not normally distributed
+        others = torch.corrcoef(first[:, ::count].T).fill_diagonal_(0)
+        assert others.abs().max() < 6 / n**0.5 or count > 5
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_routing_keeps_infinities_and_only_copies(name, device):
+    """With amplitude 1 nothing is computed: an infinity stays in one copy, the others are 0."""
+    name = backend_or_skip(name, device)
+    W = torch.tensor([[float("inf"), -1.0, 3.0]], device=device).repeat(40, 1)
+    index = torch.tensor([0, 0, 1, 2, 2, 2])
+    case = {"weight": W, "cols": index.to(device)}
+    grown = expand(**case, routing=Routing(1, copies_of(index).to(device)), backend=name)
+    assert torch.equal(grown[:, :2].sum(1), W[:, 0]) and not grown.isnan().any()
+    for amplitude in (0.5, 2.0):
+        routing = Routing(1, copies_of(index).to(device), amplitude)
+        assert torch.equal(expand(**case, routing=routing, backend=name)[:, 2], W[:, 1])
+
+
+@pytest.mark.parametrize("axis", ["row 1", "col 1.5", "row 0.5", "col 3"])
+def test_gradient_is_the_adjoint(axis, device):
+    case = make_case(6, 7, 13, 17, torch.float64, device, upper="both", noise=axis)
+    for x in (case["weight"], case["upper"]):
+        x.requires_grad_()
+    out = expand(**case)
+    probe = torch.randn_like(out)
+    found = torch.autograd.grad((out * probe).sum(), [case["weight"], case["upper"]])
+    # routing is linear: its adjoint, with the weight itself, gives the same number
+    both = sum((g * x).sum() for g, x in zip(found, (case["weight"], case["upper"]), strict=True))
+    torch.testing.assert_close(both, (out * probe).sum())
+    assert torch.autograd.gradcheck(
+        lambda w: expand(**case | {"weight": w}), [case["weight"]], nondet_tol=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    "routing, message",
+    [
+        (Routing(2, torch.zeros(4, 2).long()), "dim"),
+        (Routing(1, torch.zeros(4, 2)), "int64"),
+        (Routing(1, torch.zeros(3, 2).long()), "shape"),
+        (Routing(1, torch.zeros(4, 2).long()), "count - 1"),
+        (Routing(1, torch.tensor([[0, MOST_COPIES + 1]] * 4)), "counts up to"),
+        (Routing(1, torch.tensor([[0, 1]] * 4), 3.5), "amplitude"),
+        (Routing(1, torch.tensor([[0, 1]] * 4), float("nan")), "amplitude"),
+    ],
+)
+def test_wrong_routing_is_refused(routing, message):
+    W = torch.randn(3, 4)
+    with pytest.raises(GrowthError, match=message):
+        expand(W, routing=routing)
+
+
+def test_routing_needs_a_matrix_and_no_noise():
+    only = torch.tensor([[0, 1]] * 4)
+    with pytest.raises(GrowthError, match="no routing"):
+        expand(torch.randn(4), routing=Routing(0, only))
+    with pytest.raises(GrowthError, match="give one of"):
+        expand(torch.randn(3, 4), routing=Routing(1, only), col_noise=torch.zeros(4))
