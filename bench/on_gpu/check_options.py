@@ -184,6 +184,11 @@ def ready_logits(recorder: Recorder) -> None:
             compare(recorder, f"rows, {name}", [student], ours, truth, shape=f"{N}x{V}")
 
 
+def digits(dtype: torch.dtype) -> dict[str, Any]:
+    """The option that gives float32 heads the digits of BARS; a GPU's default is float32 logits."""
+    return {"logits_dtype": torch.float64} if dtype == torch.float32 else {}
+
+
 def _linear(recorder: Recorder) -> None:
     """Every option from hidden states, with the whole vocabulary at once and in tiles."""
     rng = torch.Generator(recorder.device).manual_seed(4)
@@ -198,7 +203,7 @@ def _linear(recorder: Recorder) -> None:
             name, options = _named(options, N, rng)
             heads = [first, second][: 2 if "teacher_weights" in options else 1]
             for way, limits in tiles.items():
-                asked = options | limits
+                asked = options | limits | digits(dtype)
 
                 def ours(
                     x: Tensor, w: Tensor, o: Any = asked, hs: Any = heads, y: Any = labels
@@ -236,11 +241,12 @@ def _topk(recorder: Recorder) -> None:
             labels = make_labels(N, V, rng)
             for k, options in recorder.pick(TOPK_OPTIONS, ((5, TOPK_OPTIONS[-1][1]),)):
                 name, options = _named(options, N, rng)
+                asked = options | digits(dtype)
                 heads = [first, second][: 2 if "teacher_weights" in options else 1]
                 kept = [_kept(head, k) for head in heads]
 
                 def ours(
-                    x: Tensor, w: Tensor, o: Any = options, kept: Any = kept, y: Any = labels
+                    x: Tensor, w: Tensor, o: Any = asked, kept: Any = kept, y: Any = labels
                 ) -> Tensor:
                     ids, log_p = ([pair[i] for pair in kept] for i in range(2))
                     return topk_kl_mlm_loss(

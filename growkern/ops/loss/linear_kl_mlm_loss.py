@@ -139,11 +139,11 @@ def linear_kl_mlm_loss(
             memory. Logits are then computed twice, for the rows' sums and for the gradient (three
             times for "reverse" and "jsd"). Default: whole rows, unless ``chunk_bytes`` holds fewer
             than 32 of them.
-        logits_dtype: dtype of the logits. Default: float32, or float64 for float64 inputs. With a
-            teacher, float32 inputs get float64 logits too where float64 GEMMs are fast: on a CPU,
-            an A100, H100, H200 or B200. The KL gradient is then within 1e-5 of exact at 1 % drift
-            instead of 7e-5. It takes up to 1.4 times the time on a CPU
+        logits_dtype: dtype of the logits. Default: float32, or float64 for float64 inputs. On a CPU
+            with a teacher, float32 inputs get float64 logits too. The KL gradient is then within
+            1e-5 of exact at 1 % drift instead of 7e-5. It takes up to 1.4 times the time
             (`python -m bench.bench_linear_kl_mlm_loss` has both) and twice the memory of a chunk.
+            Float32 products obey ``torch.set_float32_matmul_precision``.
         group, vocab_start: as in `kl_mlm_loss`, with slices of the rows of every head and whole
             hidden states. The gradient of the student's hidden states is summed over the ranks;
             that of its weight and bias belongs to the slice. Heads that are DTensors with Shard(0)

@@ -10,7 +10,7 @@ import growkern
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.gemm import chunk_size
-from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, has_fast_float64
+from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, check_logits_dtype
 from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
@@ -139,6 +139,8 @@ def test_gradients_beside_a_close_teacher(dtype, bar, alpha, drift, device):
     in64 = [[x.double() for x in xs] for xs in (student, teacher)]
     options = {"alpha": alpha, "temperature": 2.0}
     _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
+    if device == "cuda" and dtype == torch.float32:
+        options["logits_dtype"] = torch.float64  # not the default there
     loss, actual = loss_and_grads(student, [teacher], labels, **options)
     assert loss.dtype == torch.float32 and all(a.dtype == dtype for a in actual)
     errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
@@ -193,11 +195,13 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
     assert worst(torch.float64) <= 2e-6 < 1e-5 < worst(torch.float32)
 
 
-@pytest.mark.parametrize("capability, fast", [((8, 0), True), ((9, 0), True), ((12, 0), False)])
-def test_a_gpu_takes_float64_logits_where_they_are_as_fast(capability, fast, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert has_fast_float64(torch.device("cuda", 0)) is fast
+@pytest.mark.parametrize("where, dtype", [("cpu", torch.float64), ("meta", torch.float32)])
+def test_float64_logits_are_the_default_on_a_cpu_alone(where, dtype):
+    x = torch.empty(2, 2, device=where)
+    assert check_logits_dtype(None, x) == dtype
+    assert check_logits_dtype(torch.float64, x) == torch.float64
+    assert check_logits_dtype(None, x, has_teacher=False) == torch.float32
+    assert check_logits_dtype(None, x.bfloat16()) == torch.float32
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)

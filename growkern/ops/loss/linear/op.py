@@ -65,10 +65,20 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
     return rows_R[:R], R
 
 
+def row_columns(columns: int, device: torch.device) -> int:
+    """Columns of a row of logits in memory.
+
+    On a GPU every row begins at a multiple of 128 bytes: GEMMs and wide loads want at least 16, and
+    a vocabulary of 30522 or 50257 has rows of 8 or 4.
+    """
+    return columns if may_ask(device) else -(-columns // 64) * 64
+
+
 class Chunk:
     """Some rows of all heads, whose logits are computed tile by tile.
 
-    `memory` has, per head, a flat tensor for logits of `shape` and one more number.
+    `memory` has, per head, a flat tensor for logits of `shape` and one more number. Their columns
+    may be more than the vocabulary's, see `row_columns`.
     """
 
     def __init__(
@@ -166,7 +176,7 @@ def sweep(
     vocab = sizes.vocab
     size = size or max(vocab, 1)
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
-    shape = (min(C, R), tiles[0].stop)
+    shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
     memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
     for flat in memory:
         advise_huge_pages(flat)
