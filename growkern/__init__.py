@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from growkern.train.cached_teacher.write import CacheReport as CacheReport
     from growkern.train.cached_teacher.write import cache_teacher as cache_teacher
     from growkern.train.config import TwoStageConfig as TwoStageConfig
+    from growkern.train.distributed.options import DistributedOptions as DistributedOptions
+    from growkern.train.distributed.shard import shard as shard
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
@@ -70,6 +72,8 @@ _MODULE_OF = {
     "TeacherCache": "growkern.train.cached_teacher.store",
     "cache_teacher": "growkern.train.cached_teacher.write",
     "TwoStageConfig": "growkern.train.config",
+    "DistributedOptions": "growkern.train.distributed.options",
+    "shard": "growkern.train.distributed.shard",
     "decay_groups": "growkern.growth.optimizer.adamw",
     "InheritanceSchedule": "growkern.train.inheritance",
     "LossOptions": "growkern.train.loss.options",

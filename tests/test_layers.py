@@ -70,6 +70,7 @@ PARTS = {
         "head",
         "flops",
         "sub_model",
+        "distributed",
         "data",
         "load",
         "inheritance",

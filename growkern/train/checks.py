@@ -5,14 +5,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, str_to_bool
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
+from growkern.train.distributed.shard import check_sharding, refuse_peft
 from growkern.train.head import check_causal
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 
@@ -64,7 +63,7 @@ def choose_teachers(
     if isinstance(teacher, TeacherCache):
         return CachedTeacher(teacher, inheritance)
     for model in as_list(teacher):
-        refuse_sharded(model, "teacher")
+        check_sharding(model, "teacher")
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 
 
@@ -76,8 +75,8 @@ SWITCHES = (
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
 _SHARDED = (
-    "sharded training (FSDP, DeepSpeed, Megatron) is not supported by this trainer, which uses "
-    "DistributedDataParallel. In a sharded loop of your own, use growkern.inherited_loss"
+    "sharded training by accelerate (FSDP, DeepSpeed, Megatron) is not supported. Shard the model "
+    "with growkern.shard or fully_shard before, or give [distributed] in a run file"
 )
 
 
@@ -160,11 +159,13 @@ def check_model(model: Any, causal: bool) -> None:
         causal: whether it predicts the next token.
 
     Raises:
-        GrowthError: the model is sharded, quantised or without memory; its tokens see the tokens
+        GrowthError: the model is quantised, has adapters or no memory; it was sharded in a way that
+            does not train right; its tokens see the tokens
             that they predict; or it has a loss of its own besides that of the labels.
     """
     name = type(model).__name__
-    refuse_sharded(model, "model")
+    check_sharding(model, "model")
+    refuse_peft(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise GrowthError(f"{name} is on the meta device: load its weights before training")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
@@ -179,25 +180,3 @@ def check_model(model: Any, causal: bool) -> None:
         )
     if causal:
         check_causal(model)
-
-
-def refuse_sharded(model: Any, role: str) -> None:
-    """Refuse a model whose parameters are spread over several processes.
-
-    Args:
-        model: any module.
-        role: of the model, for the error message.
-
-    Raises:
-        GrowthError: it was sharded by FSDP2 or by tensor parallelism.
-    """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        how = "fully_shard"
-    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        how = "tensor parallelism"
-    else:
-        return
-    raise GrowthError(
-        f"the {role} was sharded with {how} before it was given to the trainer: the optimizer "
-        f"would miss some of its parameters. {_SHARDED}"
-    )

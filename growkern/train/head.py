@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
+from growkern.growth.sharded.placement import free_gathered
 from growkern.ops.loss.rows.options import IGNORE_INDEX
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -126,11 +127,29 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
     return seen[0]
 
 
+@torch.no_grad()
+def teacher_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
+    """Like `head_inputs`, of a frozen model.
+
+    Raises:
+        GrowthError: the model was sharded so that its output projection is freed after the run.
+    """
+    hidden, weight, bias = head_inputs(model, inputs)
+    if weight.untyped_storage().size() == 0:
+        raise GrowthError(
+            "the teacher's output projection is gone after its forward pass: call fully_shard on "
+            "the teacher with reshard_after_forward=False (or unset) for the root"
+        )
+    # the gathered copy of a sharded weight may ask for a gradient
+    return HeadInputs(hidden, weight.detach(), None if bias is None else bias.detach())
+
+
 @contextlib.contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """While active, a model runs without dropout, without gradients and without compiled code.
 
-    Compiled code would be compiled again for a probe, and would not call new hooks.
+    Compiled code would be compiled again for a probe, and would not call new hooks. The parameters
+    of a sharded model are shards again afterwards.
     """
     training = model.training
     model.eval()
@@ -139,6 +158,7 @@ def probing(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+        free_gathered(model)
 
 
 def check_head(model: Any) -> None:

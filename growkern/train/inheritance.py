@@ -23,7 +23,8 @@ from torch import nn
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.data import Collator
-from growkern.train.head import HeadInputs, check_head, head_inputs, softcap_of
+from growkern.train.distributed.shard import is_sharded
+from growkern.train.head import HeadInputs, check_head, softcap_of, teacher_inputs
 from growkern.train.load import is_causal
 
 KLRows = Literal["labels", "all"]
@@ -123,7 +124,9 @@ class Teachers:
                     "the teacher shares parameters with the model in training: pass a copy "
                     "(copy.deepcopy), or load it a second time"
                 )
-            model.to(device).eval().requires_grad_(False)
+            if not is_sharded(model):
+                model.to(device)
+            model.eval().requires_grad_(False)
             model.config.use_cache = False
 
     def check_objective(self, causal: bool) -> None:
@@ -181,10 +184,9 @@ class Teachers:
         """
         return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights, self.softcap)
 
-    @torch.no_grad()
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
         """Run the teachers; hidden states, weight and bias of each output projection."""
-        return [head_inputs(model, inputs) for model in self.models]
+        return [teacher_inputs(model, inputs) for model in self.models]
 
 
 def loss_beside(

@@ -100,6 +100,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         self._teachers.check_objective(self._causal)
         self._vocabulary = self._teachers.common_vocabulary(model, tokenizer)
         self._teachers.freeze(model, args.device)
+        self.models_beside = self._teachers.models
 
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)

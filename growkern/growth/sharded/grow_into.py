@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
@@ -27,7 +26,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
 from growkern.growth.plan.target import followed_fields
-from growkern.growth.sharded.placement import device_of, local_part, local_tensor
+from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
@@ -173,10 +172,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     A tied tensor appears under each of its names.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # after a forward pass, the root module keeps its parameters gathered
-            module.reshard()
+    free_gathered(model)
     named = {}
     tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
     for name, tensor in tensors:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
@@ -52,6 +53,16 @@ def local_tensor(parameter: Tensor) -> Tensor:
     """This process's part of a parameter: it shares memory and is detached from autograd."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the parameters that FSDP2 has gathered, so that `model.parameters()` are the shards.
+
+    After a forward pass, the root module keeps its parameters gathered.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def device_of(parameters: dict[str, Tensor]) -> torch.device:

@@ -9,7 +9,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from growkern.errors import GrowthError
@@ -20,9 +19,9 @@ from growkern.train.head import (
     align_labels,
     check_causal,
     check_head,
-    head_inputs,
     head_swap,
     softcap_of,
+    teacher_inputs,
 )
 from growkern.train.inheritance import Divergence, KLRows, check_same_objective, loss_beside
 from growkern.train.load import is_causal
@@ -216,9 +215,6 @@ def _check_models(model: Any, teachers: Sequence[Any], causal: bool) -> None:
         check_head(inner)
         if is_causal(inner):
             check_causal(inner)
-        if isinstance(inner, FSDPModule):
-            # a forward pass without gradients leaves the root whole
-            inner.reshard()
         _checked.add(inner)
 
 
@@ -231,10 +227,4 @@ def _predict(teacher: Any, inputs: dict[str, Any]) -> HeadInputs:
     inner: nn.Module = _unwrapped(teacher)
     if inner.training:
         inner.eval()
-    hidden, weight, bias = head_inputs(inner, inputs)
-    if weight.untyped_storage().size() == 0:
-        raise GrowthError(
-            "the teacher's output projection is gone after its forward pass: call fully_shard on "
-            "the teacher with reshard_after_forward=False (or unset) for the root"
-        )
-    return HeadInputs(hidden, weight.detach(), None if bias is None else bias.detach())
+    return teacher_inputs(inner, inputs)

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.train.distributed.shard import is_sharded
 
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
 # set by `accelerate launch`; accelerate follows it where the arguments say nothing
@@ -58,6 +59,10 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
             stacklevel=4,
         )
         model.to(torch.bfloat16)
+    elif is_sharded(model):
+        if any(p.dtype in HALF for p in model.parameters()):
+            # FSDP2 follows `to`; an assigned `data` would not reach its shards
+            model.to(torch.float32)
     else:
         for tensor in chain(model.parameters(), model.buffers()):
             if tensor.dtype in HALF:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.train.distributed.shard import all_finite, largest_entry
+from growkern.train.distributed.trainer import ShardedTrainer
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     close_staging,
@@ -60,7 +62,7 @@ class StepReport:
     save: bool
 
 
-class SafeTrainer(Trainer):
+class SafeTrainer(ShardedTrainer):
     """A trainer that saves whole checkpoints, stops cleanly, and never steps on NaN.
 
     Args:
@@ -271,7 +273,7 @@ class SafeTrainer(Trainer):
 
         If the disk takes no more, training goes on with the earlier checkpoints and a warning.
         """
-        if not all(p.isfinite().all() for p in self.model.parameters()):
+        if not all_finite(self.model):
             raise GrowthError(
                 f"step {self.state.global_step}: the weights are not finite and were not saved; "
                 f"{self._last_save()}"
@@ -335,8 +337,7 @@ class SafeTrainer(Trainer):
             GrowthError: the disk takes no more. The checkpoints are as they were.
         """
         run = Path(self.args.output_dir)
-        largest = torch.finfo(dtype).max
-        if all(p.abs().max() <= largest for p in self.model.parameters() if p.numel()):
+        if largest_entry(self.model) <= torch.finfo(dtype).max:
             self.model.to(dtype)
         else:
             warnings.warn(

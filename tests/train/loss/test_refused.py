@@ -10,11 +10,12 @@ import transformers
 from accelerate.utils import DistributedType, DynamoBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
 from growkern.cli.commands import app
-from growkern.train.callbacks import create_optimizer_state
 from growkern.train.checks import SWITCHES, check_accelerator
+from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.load import load_tokenizer
 from growkern.train.run import train
 from growkern.train.sub_model import layer_stacks
@@ -216,10 +217,20 @@ def sharded(mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def test_models_that_were_sharded_before(one_rank, tmp_path):
-    refuse("the model was sharded with fully_shard", tmp_path, sharded(one_rank))
-    options = {"teacher": sharded(one_rank), "inheritance": SCHEDULE}
-    refuse("the teacher was sharded with fully_shard", tmp_path, **options)
+def test_models_that_were_sharded_in_part(one_rank, tmp_path):
+    model = build("bert", layers=2)
+    fully_shard(layer_stacks(model)[0][0], mesh=one_rank)
+    refuse("on parts of the model only", tmp_path, model)
+    options = {"teacher": model, "inheritance": SCHEDULE}
+    refuse("on parts of the teacher only", tmp_path, **options)
+    model = build("bert", layers=2)
+    fully_shard(model, mesh=one_rank, ignored_params={model.cls.predictions.bias})
+    refuse("cls.predictions.bias of the model is not sharded", tmp_path, model)
+
+
+def test_a_tensor_parallel_model(one_rank, tmp_path):
+    model = distribute_module(build("llama", layers=2), one_rank)
+    refuse("the model is tensor-parallel: .* not supported", tmp_path, model)
 
 
 def test_optimizer_state_leaves_sharded_weights_alone(one_rank):

@@ -1,0 +1,1 @@
+"""Training on many processes: sharded models, their optimizer state and their checkpoints."""

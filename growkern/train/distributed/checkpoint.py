@@ -1,0 +1,157 @@
+"""Saves and loads sharded models and optimizers with `torch.distributed.checkpoint`.
+
+Every process writes and reads its own parts. A checkpoint can be loaded by any number of processes.
+Tensors have the names that `growkern.grow_into` and `growkern.grow_optimizer_into` read:
+
+    weights/    <parameter>
+    optimizer/  state.<parameter>.<key>
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from growkern.errors import GrowthError
+from growkern.growth.sharded.grow_into import named_tensors
+from growkern.growth.source.files import METADATA_FILE
+from growkern.train.distributed.optimizer_state import create_optimizer_state
+
+WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a checkpoint holds the weights of a sharded model."""
+    return (directory / WEIGHTS / METADATA_FILE).is_file()
+
+
+def save_weights(model: nn.Module, directory: Path) -> None:
+    """Write this process's parts of a model. All processes must call this.
+
+    Raises:
+        OSError: a process could not write.
+    """
+    with _plain_errors():
+        _save(_weights(model), directory / WEIGHTS)
+
+
+def load_weights(model: nn.Module, directory: Path) -> None:
+    """Read this process's parts of a model in place. All processes must call this.
+
+    Raises:
+        GrowthError: the checkpoint holds another model, or cannot be read.
+    """
+    if not has_weights(directory):
+        raise GrowthError(
+            f"{directory} is not the checkpoint of a sharded model: it has no "
+            f"{WEIGHTS}/{METADATA_FILE}"
+        )
+    _load(_weights(model), directory / WEIGHTS)
+
+
+def save_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, first: bool) -> None:
+    """Write this process's parts of an optimizer's state. All processes must call this.
+
+    Args:
+        model: its parameters give the names.
+        optimizer: with a state for every parameter.
+        directory: of the checkpoint.
+        first: whether this process writes the settings of the parameter groups.
+
+    Raises:
+        OSError: a process could not write.
+    """
+    with _plain_errors():
+        _save(_state(model, optimizer), directory / OPTIMIZER)
+    if first:
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        torch.save(groups, directory / GROUPS)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
+    """Read this process's parts of an optimizer's state. All processes must call this.
+
+    Raises:
+        GrowthError: the checkpoint holds another optimizer, or cannot be read.
+    """
+    create_optimizer_state(optimizer)
+    groups = torch.load(directory / GROUPS, weights_only=True)
+    if len(groups) != len(optimizer.param_groups):
+        raise GrowthError(
+            f"{directory} holds an optimizer of {len(groups)} parameter groups, this one has "
+            f"{len(optimizer.param_groups)}"
+        )
+    _load(_state(model, optimizer), directory / OPTIMIZER)
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update(values)
+
+
+# ----------------------------------------------------------------------- names
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """Parameters and persistent buffers; a tied tensor has the first of its names."""
+    names: dict[int, str] = {}
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return {name: tensors[name].detach() for name in names.values()}
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The tensors of the optimizer's state, by the names of their parameters."""
+    named_tensors(model)  # the shards again, which are the optimizer's parameters
+    state = {}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                state[f"state.{name}.{key}"] = value
+    return state
+
+
+# ----------------------------------------------------------------------- files
+
+
+def _save(state: dict[str, Any], directory: Path) -> None:
+    # a checkpoint is synced as a whole when it is complete
+    writer = dcp.FileSystemWriter(directory, sync_files=False)
+    dcp.save(state, storage_writer=writer)
+
+
+def _load(state: dict[str, Any], directory: Path) -> None:
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+    except (CheckpointException, RuntimeError, OSError, ValueError) as error:
+        raise GrowthError(f"{directory} cannot be loaded: {_first_cause(error)}") from error
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """While active, a failure to write on any process becomes an OSError on all of them.
+
+    `CheckpointException` is not even an `Exception`.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror or str(cause)) from error
+        raise RuntimeError(str(cause)) from error
+
+
+def _first_cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__

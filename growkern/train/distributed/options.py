@@ -1,0 +1,76 @@
+"""The options of `[distributed]` in a run file, under the same names in Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from growkern.errors import GrowthError
+
+
+@dataclass(frozen=True)
+class DistributedOptions:
+    """How a model is spread over the processes of torchrun.
+
+    Args:
+        sharding: "ddp": every process holds the whole model. "fsdp": every process holds a part of
+            each parameter, gradient and optimizer state (FSDP2). Each block is a group of its own;
+            embeddings, head and all tied weights are in the root group.
+        replicas: with "fsdp", the number of copies of the model. The processes of a copy shard it
+            among them (HSDP). 1 shards over all processes.
+        param_dtype: with "fsdp", the dtype of the gathered parameters and of the arithmetic. The
+            shards and the optimizer state stay float32.
+        reduce_dtype: with "fsdp", the dtype in which gradients are added up over the processes.
+        reshard_after_forward: with "fsdp", free the gathered parameters of a block after its
+            forward pass and gather them again for the backward pass.
+        cpu_offload: with "fsdp", keep shards, gradients and optimizer state in CPU memory.
+        activation_checkpointing: keep only the inputs of each block, and run it again in the
+            backward pass.
+        compile_blocks: compile every block with `torch.compile`.
+        tensor_parallel: must be 1.
+
+    Raises:
+        GrowthError: options that exclude each other, or tensor parallelism.
+    """
+
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    replicas: int = 1
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    compile_blocks: bool = False
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, choices in {
+            "sharding": ("ddp", "fsdp"),
+            "param_dtype": ("fp32", "bf16"),
+            "reduce_dtype": ("fp32", "bf16"),
+        }.items():
+            if getattr(self, name) not in choices:
+                raise GrowthError(
+                    f"distributed.{name} is {getattr(self, name)!r}: it must be "
+                    f"{' or '.join(map(repr, choices))}"
+                )
+        if self.tensor_parallel != 1:
+            raise GrowthError(
+                f"distributed.tensor_parallel is {self.tensor_parallel}: {NO_TENSOR_PARALLELISM}"
+            )
+        if self.replicas < 1:
+            raise GrowthError(f"distributed.replicas is {self.replicas}: it must be positive")
+        if self.sharding == "ddp":
+            default = DistributedOptions(sharding="fsdp")
+            for name in FSDP_ONLY:
+                if getattr(self, name) != getattr(default, name):
+                    raise GrowthError(f'distributed.{name} needs sharding = "fsdp"')
+
+
+FSDP_ONLY = ("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
+NO_TENSOR_PARALLELISM = (
+    "tensor parallelism is not supported by the trainer. All ranks of a tensor-parallel group need "
+    "the same batch, but transformers.Trainer deals out another batch to each of them on machines "
+    'without a GPU, so it could not be tested. Use sharding = "fsdp"; in a loop of your own, '
+    "growkern.inherited_loss takes heads that are sharded over the vocabulary"
+)

@@ -1,0 +1,248 @@
+"""Shards a model with FSDP2, and checks models that the user has sharded.
+
+Nothing here needs `transformers.Trainer`: in a loop of your own, call `shard` before the optimizer
+is made.
+
+FSDP2 gathers and frees parameters by groups. Each transformer block is a group. The root group
+holds all the rest: embeddings, final norm and head. Tied weights must be in one group, and the
+fused loss reads the weight of the head while the model runs, so both stay in the root.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from growkern.errors import GrowthError
+from growkern.growth.sharded.placement import free_gathered, local_tensor
+from growkern.train.distributed.options import NO_TENSOR_PARALLELISM, DistributedOptions
+from growkern.train.sub_model import find_stacks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model or a part of it was sharded by FSDP2."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def join_processes(device: str) -> None:
+    """Start communication with the other processes, unless it was started already.
+
+    CPU tensors are exchanged too: checkpoints and offloaded parameters need that.
+
+    Args:
+        device: type of the device that trains, "cpu" or "cuda".
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:
+    """The mesh of all processes: (shard,), or (replicate, shard) with several replicas.
+
+    Raises:
+        GrowthError: the number of processes is not a multiple of `replicas`.
+    """
+    processes = dist.get_world_size()
+    if processes % replicas:
+        raise GrowthError(
+            f"distributed.replicas is {replicas}: the {processes} processes must be a multiple"
+        )
+    if replicas == 1:
+        return init_device_mesh(device, (processes,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device, (replicas, processes // replicas), mesh_dim_names=names)
+
+
+def shard(
+    model: Any, options: DistributedOptions | None = None, mesh: DeviceMesh | None = None
+) -> Any:
+    """Prepare a model for distributed training, in place.
+
+    With `sharding="fsdp"` every parameter becomes a DTensor. All processes must call this, with
+    the same weights or on the meta device (then fill the model with `growkern.grow_into`). With
+    "ddp" only blocks are compiled and checkpointed. The trainer or your loop adds
+    DistributedDataParallel.
+
+    Args:
+        model: of transformers.
+        options: default: FSDP2 over all processes.
+        mesh: default: `make_mesh` over all processes, on the accelerator if there is one.
+
+    Returns:
+        The model.
+
+    Raises:
+        GrowthError: the model is sharded already, uses PEFT, or its processes do not fit.
+    """
+    options = options or DistributedOptions(sharding="fsdp")
+    refuse_peft(model)
+    if is_sharded(model):
+        raise GrowthError(f"the {type(model).__name__} is sharded already")
+    blocks = [block for stack in find_stacks(model) for block in stack]
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.compile_blocks:
+        # the whole model would be compiled again for each depth, and fail on the fused loss
+        model.config.use_cache = False
+        for block in blocks:
+            block.compile()
+    if options.sharding == "ddp":
+        return model
+    if mesh is None:
+        device = torch.accelerator.current_accelerator()
+        kind = "cpu" if device is None else device.type
+        join_processes(kind)
+        mesh = make_mesh(kind, options.replicas)
+    how: dict[str, Any] = {"mesh": mesh}
+    if "bf16" in (options.param_dtype, options.reduce_dtype):
+        how["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=DTYPES[options.param_dtype], reduce_dtype=DTYPES[options.reduce_dtype]
+        )
+    if options.cpu_offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
+    # the root keeps its parameters after a forward pass: the loss of a student reads the head of
+    # its teacher after the teacher has run
+    fully_shard(model, **how)
+    return model
+
+
+def prime(model: nn.Module) -> None:
+    """Gather and free every group of a sharded model once.
+
+    With `reduce_dtype` and accumulated gradients, FSDP2 otherwise fails at the first step that
+    leaves out a block that has never run.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
+# --------------------------------------------------------------------- checks
+
+
+def check_sharding(model: Any, role: str) -> None:
+    """Check that a model was sharded in a way that trains right; a whole model always is.
+
+    Args:
+        model: any module.
+        role: of the model, for the error message.
+
+    Raises:
+        GrowthError: tensor parallelism; parameters that FSDP2 does not manage; a mesh that leaves
+            out processes.
+    """
+    distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not is_sharded(model):
+        if distributed:
+            raise GrowthError(f"the {role} is tensor-parallel: {NO_TENSOR_PARALLELISM}")
+        return
+    if not isinstance(model, FSDPModule):
+        raise GrowthError(
+            f"fully_shard was called on parts of the {role} only: call fully_shard({role}) after "
+            "them, so that the other parameters are sharded too"
+        )
+    free_gathered(model)
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            raise GrowthError(
+                f"{name} of the {role} is not sharded, so its gradient would not be added up over "
+                "the processes: call fully_shard without ignored_params"
+            )
+        *others, last = p.placements
+        if not last.is_shard() or not all(one.is_replicate() for one in others):
+            raise GrowthError(
+                f"{name} of the {role} is placed as {p.placements}: {NO_TENSOR_PARALLELISM}"
+            )
+        if p.device_mesh.size() != dist.get_world_size():
+            raise GrowthError(
+                f"the {role} was sharded over {p.device_mesh.size()} of the "
+                f"{dist.get_world_size()} processes: use a mesh of all of them"
+            )
+
+
+def refuse_peft(model: Any) -> None:
+    """Refuse a model with adapters.
+
+    Raises:
+        GrowthError: it has adapters of PEFT.
+    """
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        raise GrowthError(
+            f"{type(model).__name__} has adapters of PEFT. Two-stage training and growth are for "
+            "all weights of a model: call merge_and_unload() and train the result"
+        )
+
+
+# -------------------------------------------------------- numbers of all ranks
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether no parameter holds NaN or infinity, the same answer on all processes."""
+    finite = all(bool(local_tensor(p).isfinite().all()) for p in model.parameters())
+    return _over_ranks(model, float(finite), dist.ReduceOp.MIN) == 1
+
+
+def largest_entry(model: nn.Module) -> float:
+    """The largest absolute value of all parameters, the same on all processes."""
+    parts = (local_tensor(p) for p in model.parameters())
+    largest = max((float(part.abs().max()) for part in parts if part.numel()), default=0.0)
+    return _over_ranks(model, largest, dist.ReduceOp.MAX)
+
+
+def _over_ranks(model: nn.Module, value: float, operation: Any) -> float:
+    """Combine a number over the processes; a model that is not sharded is the same on all."""
+    first = next(model.parameters(), None)
+    if not isinstance(first, DTensor) or dist.get_world_size() == 1:
+        return value
+    # float32: some accelerators have no float64
+    number = torch.tensor(value, dtype=torch.float32, device=first.device_mesh.device_type)
+    dist.all_reduce(number, operation)
+    return float(number)
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors on the CPU; tied tensors stay tied.
+
+    All processes must call this. One tensor is gathered at a time.
+
+    Args:
+        model: sharded by FSDP2.
+        keep: whether this process needs the result; the others get an empty one.
+    """
+    free_gathered(model)
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    names = model.state_dict().keys()
+    state: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in tensors:
+        if name not in names:
+            continue
+        if id(tensor) not in seen:
+            gathered = tensor.detach()
+            gathered = gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+            seen[id(tensor)] = gathered.cpu() if keep else gathered.new_empty(0)
+        state[name] = seen[id(tensor)]
+    return state if keep else {}

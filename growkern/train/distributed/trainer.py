@@ -1,0 +1,164 @@
+"""`transformers.Trainer` for models that FSDP2 has sharded. Other models train as in Trainer.
+
+Trainer and accelerate neither wrap nor move such a model. Its gradients, norms, evaluations and
+checkpoints are handled here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+
+from growkern.growth.sharded.placement import free_gathered
+from growkern.train.distributed.checkpoint import (
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+    save_weights,
+)
+from growkern.train.distributed.shard import is_sharded, prime, whole_state
+
+
+class ShardedTrainer(Trainer):
+    """A trainer that takes sharded models as they are.
+
+    Args:
+        model: sharded by `fully_shard`, or whole.
+        args: of `transformers.Trainer`.
+        options: all other keyword arguments of `transformers.Trainer`.
+
+    Attributes:
+        sharded: whether the model is sharded.
+        models_beside: frozen sharded models that run in a step. What they gathered is freed after
+            the backward pass.
+    """
+
+    models_beside: Sequence[Any] = ()
+
+    def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
+        self.sharded = is_sharded(model)
+        self._in_checkpoint = False
+        if self.sharded:
+            prime(model)
+        super().__init__(model=model, args=args, **options)
+
+    # --------------------------------------------------------------- preparation
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Trainer's; a sharded model is where its mesh and its offloading put it."""
+        if not is_sharded(model):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        """Trainer's, over the shards: a probe of the model may have gathered some of them."""
+        free_gathered(self.model)
+        return super().create_optimizer(*args, **options)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Trainer's; accelerate adds autocast to a sharded model and nothing else."""
+        if self.sharded and training and not getattr(model, "_is_accelerate_prepared", False):
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            # accelerate leaves alone what it has prepared
+            model._is_accelerate_prepared = True
+        return super()._wrap_model(model, training, dataloader)
+
+    # --------------------------------------------------------------------- steps
+
+    def training_step(self, model: Any, *args: Any, **options: Any) -> Tensor:
+        """Trainer's; the gradients of a sharded model are added up at the last micro-batch."""
+        if self.sharded:
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+        loss = super().training_step(model, *args, **options)
+        for one in self.models_beside:
+            free_gathered(one)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Trainer's, over the gradients of all processes."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Trainer's; afterwards the parameters are shards again."""
+        output = super().evaluation_loop(*args, **options)
+        free_gathered(self.model)
+        return output
+
+    # --------------------------------------------------------------- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Trainer's; of a sharded model every process writes its part."""
+        self._in_checkpoint = self.sharded
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._in_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Trainer's; a sharded model is gathered, except for a checkpoint."""
+        directory = Path(output_dir or self.args.output_dir)
+        if self._in_checkpoint:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_weights(self.model, directory)
+            if self.args.should_save:
+                self._save_companions(directory)
+        elif self.sharded:
+            state = whole_state(self.model, keep=self.args.should_save)
+            if self.args.should_save:
+                super()._save(str(directory), state_dict=state)
+        else:
+            super()._save(output_dir, state_dict)
+
+    def _save_companions(self, directory: Path) -> None:
+        """Write the files that make a model directory of the weights."""
+        config = self.model.config
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(directory)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(directory)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(directory)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        directory, first = Path(output_dir), self.args.should_save
+        save_optimizer(self.model, self._bare_optimizer(), directory, first)
+        if first:
+            torch.save(self.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.sharded:
+            load_weights(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.sharded:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | os.PathLike[str] | None) -> None:
+        if not self.sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        directory = None if checkpoint is None else Path(checkpoint)
+        # a checkpoint of the model alone has neither
+        if directory is not None and (directory / SCHEDULER_NAME).is_file():
+            load_optimizer(self.model, self._bare_optimizer(), directory)
+            scheduler = torch.load(directory / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside the wrapper of accelerate."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)

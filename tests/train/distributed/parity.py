@@ -1,0 +1,201 @@
+"""The same training on one process and on several: cases, and the numbers that they leave.
+
+`python -m tests.forked_ranks N tests.train.distributed.ranks FOLDER` runs cases on N ranks. One
+process trains the whole model; several shard it, and share out the same batches.
+"""
+
+import contextlib
+import functools
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.tensor import DTensor
+
+from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.distributed.shard import make_mesh, shard
+from growkern.train.sub_model import layer_stacks
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import build
+
+BATCH, ROWS, EVAL_ROWS, STEPS, LAYERS = 8, 24, 10, 6, 4
+STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=3, seed=2)
+SCHEDULE = InheritanceSchedule(rate=0.8, end_step=5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        family: of the model.
+        dtype: of weights and arithmetic, "float64" or "float32"; "bf16" computes in bfloat16 on
+            float32 weights.
+        accumulation: micro-batches in a step.
+        checkpointing: whether activations are computed again.
+        teacher: "none", "whole" or "sharded".
+        by_hand: whether `fully_shard` is called as a user would.
+        replicas: of the model, with at least two ranks for each.
+    """
+
+    family: str
+    dtype: str = "float64"
+    accumulation: int = 1
+    checkpointing: bool = False
+    teacher: str = "none"
+    by_hand: bool = False
+    replicas: int = 1
+
+    @property
+    def name(self):
+        words = [self.family, self.dtype]
+        words += ["accumulation"] * (self.accumulation > 1)
+        words += ["checkpointing"] * self.checkpointing
+        words += [f"{self.teacher} teacher"] * (self.teacher != "none")
+        words += ["by hand"] * self.by_hand + ["replicas"] * (self.replicas > 1)
+        return ", ".join(words)
+
+
+def options_of(case):
+    narrow = "bf16" if case.dtype == "bf16" else "fp32"
+    return DistributedOptions(
+        sharding="fsdp",
+        replicas=case.replicas,
+        param_dtype=narrow,
+        activation_checkpointing=case.checkpointing,
+    )
+
+
+def shard_by_hand(model, dtype):
+    """What a user writes who knows nothing of growkern."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    how = {"mesh": mesh}
+    if dtype == "bf16":
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in layer_stacks(model)[0]:
+        fully_shard(block, **how)
+    return fully_shard(model, **how)
+
+
+def prepared(model, case):
+    """The model of a rank; that of a single process stays whole."""
+    model = model.double() if case.dtype == "float64" else model
+    model.config.use_cache = False
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not is_group():
+        return model
+    if case.by_hand:
+        return shard_by_hand(model, case.dtype)
+    return shard(model, options_of(case), make_mesh("cpu", case.replicas))
+
+
+def is_group():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def teacher_of(case):
+    teacher = build(case.family, layers=2, width=8, seed=9)
+    if case.teacher == "sharded":
+        return prepared(teacher, Case(case.family, case.dtype, by_hand=case.by_hand))
+    return teacher.double() if case.dtype == "float64" else teacher
+
+
+def trainer_for(folder, case, **options):
+    ranks = dist.get_world_size() if is_group() else 1
+    model = prepared(build(case.family, layers=LAYERS, tied=True), case)
+    beside = {}
+    if case.teacher != "none":
+        beside = {"inheritance": SCHEDULE, "teacher": teacher_of(case)}
+    settings = {
+        "max_steps": STEPS, "per_device_train_batch_size": BATCH // ranks,
+        "per_device_eval_batch_size": BATCH // ranks, "use_cpu": True, "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": case.accumulation, "weight_decay": 0.1,
+        # with 1e-8, a gradient that is all rounding moves its weight by a whole step
+        "adam_epsilon": 1e-4,
+    }  # fmt: skip
+    if case.dtype == "bf16" and ranks == 1:
+        settings["bf16"] = True
+    return TwoStageTrainer(
+        model, arguments(folder, **settings | options), two_stage=STAGES, **beside,
+        train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS),
+    )  # fmt: skip
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def weights_of(model):
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def timeless(line):
+    return {name: value for name, value in line.items() if name != "tokens_per_second"}
+
+
+def found_by(trainer):
+    """Train, and collect every number that is to be the same on any number of ranks."""
+    before = weights_of(trainer.model)
+    with counting(trainer.model) as counts:
+        trainer.train()
+    log = [timeless(line) for line in trainer.state.log_history if "loss" in line]
+    evaluation = trainer.evaluate()["eval_loss"]
+    after = weights_of(trainer.model)
+    return {
+        "log": log,
+        "eval_loss": evaluation,
+        "flops": trainer.state.total_flos,
+        "weights": after,
+        "still": [name for name, weight in before.items() if torch.equal(weight, after[name])],
+        "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "counts": dict(counts),
+    }
+
+
+@contextlib.contextmanager
+def counting(model):
+    """Count the gathers and the reductions of every group of a model, by the group's first name."""
+    counts, modules = Counter(), set(model.modules())
+    kept = groups.foreach_all_gather, groups.foreach_reduce
+
+    def counted(kind, call, params, *args, **options):
+        counts[kind, params[0]._param_fqn] += params[0]._module_info.module in modules
+        return call(params, *args, **options)
+
+    groups.foreach_all_gather = functools.partial(counted, "gather", kept[0])
+    groups.foreach_reduce = functools.partial(counted, "reduce", kept[1])
+    try:
+        yield counts
+    finally:
+        groups.foreach_all_gather, groups.foreach_reduce = kept
+
+
+def differences(found, expected):
+    """The largest differences between two runs, of losses, other logged numbers, and weights.
+
+    The "loss" of a log line has a place of its own: Trainer adds it up in float32.
+    """
+    logged = {"losses": 0.0, "Trainer's loss": 0.0, "logged numbers": 0.0}
+    for ours, theirs in zip(found["log"], expected["log"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            kind = "losses" if name in ("mlm", "kl") else "logged numbers"
+            kind = "Trainer's loss" if name == "loss" else kind
+            apart = abs(ours[name] - value) / max(1.0, abs(value))
+            logged[kind] = max(logged[kind], apart)
+    apart = abs(found["eval_loss"] - expected["eval_loss"])
+    logged["losses"] = max(logged["losses"], apart)
+    assert found["flops"] == expected["flops"]
+    assert found["weights"].keys() == expected["weights"].keys()
+    weights = max(
+        ((weight - expected["weights"][name]).abs().max() / (1 + weight.abs().max())).item()
+        for name, weight in found["weights"].items()
+    )
+    return {**logged, "weights": weights}

@@ -1,0 +1,127 @@
+"""Sharded models on a group of one rank: what is the same on any number of ranks."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from growkern import DistributedOptions, GrowthError, TwoStageTrainer, shard
+from growkern.growth.sharded.placement import local_tensor
+from growkern.train.distributed.checkpoint import load_weights, save_weights
+from growkern.train.distributed.shard import all_finite, largest_entry, make_mesh
+from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import build
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield make_mesh("cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(mesh, model=None, **options):
+    model = build("bert", layers=2, tied=True) if model is None else model
+    return shard(model, DistributedOptions(sharding="fsdp", **options), mesh)
+
+
+def test_the_root_keeps_the_ties(mesh):
+    model = sharded(mesh)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_a_trainer_leaves_shards(mesh, tmp_path):
+    """The probes at its start run the model, which gathers the root."""
+    model = sharded(mesh)
+    weights = weights_of(model)
+    trainer = TwoStageTrainer(model, arguments(tmp_path, use_cpu=True))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    held = {id(p) for group in trainer.create_optimizer().param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    for name, weight in weights_of(model).items():
+        assert torch.equal(weight, weights[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "pure-bf16"])
+def test_half_precision_becomes_float32(mesh, tmp_path, precision):
+    model = sharded(mesh, build("bert", layers=2, tied=True).bfloat16())
+    args = arguments(tmp_path, use_cpu=True, max_steps=2)
+    trainer = TwoStageTrainer(model, args, train_dataset=Batches(4), precision=precision)
+    trainer.train()
+    expected = torch.bfloat16 if precision == "pure-bf16" else torch.float32
+    assert {p.dtype for p in model.parameters()} == {expected}
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    state = trainer.optimizer.state_dict()["state"]
+    assert {s["exp_avg"].dtype for s in state.values()} == {expected}
+
+
+def test_numbers_of_all_ranks(mesh):
+    model = sharded(mesh)
+    assert largest_entry(model) == max(float(w.abs().max()) for w in weights_of(model).values())
+    assert all_finite(model)
+    local_tensor(next(model.parameters()))[0] = float("nan")
+    assert not all_finite(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tensor_parallel": 2}, "tensor parallelism is not supported"),
+        ({"replicas": 2}, 'replicas needs sharding = "fsdp"'),
+        ({"sharding": "fsdp", "replicas": 0}, "must be positive"),
+        ({"sharding": "zero"}, "'ddp' or 'fsdp'"),
+    ],
+)
+def test_options_that_are_refused(options, match):
+    with pytest.raises(GrowthError, match=match):
+        DistributedOptions(**options)
+
+
+def test_models_that_are_refused(mesh):
+    with pytest.raises(GrowthError, match="sharded already"):
+        sharded(mesh, sharded(mesh))
+    with pytest.raises(GrowthError, match="1 processes must be a multiple"):
+        make_mesh("cpu", 2)
+    model = build("bert", layers=1)
+    model.peft_config = {}
+    with pytest.raises(GrowthError, match=r"adapters of PEFT.* merge_and_unload"):
+        sharded(mesh, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({"cpu_offload": True}, 1e-12), ({"compile_blocks": True}, 1e-6)]
+)
+def test_options_that_change_no_number(mesh, tmp_path, options, tolerance, monkeypatch):
+    # the same graphs without a C++ compiler
+    eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", eager)
+    case = Case("llama", teacher="whole")
+    expected = found_by(trainer_for(tmp_path, case))
+    trainer = trainer_for(tmp_path, case)
+    model = build("llama", layers=4, tied=True).double()
+    twin = TwoStageTrainer(
+        sharded(mesh, model, **options), trainer.args, two_stage=trainer.two_stage,
+        inheritance=trainer.inheritance, teacher=trainer._teachers.models[0],
+        train_dataset=trainer.train_dataset, eval_dataset=trainer.eval_dataset,
+    )  # fmt: skip
+    apart = differences(found_by(twin), expected)
+    assert apart.pop("Trainer's loss") <= 1e-6
+    assert max(apart.values()) <= tolerance
+
+
+# ----------------------------------------------------------------- checkpoints
+
+
+def test_another_model_is_refused(mesh, tmp_path):
+    save_weights(sharded(mesh), tmp_path)
+    wider = sharded(mesh, build("bert", layers=2, width=32, tied=True))
+    with pytest.raises(GrowthError, match="cannot be loaded"):
+        load_weights(wider, tmp_path)
+    with pytest.raises(GrowthError, match="not the checkpoint of a sharded model"):
+        load_weights(wider, tmp_path / "elsewhere")
