@@ -39,6 +39,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def is_root(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model itself."""
+    return isinstance(model, FSDPModule)
+
+
 def join_processes(device: str) -> None:
     """Start communication with the other processes, unless it was started already.
 
@@ -159,7 +164,7 @@ def check_sharding(model: Any, role: str) -> None:
         if distributed:
             raise GrowthError(f"the {role} is tensor-parallel: {NO_TENSOR_PARALLELISM}")
         return
-    if not isinstance(model, FSDPModule):
+    if not is_root(model):
         raise GrowthError(
             f"fully_shard was called on parts of the {role} only: call fully_shard({role}) after "
             "them, so that the other parameters are sharded too"

@@ -161,4 +161,5 @@ class ShardedTrainer(Trainer):
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer inside the wrapper of accelerate."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
