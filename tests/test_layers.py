@@ -76,6 +76,7 @@ PARTS = {
         "inheritance",
         "loss",
         "config",
+        "build",
         "cached_teacher",
         "checks",
         "callbacks",
