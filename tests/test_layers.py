@@ -77,6 +77,7 @@ PARTS = {
         "inheritance",
         "loss",
         "config",
+        "build",
         "cached_teacher",
         "checks",
         "callbacks",

@@ -1,4 +1,4 @@
-"""The commands `growkern train` and `growkern plot`."""
+"""The commands `growkern train`, `growkern export` and `growkern plot`."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import app, silence_transformers
+from growkern.cli.app import Overwrite, app, silence_transformers
 
 
 @app.command()
@@ -40,6 +40,28 @@ def train(
     if dist.is_initialized():
         dist.destroy_process_group()
     raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Output directory of a run, or a checkpoint in it."),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face directory to be made.")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights; default: as in the checkpoint.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make an ordinary Hugging Face directory of the last checkpoint of a run."""
+    from growkern.train.safety.export import export as make
+
+    silence_transformers()
+    checkpoint = make(run, target, dtype=dtype, overwrite=overwrite)
+    print(f"{target}: the model of {checkpoint}")
 
 
 @app.command()

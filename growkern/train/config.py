@@ -2,12 +2,14 @@
 
 The sections of the file and their keys:
 
-    [model]        path, tokenizer
+    [model]        path, tokenizer                          (path: not with [growth])
     [data]         train, validation, sequence_length, masking_probability
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
     [output]       directory, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
     [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
+    [growth]       source, sizes, method, symmetry, moments, optimizer, ...    (optional)
+    [distributed]  sharding, replicas, param_dtype, activation_checkpointing, ...  (optional)
     [loss]         label_smoothing, z_loss, row_weights                        (optional)
     [teacher]      paths or cache                                              (with inheritance)
 
@@ -16,11 +18,13 @@ Paths are relative to the folder of the file.
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from growkern.errors import GrowthError
+from growkern.growth.options import GrowthOptions
+from growkern.train.distributed.options import DistributedOptions
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
 from growkern.train.toml import read_toml, to_dataclass, to_toml
@@ -90,12 +94,48 @@ class ModelSection:
     """The model to train.
 
     Args:
-        path: checkpoint directory.
+        path: checkpoint directory; None with [growth].
         tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
     """
 
-    path: str
+    path: str | None = None
     tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthSection(GrowthOptions):
+    """Growth at the start of the run, without a detour over the disk.
+
+    The other fields are those of `growkern.growth.options.GrowthOptions`.
+
+    Args:
+        source: directory of the checkpoint that is grown.
+        sizes: the sizes of the large model by the names of its config.
+        moments: "reset" starts the optimizer at zero. "grow" and "old_slices" grow the state of
+            the source's optimizer, see `growkern.grow_optimizer_into`.
+        optimizer: that state: the `optimizer.pt` of a Trainer or a directory with one, or a
+            directory of `torch.distributed.checkpoint`.
+
+    Raises:
+        GrowthError: a value is unknown or out of range.
+    """
+
+    source: str
+    sizes: dict[str, int]
+    moments: Literal["reset", "grow", "old_slices"] = "reset"
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.optimizer is None) != (self.moments == "reset"):
+            raise GrowthError(
+                "moments and optimizer belong together: give the optimizer state of the source "
+                'and moments = "grow" or "old_slices", or neither'
+            )
+
+    def options(self) -> dict[str, Any]:
+        """The fields of `GrowthOptions`."""
+        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
 
 
 @dataclass(frozen=True)
@@ -251,8 +291,14 @@ class Run:
     inheritance: InheritanceSchedule | None = None
     teacher: TeacherSection | None = None
     loss: LossOptions | None = None
+    growth: GrowthSection | None = None
+    distributed: DistributedOptions | None = None
 
     def __post_init__(self) -> None:
+        if (self.model.path is None) != (self.growth is not None):
+            raise GrowthError(
+                "give either model.path (a checkpoint to train) or [growth] (one to grow first)"
+            )
         if (self.inheritance is None) != (self.teacher is None):
             raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
         stage1 = 0 if self.two_stage is None else self.two_stage.stage1_steps
@@ -261,6 +307,11 @@ class Run:
                 f"two_stage.stage1_steps is {stage1}: it must not be more than the "
                 f"{self.training.steps} training.steps"
             )
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint directory that the run begins with: the model, or the source it grows."""
+        return self.growth.source if self.growth else str(self.model.path)
 
     def to_toml(self) -> str:
         """The run as a TOML document, from which `load_run` makes an equal run."""
@@ -275,4 +326,5 @@ def load_run(path: str | Path) -> Run:
             file, the key and the allowed values.
     """
     path = Path(path)
-    return to_dataclass(Run, read_toml(path), str(path))
+    # with [growth], [model] may be left out
+    return to_dataclass(Run, {"model": {}, **read_toml(path)}, str(path))

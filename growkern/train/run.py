@@ -23,7 +23,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.lock import locked
+from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
@@ -32,11 +34,10 @@ from growkern.train.load import (
     check_fits,
     has_tokenizer,
     is_causal,
-    load_language_model,
     load_tokenizer,
     stored_dtype,
 )
-from growkern.train.safety.checkpoints import close_staging, step_of
+from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.messages import (
     PRECISIONS,
@@ -47,7 +48,6 @@ from growkern.train.safety.messages import (
     print_lines,
     resume_command,
 )
-from growkern.train.safety.precision import HALF
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.trainer import TwoStageTrainer
 
@@ -110,7 +110,8 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
     with locked(output, "training in") if is_first else nullcontext():
         # another process may have been at work until now
         ours = is_ours(output, identity, overwrite)
-        trainer = build_trainer(run, base, texts, progress=progress)
+        first_start = not ours or last_checkpoint(output) is None
+        trainer = build_trainer(run, base, texts, progress=progress, first_start=first_start)
         trainer.resume_hint = command
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
@@ -119,8 +120,11 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
             print_lines(_header(run, base, trainer, checkpoint, command))
+        if checkpoint is None and run.growth is not None and run.growth.optimizer is not None:
+            moments, state = run.growth.moments, base / run.growth.optimizer
+            grow_optimizer_into(trainer.model, trainer.create_optimizer(), state, moments=moments)
         result = _train_from(trainer, checkpoint)
-        trainer.save_final_model(stored_dtype(base / run.model.path))
+        trainer.save_final_model(stored_dtype(base / run.checkpoint))
         if progress and is_first:
             print_lines(_end(output, trainer))
     return result
@@ -158,9 +162,9 @@ def _header(
     sequences = training.batch_size * training.accumulation
     labelled = 1.0 if is_causal(trainer.model) else data.masking_probability
     flops = trainer.flops_per_step(sequences, data.sequence_length, labelled)
-    dtype = str(stored_dtype(base / run.model.path)).removeprefix("torch.")
+    dtype = str(stored_dtype(base / run.checkpoint)).removeprefix("torch.")
     lines = {
-        "model": describe_model(trainer.model, base / run.model.path),
+        "model": describe_model(trainer.model, base / run.checkpoint),
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
         "device": describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
@@ -194,7 +198,12 @@ def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
 
 
 def build_trainer(
-    run: Run, base: Path, texts: dict[str, list[Path]], *, progress: bool = True
+    run: Run,
+    base: Path,
+    texts: dict[str, list[Path]],
+    *,
+    progress: bool = True,
+    first_start: bool = True,
 ) -> TwoStageTrainer:
     """Load the models, the tokenizer and the data of a run and make its trainer.
 
@@ -203,16 +212,16 @@ def build_trainer(
         base: folder that the paths in `run` are relative to.
         texts: files of "train" and "validation", in this order.
         progress: whether to show progress bars.
+        first_start: False if a checkpoint will be loaded, so that nothing need be grown.
 
     Raises:
         GrowthError: the models, the tokenizer and the data do not fit together.
     """
-    tokenizer = load_tokenizer(base / (run.model.tokenizer or run.model.path))
-    half = stored_dtype(base / run.model.path) in HALF
-    model = load_language_model(base / run.model.path, torch.float32 if half else None)
+    tokenizer = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
-    for directory in (base / run.model.path, *teacher_paths):
+    for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
+    model = build_model(run, base, first_start=first_start)
     train_blocks, eval_blocks = (_blocks(texts[name], tokenizer, run.data) for name in texts)
     collator: Any = CausalLMCollator(tokenizer)
     if not is_causal(model):
@@ -225,7 +234,7 @@ def build_trainer(
         inheritance=run.inheritance,
         teacher=TeacherCache(base / run.teacher.cache)
         if run.teacher and run.teacher.cache
-        else [load_language_model(one) for one in teacher_paths] or None,
+        else [build_teacher(one, run.distributed) for one in teacher_paths] or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths if has_tokenizer(one)],
         loss=run.loss,
         processing_class=tokenizer,
@@ -248,6 +257,15 @@ def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, A
         *("data_workers", "on_nonfinite"),
     ):
         del values["training"][name]
+    if run.distributed is not None:
+        # these change where numbers are kept, not the numbers
+        for name in (
+            "replicas",
+            "reshard_after_forward",
+            "cpu_offload",
+            "activation_checkpointing",
+        ):
+            del values["distributed"][name]
     digest = hashlib.sha256()
     for files in texts.values():
         digest.update(str(len(files)).encode())
@@ -261,7 +279,7 @@ def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, A
 
 
 def _checkpoint_directories(run: Run) -> list[str]:
-    return [run.model.path, *(run.teacher.paths if run.teacher else ())]
+    return [run.checkpoint, *(run.teacher.paths if run.teacher else ())]
 
 
 def _input_directories(run: Run) -> list[str]:

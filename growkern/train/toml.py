@@ -123,6 +123,10 @@ def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
         )
     if type(value) is int and value not in INTEGERS:
         raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}: an integer has 64 bits")
+    if origin is dict and isinstance(value, dict):
+        return {
+            name: _convert(item, options[1], file, f"{key}.{name}") for name, item in value.items()
+        }
     if kind is float and type(value) is int:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
@@ -134,6 +138,8 @@ def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
 def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {typing.get_args(kind)[0].__name__}"
+    if typing.get_origin(kind) is dict:
+        return "a table"
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(repr, typing.get_args(kind)))
     return "a table" if dataclasses.is_dataclass(kind) else str(kind.__name__)
@@ -150,8 +156,13 @@ def to_toml(value: Any) -> str:
         for field in dataclasses.fields(table):
             item = getattr(table, field.name)
             if item is not None:
-                # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
-                text = json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
-                lines.append(f"{field.name} = {text}")
+                lines.append(f"{field.name} = {_toml_value(item)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(item: Any) -> str:
+    if isinstance(item, dict):
+        return "{ " + ", ".join(f"{name} = {_toml_value(x)}" for name, x in item.items()) + " }"
+    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
+    return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -72,7 +72,8 @@ def describe_saving(directory: Path, save_every: int, save_minutes: float, keep:
 def describe_model(model: Any, path: Path) -> str:
     """The class of a model, its checkpoint, and its number of parameters."""
     count = sum(p.numel() for p in model.parameters())
-    return f"{type(model).__name__} from {path}, {format_count(count)} parameters"
+    name = type(model).__name__.removeprefix("FSDP")
+    return f"{name} from {path}, {format_count(count)} parameters"
 
 
 def format_count(number: float) -> str:

@@ -1,0 +1,87 @@
+"""Builds the models of a run: loaded or grown, whole or sharded.
+
+A grown model never exists whole and never on disk. It is built without memory, sharded, and each
+process computes the parts that it holds. Only the first start grows: a resumed run gets memory for
+its parts and loads them from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from growkern.growth.models import materialise, restore_buffers
+from growkern.growth.plan.growth_plan import plan
+from growkern.growth.sharded.grow_into import grow_into, named_tensors
+from growkern.growth.sharded.placement import device_of, local_tensor
+from growkern.train.config import GrowthSection, Run
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.distributed.shard import join_processes, shard
+from growkern.train.load import load_language_model, stored_dtype
+
+
+def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
+    """The model of a run, sharded if the run says so. All processes call this.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+        first_start: False if a checkpoint will be loaded, so that nothing need be grown.
+
+    Raises:
+        GrowthError: the model cannot be loaded, grown or sharded.
+    """
+    options = run.distributed or DistributedOptions()
+    if options.sharding == "fsdp":
+        accelerator = torch.accelerator.current_accelerator()
+        join_processes("cpu" if accelerator is None else accelerator.type)
+    half = stored_dtype(base / run.checkpoint).itemsize == 2
+    dtype = torch.float32 if half else stored_dtype(base / run.checkpoint)
+    if run.growth is None:
+        return shard(load_language_model(base / run.checkpoint, dtype if half else None), options)
+    return _grown(run.growth, base, options, dtype, first_start=first_start)
+
+
+def build_teacher(directory: Path, options: DistributedOptions | None) -> Any:
+    """A teacher, spread over the processes as the student is.
+
+    Args:
+        directory: its checkpoint.
+        options: of the student.
+    """
+    teacher = load_language_model(directory).requires_grad_(False)
+    if options is None or options.sharding == "ddp":
+        return teacher
+    # its activations are not kept, and it is not worth compiling
+    return shard(teacher, replace(options, activation_checkpointing=False, compile_blocks=False))
+
+
+def _grown(
+    growth: GrowthSection,
+    base: Path,
+    options: DistributedOptions,
+    dtype: torch.dtype,
+    *,
+    first_start: bool,
+) -> Any:
+    how = growth.options()
+    both: dict[str, Any] = {**how, **growth.sizes}
+    planned = plan(base / growth.source, **both)
+    cls = getattr(transformers, planned.large.class_name)
+    with torch.device("meta"):
+        model = cls._from_config(planned.target_config, dtype=dtype)
+    shard(model, options)
+    if first_start:
+        grow_into(model, base / growth.source, **how)
+        return model
+    device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
+    materialise(model, device)
+    restore_buffers(model)
+    for tensor in named_tensors(model).values():
+        # the probes of the trainer run the model before its checkpoint is loaded
+        local_tensor(tensor).zero_()
+    return model

@@ -1,0 +1,93 @@
+"""`growkern export`: makes an ordinary Hugging Face directory of a run's last checkpoint.
+
+A sharded run saves the parts of its processes. Its end gathers them, but a run that is still going
+on has only checkpoints. An export reads them in one process, without the GPUs of the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from growkern.errors import GrowthError
+from growkern.growth.disk.staging import check_target, may_replace
+from growkern.growth.models import materialise, restore_buffers
+from growkern.publish import workplace
+from growkern.train.distributed.checkpoint import OPTIMIZER, WEIGHTS, has_weights, load_weights
+from growkern.train.load import load_language_model
+from growkern.train.safety.checkpoints import MANIFEST, checkpoints_in, damage
+
+KIND = "exporting"
+# files of a checkpoint that belong to the training, not to the model
+OF_TRAINING = (
+    *(MANIFEST, WEIGHTS, OPTIMIZER, "optimizer*.pt", "scheduler.pt", "rng_state*.pth"),
+    *("trainer_state.json", "training_args.bin", "scaler.pt", "model*.safetensors*", "*.bin"),
+)
+
+
+def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+    """Write the model of a run's last whole checkpoint as a Hugging Face directory.
+
+    The target appears complete, or is replaced in one step. The run is only read.
+
+    Args:
+        run: the output directory of a run, or one of its checkpoints.
+        target: the directory to be made.
+        dtype: of the weights in the file, a name of PyTorch such as "bfloat16"; None keeps that of
+            the checkpoint.
+        overwrite: replace a model directory at `target`.
+
+    Returns:
+        The checkpoint that was exported.
+
+    Raises:
+        GrowthError: no checkpoint is whole, the target exists, or the disk takes no more.
+    """
+    checkpoint = _newest(run)
+    wanted = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(wanted, torch.dtype):
+        raise GrowthError(f"dtype is {dtype!r}: it must be one of PyTorch, such as 'bfloat16'")
+    target = target.absolute()
+    workplace.sweep(target, KIND, may_replace)
+    check_target(run, target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    model = _load(checkpoint)
+    with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
+        new = place.open_new()
+        shutil.copytree(
+            checkpoint, new, ignore=shutil.ignore_patterns(*OF_TRAINING), dirs_exist_ok=True
+        )
+        model.to(wanted or model.dtype).save_pretrained(new)
+        place.publish(overwrite=overwrite)
+    return checkpoint
+
+
+def _newest(run: Path) -> Path:
+    """The latest checkpoint of a run that is whole."""
+    found = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
+    wrong = {}
+    for checkpoint in found:
+        reason = damage(checkpoint)
+        if reason is None:
+            return checkpoint
+        wrong[checkpoint.name] = reason
+    reasons = "".join(f"; {name}: {reason}" for name, reason in wrong.items())
+    raise GrowthError(f"{run} has no whole checkpoint to export{reasons}")
+
+
+def _load(checkpoint: Path) -> Any:
+    if not has_weights(checkpoint):
+        return load_language_model(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint)
+    (name,) = config.architectures
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config, dtype=config.dtype)
+    materialise(model, "cpu")
+    restore_buffers(model)
+    load_weights(model, checkpoint)
+    return model

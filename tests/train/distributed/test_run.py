@@ -1,0 +1,175 @@
+"""Run files with [distributed] and [growth]: from the source to the exported model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import growkern
+from growkern import GrowthError
+from growkern.cli import app
+from growkern.train.config import load_run
+from growkern.train.run import train
+from growkern.train.safety.export import export
+from tests.forked_ranks import on_ranks
+from tests.train.distributed import run_ranks
+from tests.train.test_run import RUN, workplace  # noqa: F401
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 4}
+GROWTH = """
+[growth]
+source = "model"
+method = "aki"
+sizes = { hidden_size = 24, num_hidden_layers = 4 }
+"""
+SHARDED = """
+[distributed]
+sharding = "fsdp"
+activation_checkpointing = true
+"""
+# warm-up would make the first step zero, and grown weights differ by its rounding
+GROWN = RUN.replace('[model]\npath = "model"\n', "").replace(
+    "tensorboard = true", "tensorboard = false"
+)
+
+
+def write(folder, name, text):
+    (folder / f"{name}.toml").write_text(text.replace('"out"', f'"{name}"'))
+    return folder / f"{name}.toml"
+
+
+def grown_run(*sections):
+    return GROWN + "".join(sections)
+
+
+@pytest.fixture
+def one_group():
+    """The process group of one rank that a sharded run starts."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def log_of(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    keys = ("tokens_per_second", "train_runtime", "eval_runtime")
+    return [
+        {k: v for k, v in line.items() if k not in keys and "per_second" not in k}
+        for line in history
+        if "loss" in line or "eval_loss" in line
+    ]
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F811
+    """Against one process that grows the whole model, and against a run without a stop."""
+    for name in ("straight", "stopped", "fewer"):
+        write(workplace, name, grown_run(GROWTH, SHARDED))
+    one = write(workplace, "one", grown_run(GROWTH))
+    script = [
+        ["straight.toml", None],
+        ["stopped.toml", 3],
+        ["stopped.toml", None],
+        ["fewer.toml", 3],
+    ]
+    (workplace / "script.json").write_text(json.dumps(script))
+    on_ranks(2, run_ranks.__name__, workplace)
+    train(one, progress=False)
+
+    # bit for bit on as many ranks
+    straight = load_file(workplace / "straight" / "model.safetensors")
+    stopped = load_file(workplace / "stopped" / "model.safetensors")
+    assert straight.keys() == stopped.keys()
+    assert all(torch.equal(weight, stopped[name]) for name, weight in straight.items())
+    assert log_of(workplace / "straight") == log_of(workplace / "stopped")
+
+    # right on another number: here it goes on with one rank
+    train(workplace / "fewer.toml", progress=False)
+    for name in ("fewer", "straight"):
+        for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "one"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for key, weight in load_file(workplace / name / "model.safetensors").items():
+            torch.testing.assert_close(
+                weight,
+                load_file(workplace / "one" / "model.safetensors")[key],
+                rtol=1e-4,
+                atol=1e-6,
+            )
+
+    # an ordinary directory, of the last checkpoint
+    result = CliRunner().invoke(app, ["export", str(workplace / "straight"), str(workplace / "hf")])
+    assert result.exit_code == 0, result.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(workplace / "hf")
+    assert model.config.hidden_size == 24 and model.config.architectures == ["LlamaForCausalLM"]
+    for name, weight in model.state_dict().items():
+        if name in straight:
+            assert torch.equal(weight, straight[name])
+    transformers.AutoTokenizer.from_pretrained(workplace / "hf")
+    assert {p.name for p in (workplace / "hf").iterdir()}.isdisjoint({"weights", "optimizer"})
+    with pytest.raises(GrowthError, match="exists"):
+        export(workplace / "straight", workplace / "hf")
+    export(workplace / "straight", workplace / "hf", dtype="bfloat16", overwrite=True)
+    half = transformers.AutoModelForCausalLM.from_pretrained(workplace / "hf")
+    assert half.dtype == torch.bfloat16
+
+    # a checkpoint with a changed byte is left out
+    (weights,) = (workplace / "straight" / "checkpoint-6" / "weights").glob("__0_*")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    shutil.rmtree(workplace / "hf")
+    assert export(workplace / "straight", workplace / "hf").name == "checkpoint-4"
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_growth_in_place_is_growth_through_the_disk(workplace, one_group):  # noqa: F811
+    """Weights and moments, without sharding and with it."""
+    small = write(workplace, "small", RUN)
+    train(small, progress=False)
+    state = workplace / "small" / "checkpoint-6"
+    growkern.grow_checkpoint(
+        workplace / "small", workplace / "large", **SIZES, optimizer=state / "optimizer.pt"
+    )
+    sections = GROWTH.replace('"model"', '"small"').replace('method = "aki"', 'moments = "grow"')
+    sections += 'optimizer = "small/checkpoint-6"\n'
+    runs = {"whole": sections, "sharded": sections + SHARDED}
+    for name, text in runs.items():
+        run = write(workplace, name, grown_run(text).replace("steps = 6", "steps = 3"))
+        train(run, progress=False)
+    through = growkern.grow(workplace / "small", **SIZES)
+    found = {name: load_file(workplace / name / "model.safetensors") for name in runs}
+    for name, weight in found["whole"].items():
+        torch.testing.assert_close(found["sharded"][name], weight, rtol=1e-4, atol=1e-6)
+        assert weight.shape == through.state_dict()[name].shape
+    moments = torch.load(workplace / "whole" / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    steps = {float(entry["step"]) for entry in moments["state"].values()}
+    assert steps == {8.0}
+
+
+def test_sections(tmp_path):
+    text = grown_run(GROWTH, SHARDED)
+    run = load_run(write(tmp_path, "a", text))
+    assert run.growth.sizes == SIZES and run.growth.symmetry == "noise"
+    assert run.checkpoint == "model" and run.distributed.sharding == "fsdp"
+    (tmp_path / "b.toml").write_text(run.to_toml())
+    assert load_run(tmp_path / "b.toml") == run
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (RUN + GROWTH, "either model.path"),
+        (GROWN, "either model.path"),
+        (grown_run(GROWTH, 'moments = "grow"\n'), "moments and optimizer belong together"),
+        (grown_run(GROWTH, 'methd = "fpi"\n'), "'methd'.*'method'"),
+        (grown_run(GROWTH.replace("24", '"24"')), "growth.sizes.hidden_size is '24'"),
+        (grown_run(GROWTH, "[distributed]\ntensor_parallel = 2\n"), "tensor parallelism"),
+        (grown_run(GROWTH, "[distributed]\ncpu_offload = true\n"), "needs sharding"),
+    ],
+)
+def test_sections_that_are_refused(tmp_path, text, match):
+    with pytest.raises(GrowthError, match=match):
+        load_run(write(tmp_path, "a", text))
