@@ -20,6 +20,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import advice, estimate
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding, findings
+from growkern.growth.plan.structure import check_structure
 from growkern.growth.plan.table import plan_table
 from growkern.growth.plan.target import check_given, finish_target, resolve_target
 from growkern.growth.source.source import Source, open_source
@@ -166,4 +167,5 @@ def plan_growth(
     # build the maps now, so that impossible ones (lost query heads) fail before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
+    check_structure(grown)
     return grown

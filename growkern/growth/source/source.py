@@ -29,7 +29,7 @@ from growkern.growth.source.checks import (
     check_values,
     refuse_nonfinite,
 )
-from growkern.growth.source.config import read_config
+from growkern.growth.source.config import config_directory, read_config, read_generation
 from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
 from growkern.growth.source.stored import StoredTensor
 
@@ -45,6 +45,7 @@ class Source:
         directory: the checkpoint directory; None for a model in memory.
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
+        generation: the `GenerationConfig` that the source comes with, if it has one.
     """
 
     spec: ModelSpec
@@ -53,6 +54,7 @@ class Source:
     directory: Path | None = None
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    generation: Any | None = field(default=None, repr=False)
 
     @property
     def config(self) -> Any:
@@ -124,7 +126,8 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     def read(name: str) -> Tensor:
         return own[name].detach()
 
-    return Source(spec, dtypes, read, device=device)
+    generation = getattr(model, "generation_config", None)
+    return Source(spec, dtypes, read, device=device, generation=generation)
 
 
 def _refuse_quantised(config: Any) -> None:
@@ -155,7 +158,9 @@ def _open_directory(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         return own[name].read()
 
-    return Source(spec, dtypes, read, directory, own)
+    return Source(
+        spec, dtypes, read, directory, own, generation=read_generation(config_directory(directory))
+    )
 
 
 def _read_spec(directory: Path) -> ModelSpec:
