@@ -23,8 +23,8 @@ else:
     import tomli as tomllib
 
 _KEYS = {
-    "table": "extends model_type activation ignored per_layer norm attention config stacks refuse "
-    "spaces classes depth tensors",
+    "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
+    "refuse spaces classes depth tensors",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial",
@@ -110,6 +110,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     family = Family(
         model_type=table["model_type"],
         activation=table.get("activation"),
+        softcap=table.get("softcap"),
         ignored=tuple(table.get("ignored", ())),
         per_layer=tuple(table.get("per_layer", ())),
         norm=norm,

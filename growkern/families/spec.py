@@ -43,6 +43,7 @@ Its sections:
                 one name: the first whose condition holds. No rows, `[]`: a tensor of the
                 extended table that this family never has
     [refuse]    config fields with a value that the table does not cover, and why
+    softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ignored     tensors in older files that models no longer read
 """
