@@ -29,7 +29,7 @@ _KEYS = {
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial",
     "space": "kind of untied heads width part weighted size activated scale scale_when",
-    "class": "prefix body heads output stacks repeats",
+    "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
     "refuse": "value why",
@@ -153,7 +153,7 @@ def _check_references(where: str, family: Family) -> None:
             known(name, part, family.parts)
         for stack in model_class.stacks:
             known(name, stack, family.stacks)
-        for size in model_class.repeats.values():
+        for size in (*model_class.repeats.values(), *filter(None, [model_class.cache])):
             known(name, size, family.config)
     for row in (row for rows in family.parts.values() for row in rows):
         if row.stack is not None:

@@ -78,6 +78,8 @@ def finish_target(
             new head_dim.
     """
     family, config = small.family, copy.deepcopy(large.config)
+    for model in (small, large):
+        _check_turning(model)
     for name in family.per_layer:
         values = getattr(small.config, name, None)
         if values is not None:
@@ -131,6 +133,17 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
         if pair_step(*turning) is None:
             rope["rope_theta"] **= turning[1] / turning[0]
     return parameters
+
+
+def _check_turning(model: ModelSpec) -> None:
+    """Refuse heads too small for their rotary pairs: transformers cannot run such a model."""
+    heads = model.family.query_heads[0]
+    head_dim = model.head_dim(heads)
+    if rotary_entries(model.turning_of(head_dim)) > head_dim:
+        raise GrowthError(
+            f"head_dim={head_dim}: rotary positions turn the entries of a head in pairs; give an "
+            f"even head_dim, {head_dim - 1} or {head_dim + 1}"
+        )
 
 
 def _validate(large: ModelSpec) -> None:

@@ -31,6 +31,7 @@ from growkern.growth.source.checks import (
 )
 from growkern.growth.source.config import config_directory, read_config, read_generation
 from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
+from growkern.growth.source.live import check_live
 from growkern.growth.source.stored import StoredTensor
 
 
@@ -81,7 +82,8 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
 
     Raises:
-        GrowthError: an unsupported or quantised model; a file that is missing, truncated or
+        GrowthError: an unsupported or quantised model; a model in memory that computes something
+            else than its config says; a file that is missing, truncated or
             corrupt; a tensor that the family's table does not have; a shape that contradicts the
             config.
     """
@@ -118,6 +120,7 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     state = model.state_dict()
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, spec.class_name)
+    check_live(model, spec)
     check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     dtypes = {name: t.dtype for name, t in own.items()}

@@ -1,12 +1,15 @@
 """The plan's words where they were once wrong: each case is compared with Hugging Face itself."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
 
 import growkern
+from growkern.errors import GrowthWarning
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
-from tests.growth.plan.test_families import T5
+from tests.growth.plan.test_families import ROTARY, T5
 
 EXACT = 1e-12
 
@@ -79,3 +82,69 @@ def test_both_ways_to_grow_write_the_same_bytes(class_name, sizes, how, has_own,
         assert saved == {file: written[file] for file in saved}
     if has_own and source.can_generate():
         assert b'"repetition_penalty": 1.3' in written["generation_config.json"]
+
+
+EDITS = [
+    ("BertModel", BERT, {"hidden_act": "relu"}, "intermediate_act_fn: the module is"),
+    ("LlamaForCausalLM", LLAMA, {"rms_norm_eps": 0.1}, "variance_epsilon is 0.001"),
+    ("LlamaForCausalLM", LLAMA, {"head_dim": 4, "num_key_value_heads": 2}, None),
+    (
+        "LlamaForCausalLM",
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+        "rotary_emb: inv_freq is another buffer",
+    ),
+    # dropout changes no output in evaluation mode
+    ("GPT2LMHeadModel", GPT2, {"attn_pdrop": 0.5, "resid_pdrop": 0.5}, None),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, edits, message", EDITS)
+def test_a_config_edited_after_its_model_was_made_is_refused(
+    class_name, sizes, edits, message, tmp_path
+):
+    source = random_model(class_name, sizes)
+    for name, value in edits.items():
+        setattr(source.config, name, value)
+    deeper = {"n_layer" if class_name.startswith("GPT2") else "num_hidden_layers": 3}
+    if message is not None:
+        with pytest.raises(growkern.GrowthError, match=message):
+            growkern.plan(source, **deeper)
+        source.save_pretrained(tmp_path)
+    growkern.plan(source if message is None else tmp_path, **deeper)
+
+
+def test_hooks_of_the_source_are_warned_of():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    # transformers hooks the blocks itself to return what they compute
+    source(input_ids=torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        growkern.plan(source, n_embd=24)
+    source.resize_token_embeddings(55)
+    growkern.plan(source, n_embd=24)
+    source.transformer.h[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.warns(GrowthWarning, match=r"transformer\.h\.1\.mlp of the source has"):
+        growkern.plan(source, n_embd=24)
+
+
+def test_too_small_a_cache_of_the_target_is_warned_of():
+    source = random_model("T5ForConditionalGeneration", T5, dtype=torch.float32)
+    plan = growkern.plan(source, num_decoder_layers=3)
+    assert any("use_cache=False" in line for line in plan.advice())
+    assert not any("cache" in line for line in growkern.plan(source, num_layers=3).advice())
+    grown = growkern.grow(source, num_decoder_layers=3)
+    how = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    # if this works, the installed transformers has mended it, and the warning can go
+    with pytest.raises(IndexError):
+        grown.generate(tokens, **how)
+    assert grown.generate(tokens, use_cache=False, **how).shape == (2, 4)
+
+
+def test_rotary_heads_that_transformers_cannot_turn_are_refused():
+    source = random_model("MistralForCausalLM", {**ROTARY, "head_dim": 3})
+    with pytest.raises(growkern.GrowthError, match=r"head_dim=3.* in pairs.*even"):
+        growkern.plan(source, hidden_size=24)
+    with pytest.raises(growkern.GrowthError, match=r"head_dim=5.* in pairs.*even"):
+        growkern.plan(random_model("MistralForCausalLM", ROTARY), head_dim=5)
