@@ -30,7 +30,7 @@ def measured_level(
 
     Args:
         outputs: of `record.outputs.compare_outputs`.
-        dtype: that both models computed in.
+        dtype: whose rounding the outputs carry.
 
     Returns:
         "exact", "approximate" or "changed", as in `Finding.level`.

@@ -162,7 +162,7 @@ def _compare(
     tokens: Tensor,
     labels: Tensor | None,
 ) -> tuple[dict[str, float], torch.dtype]:
-    """Outputs of `compare_outputs`, and the dtype that both models computed in.
+    """Outputs of `compare_outputs`, and the dtype whose rounding they carry.
 
     Args:
         source, grown: each opened, and as it was given.
@@ -170,7 +170,9 @@ def _compare(
     if fits(source[0]) and fits(grown[0]):
         old, new = in_float64(source[0]), in_float64(grown[0])
         with Float64():
-            return compare_outputs(plan, old, new, tokens, labels), torch.float64
+            outputs = compare_outputs(plan, old, new, tokens, labels)
+        # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
+        return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
     old, new = load_source(*source), load_model(grown[1])
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     return compare_outputs(plan, old, new, tokens, labels), coarsest

@@ -1,5 +1,7 @@
 """The plan's words where they were once wrong: each case is compared with Hugging Face itself."""
 
+import itertools
+import re
 import warnings
 
 import pytest
@@ -8,8 +10,9 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthWarning
-from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
-from tests.growth.plan.test_families import ROTARY, T5
+from growkern.growth.space import maps
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.plan.test_families import BART, ROTARY, T5
 
 EXACT = 1e-12
 
@@ -148,3 +151,112 @@ def test_rotary_heads_that_transformers_cannot_turn_are_refused():
         growkern.plan(source, hidden_size=24)
     with pytest.raises(growkern.GrowthError, match=r"head_dim=5.* in pairs.*even"):
         growkern.plan(random_model("MistralForCausalLM", ROTARY), head_dim=5)
+
+
+FITTING = [
+    # the number of heads follows the hidden size
+    ({"hidden_size": 27}, {"num_attention_heads": 9, "num_key_value_heads": 3}),
+    # key heads follow the query heads, in groups of the same size if possible
+    ({"hidden_size": 18, "num_attention_heads": 9}, {"num_key_value_heads": 3}),
+    ({"hidden_size": 21, "num_attention_heads": 7}, {"num_key_value_heads": 7}),
+    # and the other way round
+    ({"hidden_size": 18, "num_key_value_heads": 3}, {"num_attention_heads": 9}),
+]
+
+
+@pytest.mark.parametrize("how, follows", FITTING)
+def test_heads_that_were_not_given_are_made_to_fit(how, follows):
+    source = random_model("LlamaForCausalLM", LLAMA)
+    grown = growkern.grow(source, **how)
+    assert {name: getattr(grown.config, name) for name in follows} == follows
+    assert grown.growth_plan.exact and relative_error(source, grown) <= EXACT
+
+
+REFUSED = [
+    (LLAMA, {"hidden_size": 25, "num_attention_heads": 12}, r"hidden_size=24 or 36"),
+    (LLAMA, {"head_dim": 7}, r"nearest sizes that fit: head_dim=6 or 8"),
+    (LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 3}, r"nearest.*num_key_value_heads="),
+    (
+        LLAMA,
+        {"hidden_size": 38, "num_attention_heads": 9, "num_key_value_heads": 4},
+        r"; sizes that fit: hidden_size=\d+, num_attention_heads=\d+",
+    ),
+    (
+        {**BERT, "embedding_size": 16, "hidden_size": 8, "num_attention_heads": 2},
+        {"hidden_size": 16},
+        r"nearest sizes that fit: hidden_size=12 or 20",
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes, how, message", REFUSED)
+def test_a_refusal_names_the_nearest_sizes(sizes, how, message):
+    class_name = "ElectraModel" if "embedding_size" in sizes else "LlamaForCausalLM"
+    source = random_model(class_name, sizes)
+    with pytest.raises(growkern.GrowthError, match=message) as refused:
+        growkern.plan(source, **how)
+    # the first suggestion works
+    field, _, value = re.search(r"fit: (\w+)(=)(\d+)", str(refused.value)).groups()
+    kept = {} if "; sizes that fit" in str(refused.value) else how
+    growkern.plan(source, **{**kept, field: int(value)})
+
+
+@pytest.mark.parametrize("q, kv, q_new, kv_new", [(6, 2, 6, 3), (4, 2, 5, 5), (6, 3, 8, 4)])
+def test_query_heads_are_lost_only_where_no_map_can_keep_them(q, kv, q_new, kv_new):
+    group, group_new = q // kv, q_new // kv_new
+    # every target group reads one source group: try all choices
+    choices = itertools.product(range(kv), repeat=kv_new)
+    possible = any(all(c.count(g) * group_new >= group for g in range(kv)) for c in choices)
+    try:
+        maps.grouped_heads(q, kv, q_new, kv_new)
+    except growkern.GrowthError:
+        assert not possible
+    else:
+        assert possible
+
+
+VOCABULARIES = [
+    ("GPT2LMHeadModel", GPT2, {"vocab_size": 60, "n_embd": 20}),
+    ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False}, {"vocab_size": 60, "n_embd": 24}),
+    ("LlamaForCausalLM", LLAMA, {"pad_vocab_to_multiple_of": 64, "symmetry": "split"}),
+    ("BertForMaskedLM", BERT, {"pad_vocab_to_multiple_of": 64, "hidden_size": 24}),
+    ("T5ForConditionalGeneration", T5, {"vocab_size": 90}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("class_name, sizes, how", VOCABULARIES)
+def test_new_tokens_cost_no_more_than_the_plan_says(class_name, sizes, how, dtype):
+    source = random_model(class_name, sizes, std=1.0, dtype=dtype)
+    grown = growkern.grow(source, **how)
+    (said,) = (f for f in grown.growth_plan.findings if f.measure == "new tokens (nats)")
+    size = source.config.vocab_size
+    logits = outputs(grown.double())["logits"]
+    rise = logits.logsumexp(-1) - logits[..., :size].logsumexp(-1)
+    assert said.level == "approximate" and rise.max().item() <= said.bound
+    assert not bool((logits.argmax(-1) >= size).any())
+    assert growkern.verify(source, growkern.grow(source, **how)).ok
+
+
+def test_a_larger_vocabulary_without_a_head_is_exact():
+    plan = growkern.plan(random_model("BertModel", BERT), vocab_size=60)
+    assert plan.exact
+
+
+def test_verify_fails_where_the_function_was_lost_unasked():
+    source = random_model("BartForConditionalGeneration", {**BART, "eos_token_id": 1})
+    report = growkern.verify(source, growkern.grow(source, d_model=20))
+    assert not report.ok and report.level == "changed" and "d_model" in report.failure
+    asked = growkern.grow(source, d_model=24, method="aki")
+    report = growkern.verify(source, asked)
+    assert report.ok and report.level == "changed"
+
+
+def test_verify_holds_cached_generation_against_the_plan():
+    source = random_model("T5ForConditionalGeneration", T5)
+    report = growkern.verify(source, growkern.grow(source, d_model=24))
+    assert report.ok and report.level == "exact" and report.outputs["generation error"] < EXACT
+    # its cache has room for two layers only
+    deeper = growkern.grow(source, num_decoder_layers=3, depth="identity")
+    report = growkern.verify(source, deeper)
+    assert not report.ok and "generation" in report.failure

@@ -219,7 +219,7 @@ def test_a_head_dim_that_is_no_multiple_changes_theta(class_name, sizes, config,
     "class_name, sizes, rope, growth, why",
     [
         ("LlamaForCausalLM", LLAMA, {"rope_type": "yarn", "factor": 2.0}, {"head_dim": 8}, "yarn"),
-        ("LlamaForCausalLM", LLAMA, {"rope_type": "default"}, {"head_dim": 7}, "head_dim of 8"),
+        ("LlamaForCausalLM", LLAMA, {"rope_type": "default"}, {"head_dim": 7}, "head_dim=6 or 8"),
         (
             "Phi3ForCausalLM",
             {**PHI3, "head_dim": 6},
