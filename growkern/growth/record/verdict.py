@@ -53,9 +53,9 @@ def measured_level(
     if not changed:
         word = "exact" if plan.exact else f"approximate within {allowed[name]:.1e}"
         return "changed", f"planned {word}, but {_words(name)} by {errors[name]:.1e}"
-    if all(finding.asked for finding in changed):
+    if any(finding.asked for finding in changed):
         return "changed", ""
-    lost = next(finding for finding in changed if not finding.asked)
+    lost = changed[0]
     return "changed", f"{_words(name)} by {errors[name]:.1e}, as planned: {lost.what} ({lost.why})"
 
 
