@@ -15,6 +15,10 @@ class GrowthError(ValueError):
         super().__init__(text if len(text) <= MOST else f"{text[:HEAD]} ... {text[-TAIL:]}")
 
 
+class UnfitError(GrowthError):
+    """Sizes that do not fit together, where near ones may."""
+
+
 class GrowthWarning(UserWarning):
     """Something that the user should know. The work continues."""
 

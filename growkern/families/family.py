@@ -22,6 +22,7 @@ class Family:
 
     Attributes:
         activation: config field of the activation function between the FFN's matrices.
+        softcap: config field of the soft cap c of the logits, c tanh(z / c).
         zero_in_identity, inner_norms, outer_norm, refuse_depth: the entries of [depth].
         parts: name of a part in [tensors] -> its rows.
     """
@@ -42,6 +43,7 @@ class Family:
     outer_norm: str | None
     refuse_depth: tuple[Refusal, ...]
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    softcap: str | None = None
 
     # ---- sizes
 

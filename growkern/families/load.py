@@ -23,13 +23,13 @@ else:
     import tomli as tomllib
 
 _KEYS = {
-    "table": "extends model_type activation ignored per_layer norm attention config stacks refuse "
-    "spaces classes depth tensors",
+    "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
+    "refuse spaces classes depth tensors",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial",
     "space": "kind of untied heads width part weighted size activated scale scale_when",
-    "class": "prefix body heads output stacks repeats",
+    "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
     "refuse": "value why",
@@ -110,6 +110,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     family = Family(
         model_type=table["model_type"],
         activation=table.get("activation"),
+        softcap=table.get("softcap"),
         ignored=tuple(table.get("ignored", ())),
         per_layer=tuple(table.get("per_layer", ())),
         norm=norm,
@@ -152,7 +153,7 @@ def _check_references(where: str, family: Family) -> None:
             known(name, part, family.parts)
         for stack in model_class.stacks:
             known(name, stack, family.stacks)
-        for size in model_class.repeats.values():
+        for size in (*model_class.repeats.values(), *filter(None, [model_class.cache])):
             known(name, size, family.config)
     for row in (row for rows in family.parts.values() for row in rows):
         if row.stack is not None:

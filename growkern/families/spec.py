@@ -28,7 +28,9 @@ Its sections:
                 norm together. `scale`: see [tensors.*]
     [classes]   model class -> prefix of the body's names, parts of the table for body and heads,
                 `output`: the space of its hidden states, `stacks`: the stacks that `{s}` stands
-                for if not all, `repeats`: config fields that must equal a size
+                for if not all, `repeats`: config fields that must equal a size, `cache`: the
+                size that transformers makes a cache of keys and values for, if a stack of
+                more layers cannot use it
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block
     [tensors.*] name -> the tensor's axes, in order. "write:S" is an output axis of space S,
                 "read:S" an input axis, "write:q|k|v" several spaces one after another, anything
@@ -43,6 +45,7 @@ Its sections:
                 one name: the first whose condition holds. No rows, `[]`: a tensor of the
                 extended table that this family never has
     [refuse]    config fields with a value that the table does not cover, and why
+    softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ignored     tensors in older files that models no longer read
 """
@@ -217,6 +220,7 @@ class ModelClass:
     output: str | None = None
     stacks: tuple[str, ...] = ()
     repeats: Mapping[str, str] = field(default_factory=dict)
+    cache: str | None = None
 
 
 def holds(condition: str | None, config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from growkern.growth.disk.journal import Journal
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
-from growkern.growth.models import in_model_order, untrained_model
+from growkern.growth.models import class_shapes, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE
 from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
@@ -32,7 +33,7 @@ from growkern.growth.record.lineage import (
     source_files,
     write_lineage,
 )
-from growkern.growth.source.checks import refuse_overflow
+from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
 
@@ -72,9 +73,8 @@ def grow(
     grown = plan(
         source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
     )
-    with torch.device("meta"):
-        # a config that transformers cannot build must fail before any work
-        untrained_model(grown.large, grown.dtype)
+    # a config that transformers cannot build must fail before any work
+    _shapes(grown)
     state = _build_all(grown, backend=backend, progress=progress)
     for name, tensor in state.items() if grown.narrowed_tensors and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
@@ -105,14 +105,22 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.growth_plan = grown
+    if grown.source.generation is not None:
+        model.generation_config = copy.deepcopy(grown.source.generation)
     # non-persistent buffers, such as rotary frequencies, are not in `state`: move them too
     return model.to(_device(grown)).eval()
 
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
-    """The shape of every target tensor, in the order of the model's `state_dict`."""
-    shapes = {task.name: task.shape for task in grown.tasks}
-    return in_model_order(shapes, grown.large, grown.dtype)
+    """The shape of every target tensor, in the order of the model's `state_dict`.
+
+    Raises:
+        GrowthError: the class in transformers has other tensors than the plan.
+    """
+    found = class_shapes(grown.large, grown.dtype)
+    check_names_and_shapes(grown.large, found, grown.large.class_name)
+    own = {task.name for task in grown.tasks}
+    return {name: shape for name, shape in found.items() if name in own}
 
 
 def grow_checkpoint(

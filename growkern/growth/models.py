@@ -111,10 +111,14 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def in_model_order(
-    shapes: dict[str, tuple[int, ...]], spec: ModelSpec, dtype: torch.dtype
-) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, in the order of the model's `state_dict`; other names follow."""
+def class_shapes(spec: ModelSpec, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a model, as its class in transformers makes them.
+
+    Tied tensors are included. The order is that of the model's `state_dict`.
+
+    Raises:
+        GrowthError: transformers cannot build the class with this config.
+    """
     with torch.device("meta"):
-        names = list(untrained_model(spec, dtype).state_dict())
-    return {name: shapes[name] for name in names if name in shapes} | shapes
+        state = untrained_model(spec, dtype).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

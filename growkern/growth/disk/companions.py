@@ -19,6 +19,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
+from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.files import INDEX_FILE
 
 # files that a loader may read as the model's weights
@@ -96,11 +97,14 @@ def complete(
         beside: the checkpoint to copy companion files from, or a subdirectory of it.
     """
     with torch.device("meta"):
-        config = untrained_model(model, dtype).config
-    config.architectures = [model.class_name]
-    config.save_pretrained(directory)
+        made = untrained_model(model, dtype)
+    made.config.architectures = [model.class_name]
+    made.config.save_pretrained(directory)
     if layout.index:
         (directory / INDEX_FILE).write_text(layout.index, encoding="utf-8")
-    # weights saved by torch.distributed lie in a subdirectory of the checkpoint
-    has_config = (beside / "config.json").is_file()
-    copy_companions(beside if has_config else beside.parent, directory)
+    source = config_directory(beside)
+    copy_companions(source, directory)
+    generation = read_generation(source)
+    if made.can_generate() and generation is not None:
+        # written by transformers and not copied, so that `save_pretrained` gives the same bytes
+        generation.save_pretrained(directory)

@@ -95,7 +95,7 @@ def advice(plan: Blueprint, tokens: float | None = None) -> tuple[str, ...]:
     """
     if tokens is not None and not 0 < tokens < math.inf:
         raise GrowthError(f"tokens={tokens:g}: give the number of tokens the source was trained on")
-    parts = (_aki, _width, _depth, _symmetry, _heads, _tiles)
+    parts = (_aki, _width, _depth, _symmetry, _heads, _cache, _tiles)
     return tuple(line for part in parts for line in part(plan, tokens))
 
 
@@ -170,6 +170,19 @@ def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         yield (
             "the new entries of queries and keys both start at 0, as any other value would change "
             "the norm over them; while both are 0 they get no gradient"
+        )
+
+
+def _cache(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+    family = plan.large.family
+    key = family.classes[plan.large.class_name].cache
+    layers = max(plan.large.size(size) for size in family.stacks.values())
+    if key is not None and layers > plan.large.size(key):
+        field = family.config_field(key)
+        yield (
+            f"transformers makes its cache of keys and values for {field}={plan.large.size(key)} "
+            f"layers, so generation fails with {layers} decoder layers: call generate with "
+            f"use_cache=False, or grow {field} too"
         )
 
 

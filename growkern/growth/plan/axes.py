@@ -12,6 +12,7 @@ optimizer moments (`growth.optimizer.moments`) rely on these maps; keep them in 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,10 +117,10 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
     layout, layer = plan.layout, task.source_layer
     total = plan.small.axis_size(axis)
     if not names:
-        # not a space but a plain size, such as the vocabulary: rows of new tokens are 0
-        is_old = torch.arange(size) < total
-        index = torch.arange(size) % max(total, 1)
-        return AxisMap(index, is_old.double(), torch.zeros(size, dtype=torch.float64), total)
+        # not a space but a plain size, such as the vocabulary: new entries copy a computed one
+        index = torch.where(torch.arange(size) < total, torch.arange(size), 0)
+        scale = torch.ones(size, dtype=torch.float64)
+        return AxisMap(index, scale, torch.zeros_like(scale), total, extra=size - total)
     is_routed = role == "read" and plan.options.symmetry == "routing"
     pieces, offset, extra = [], 0, 0
     for name in names.split("|"):
@@ -157,9 +158,11 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     """
     role, _, names = axis.partition(":")
     layout = plan.layout
-    if not names:
-        return axis_map(plan, task, axis, size)
     total = plan.small.axis_size(axis)
+    if not names:
+        found = axis_map(plan, task, axis, size)
+        scale = (torch.arange(size) < total).double()
+        return dataclasses.replace(found, scale=scale, extra=0)
     pieces, offset = [], 0
     for name in names.split("|"):
         space = layout.space(name, task.source_layer)

@@ -1,18 +1,31 @@
 """Predicts which parts of the source's function a growth keeps exactly, and says why.
 
-It looks at sizes, options and maps only and reads no weights. `growth.record.verify` measures the
-same afterwards. A change to how tensors are built must be reflected here.
+It looks at sizes, options and maps. It reads no weights but those of norms that carry the mean, as
+they bound its error. `growth.record.verify` measures the same afterwards. A change to how tensors
+are built must be reflected here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.vocabulary import (
+    LARGEST_LOGIT,
+    largest_capped,
+    most_cost,
+    predicts_tokens,
+)
 from growkern.growth.space.rotary import pair_step
+
+# measures of `growkern.verify`: largest difference of an output over the largest output, and the
+# rise of the loss by tokens that the source does not have
+OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 
 
 @dataclass(frozen=True)
@@ -22,12 +35,19 @@ class Finding:
     Attributes:
         level: "exact", "approximate" (the error is bounded and small) or "changed".
         what: the part of the model, or the dtype, that the statement is about.
-        why: the reason, with the size of the error if it is known.
+        why: the reason, with the size of the error.
+        bound: of an approximate statement, the error of the parts in question. It limits the
+            growth's error in `measure`. None: no more than rounding if the level is "exact".
+        measure: the output of `growkern.verify` that `bound` limits.
+        asked: True for a change that the user asked for, such as `method="aki"`.
     """
 
     level: str
     what: str
     why: str
+    bound: float | None = None
+    measure: str = OUTPUT_ERROR
+    asked: bool = False
 
     def line(self) -> str:
         """The statement as one line of text."""
@@ -39,7 +59,8 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
     if plan.options.is_baseline:
         block = "the source's weights lie in a block of random weights"
         why = block if plan.options.method == "direct_copy" else "all weights are random"
-        return (Finding("changed", "everything", f"{why}, so the source's function is lost"),)
+        why = f"{why}, so the source's function is lost"
+        return (Finding("changed", "everything", why, asked=True),)
     parts = (_width, _head_dim, _heads_under_norm, _vocabulary, _advanced, _head, _depth, _rounding)
     return tuple(finding for part in parts for finding in part(plan))
 
@@ -60,6 +81,7 @@ def _width(plan: Blueprint) -> list[Finding]:
                 what,
                 f"random maps copy coordinates {count.min()} to {count.max()} times, which "
                 f"changes the statistics of every {norm.kind}",
+                asked=True,
             )
         ]
     if layout.is_even:
@@ -70,16 +92,45 @@ def _width(plan: Blueprint) -> list[Finding]:
     if norm.placement == "pre" and not layout.family.carries:
         why = "extra coordinates keep the mean, a scale keeps the variance"
         return [Finding("exact", what, why)]
-    if layout.is_carried:
-        delta = options.carry
-        order = "O(carry^2)" if new % old > 1 else "O(carry), with a single extra coordinate"
-        why = f"extra coordinates carry the mean with an error of {order}, carry={delta:g}"
-        return [Finding("approximate", what, why)]
+    if not layout.is_carried:
+        why = (
+            "extra coordinates lose the mean of the norms' outputs, and hold that of their biases: "
+            f"{layout.no_carry_reason}"
+        )
+        return [Finding("changed", what, why)]
+    bound = _carry_bound(plan)
+    if not math.isfinite(bound):
+        why = "extra coordinates carry the mean with an error that the source's norms do not bound"
+        return [Finding("changed", what, why)]
     why = (
-        f"extra coordinates hold only the mean of the norms' biases ({layout.no_carry_reason}); "
-        "the error is about 1 % of the hidden state"
+        f"extra coordinates carry the mean; norms are off by {bound:.1e} in total, "
+        f"carry={options.carry:g}"
     )
-    return [Finding("approximate", what, why)]
+    return [Finding("approximate", what, why, bound)]
+
+
+def _carry_bound(plan: Blueprint) -> float:
+    """The relative errors of all norms that carry the mean, added up.
+
+    Extra coordinate k holds delta e_k w^T y, and |w^T y| is at most the deviation of y times that
+    of gamma (see `growth.tensors.extras`). That changes the variance that the norm sees, and its
+    mean where the e_k do not sum to 0.
+
+    Returns:
+        Infinity if the weights of a norm cannot be read here, as on the meta device.
+    """
+    delta, space = plan.options.carry, plan.layout.space("stream")
+    signs, total = space.extra_signs, 0.0
+    variance = (delta**2 * signs.square().sum() / space.target / 2).item()
+    shift = (delta * signs.sum().abs() / space.target).item()
+    for task in plan.tasks:
+        if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
+            gamma = plan.source.read(task.source)
+            if gamma.is_meta or isinstance(gamma, DTensor):
+                return math.inf
+            deviation = gamma.double().std(correction=0).item()
+            total += variance * deviation**2 + shift * deviation
+    return total
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
@@ -97,8 +148,13 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
             why = "every rotary pair moves to the pair with the same frequency"
             found.append(Finding("exact", what, why))
         else:
-            why = "rope_theta changes to keep every pair's frequency, up to float32 rounding"
-            found.append(Finding("approximate", what, why))
+            length = getattr(plan.small.config, "max_position_embeddings", 1)
+            bound = length * torch.finfo(torch.float32).eps
+            why = (
+                "rope_theta changes to keep every pair's frequency; float32 rounding turns the "
+                f"last of {length} positions too far by up to {bound:.1e} radians"
+            )
+            found.append(Finding("approximate", what, why, bound))
     return found
 
 
@@ -114,7 +170,7 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
             why = "random maps copy heads unequally often, which changes the norm over all heads"
-            found.append(Finding("changed", f"heads of {name}", why))
+            found.append(Finding("changed", f"heads of {name}", why, asked=True))
     return found
 
 
@@ -123,8 +179,17 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     if old == new:
         return []
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
-    why = "old tokens keep their logits; new tokens start with a logit of 0"
-    return [Finding("approximate", what, why)]
+    if not predicts_tokens(plan.large):
+        return [Finding("exact", what, "no head predicts tokens, and old ones keep their rows")]
+    if largest_capped(plan.small) < LARGEST_LOGIT:
+        why = "the soft cap bends logits so much that new tokens may take a large share"
+        return [Finding("changed", what, why)]
+    bound = most_cost(plan.small, plan.large, plan.dtype.itemsize)
+    why = (
+        f"old tokens keep their logits; the {new - old} new ones raise the loss of any text by at "
+        f"most {bound:.2g} nats"
+    )
+    return [Finding("approximate", what, why, bound, NEW_TOKENS)]
 
 
 def _advanced(plan: Blueprint) -> list[Finding]:
@@ -136,7 +201,7 @@ def _advanced(plan: Blueprint) -> list[Finding]:
         ]
     if plan.options.aki == "eq16":
         why = "the new output rows of every matrix come from the next layer"
-        return [Finding("changed", "aki", why)]
+        return [Finding("changed", "aki", why, asked=True)]
     moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
     kinds = {
         s.kind for s in moving if s.size != "stream" and plan.layout.next_layer_units(s.name).any()
@@ -145,7 +210,7 @@ def _advanced(plan: Blueprint) -> list[Finding]:
         return [Finding("exact", "aki", "no new heads or FFN units: same as fpi")]
     named = {"heads": "heads", "units": "FFN units"}
     what = " and ".join(text for kind, text in named.items() if kind in kinds)
-    return [Finding("changed", f"new {what}", "taken from the next layer")]
+    return [Finding("changed", f"new {what}", "taken from the next layer", asked=True)]
 
 
 def _head(plan: Blueprint) -> list[Finding]:
@@ -176,7 +241,7 @@ def _depth(plan: Blueprint) -> list[Finding]:
         if plan.options.depth != "identity":
             verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
             why = f"layers are {verb}, so they get inputs that they were not trained on"
-            found.append(Finding("changed", what, why))
+            found.append(Finding("changed", what, why, asked=True))
         elif family.norm.placement != "post":
             found.append(Finding("exact", what, "inserted blocks add 0"))
         else:
@@ -186,17 +251,21 @@ def _depth(plan: Blueprint) -> list[Finding]:
                 f"inserted blocks repeat their input with a relative error of {error:.2g}, from "
                 f"the norms' eps={eps:g}"
             )
-            found.append(Finding("exact" if error <= 1e-12 else "approximate", what, why))
+            level = "exact" if error <= 1e-12 else "approximate"
+            found.append(Finding(level, what, why, bound=error * (new - old)))
     return found
 
 
 def _rounding(plan: Blueprint) -> list[Finding]:
     layout, dtype = plan.layout, str(plan.dtype).removeprefix("torch.")
+    bound = torch.finfo(plan.dtype).eps
+    each = f"by at most {bound / 2:.1g} of each weight"
     if names := plan.narrowed_tensors:
         wide = str(plan.source.dtypes[names[0]]).removeprefix("torch.")
         all_of_it = len(names) == len(plan.source.dtypes)
         what = "the source" if all_of_it else f"{names[0]} (one of {len(names)} such tensors)"
-        return [Finding("approximate", dtype, f"{what} is {wide} and is rounded to {dtype}")]
+        why = f"{what} is {wide} and is rounded to {dtype}, {each}"
+        return [Finding("approximate", dtype, why, bound)]
     if plan.dtype.itemsize > 2:
         return []
     is_widened = any(
@@ -207,13 +276,13 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
-        why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}"
-        return [Finding("approximate", dtype, why)]
+        why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
+        return [Finding("approximate", dtype, why, bound)]
     divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
     if is_widened and plan.dtype == torch.float16 and divides:
         tiny = torch.finfo(torch.float16).tiny
         why = f"divided weights below {tiny:.2g} lose digits; symmetry='routing' keeps all of them"
-        return [Finding("approximate", dtype, why)]
+        return [Finding("approximate", dtype, why, bound)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
 
@@ -227,8 +296,10 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
         maps = [axis_map(plan, task, axis, size) for axis, size in axes]
-        return any(
-            m.extra or _is_any_rounded(m.index, m.gathered_scale, m.sums is not None) for m in maps
+        # rows of new tokens are sums too, but no old output depends on them
+        sums = any(m.extra for m, axis in zip(maps, task.tensor.axes, strict=True) if ":" in axis)
+        return sums or any(
+            _is_any_rounded(m.index, m.gathered_scale, m.sums is not None) for m in maps
         )
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
     if bool(entering.is_extra.any()):

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 
 from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import advice, estimate
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding, findings
+from growkern.growth.plan.fitting import made_to_fit
+from growkern.growth.plan.structure import check_structure
 from growkern.growth.plan.table import plan_table
-from growkern.growth.plan.target import check_given, finish_target, resolve_target
+from growkern.growth.plan.target import check_given, finish_target
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space import maps
 from growkern.ops.expand.checks import DTYPES
@@ -142,8 +145,27 @@ def plan_growth(
     Args:
         dims: target sizes by the config's own names; empty if `target_config` is given.
     """
+    dtype = dtype or opened.dtype
+    if dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result afterwards")
+
+    def make(large: ModelSpec) -> GrowthPlan:
+        return _plan_for(opened, options, large, dtype)
+
+    return made_to_fit(opened.spec, dims, target_config, make)
+
+
+def _plan_for(
+    opened: Source, options: GrowthOptions, large: ModelSpec, dtype: torch.dtype
+) -> GrowthPlan:
+    """The plan for a target whose sizes are decided.
+
+    Raises:
+        UnfitError: the sizes do not fit together.
+        GrowthError: the source cannot grow to this target for other reasons.
+    """
     small, family = opened.spec, opened.spec.family
-    large = resolve_target(small, dims, target_config)
     pick = maps.stack if options.depth == "stack" else maps.interleave
     layer_maps = {
         stack: tuple(pick(small.size(key), large.size(key))) for stack, key in family.stacks.items()
@@ -156,14 +178,11 @@ def plan_growth(
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
         for refusal in family.refuse_depth:
             refusal.check(small.config)
-    dtype = dtype or opened.dtype
-    if dtype not in DTYPES:
-        allowed = ", ".join(map(str, DTYPES))
-        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result afterwards")
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)
     # build the maps now, so that impossible ones (lost query heads) fail before any work
     for name in family.spaces:
         grown.layout.space(name, 0)
+    check_structure(grown)
     return grown

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
@@ -52,13 +52,26 @@ def resolve_target(
     """
     if target_config is not None and dims:
         raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
-    asked = _asked(small, dims)
     if target_config is None:
-        large = small.with_config(_with_sizes(small, _complete(small, asked)))
-    else:
-        _check_same_kind(small, target_config)
-        large = small.with_config(target_config)
-        asked = dict.fromkeys(small.family.growable, 0)
+        asked = asked_sizes(small, dims)
+        return sized_target(small, asked, completed(small, asked))
+    _check_same_kind(small, target_config)
+    large = small.with_config(target_config)
+    _check_sizes(small, large, dict.fromkeys(small.family.growable, 0))
+    return large
+
+
+def sized_target(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> ModelSpec:
+    """The target with these sizes; `finish_target` must follow.
+
+    Args:
+        asked: the sizes that the user gave, of `asked_sizes`.
+        sizes: all sizes to set, such as `completed` gives.
+
+    Raises:
+        GrowthError: as in `resolve_target`.
+    """
+    large = small.with_config(_with_sizes(small, sizes))
     _check_sizes(small, large, asked)
     return large
 
@@ -78,6 +91,8 @@ def finish_target(
             new head_dim.
     """
     family, config = small.family, copy.deepcopy(large.config)
+    for model in (small, large):
+        _check_turning(model)
     for name in family.per_layer:
         values = getattr(small.config, name, None)
         if values is not None:
@@ -117,7 +132,7 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     turning = small.turning_of(old), small.turning_of(new)
     pairs, new_pairs = map(rotary_entries, turning)
     if new - new_pairs < old - pairs:
-        raise GrowthError(
+        raise UnfitError(
             f"head_dim={new} has no room for {new_pairs} entries that turn in pairs and "
             f"{old - pairs} that do not; give a head_dim of {new + 1}"
         )
@@ -133,6 +148,17 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     return parameters
 
 
+def _check_turning(model: ModelSpec) -> None:
+    """Refuse heads too small for their rotary pairs: transformers cannot run such a model."""
+    heads = model.family.query_heads[0]
+    head_dim = model.head_dim(heads)
+    if rotary_entries(model.turning_of(head_dim)) > head_dim:
+        raise UnfitError(
+            f"head_dim={head_dim}: rotary positions turn the entries of a head in pairs, so "
+            "head_dim must be even"
+        )
+
+
 def _validate(large: ModelSpec) -> None:
     """Let the config class check the target's values, as it will when the result is loaded."""
     family, config = large.family, large.config
@@ -142,11 +168,18 @@ def _validate(large: ModelSpec) -> None:
         # transformers raises several types of errors, each with the reason in its last line
         why = str(error).strip().splitlines()[-1].strip()
         sizes = {field: getattr(config, field) for field in growable_fields(family)}
-        raise GrowthError(f"{family.model_type} cannot have {sizes}: {why}") from error
+        raise UnfitError(f"{family.model_type} cannot have {sizes}: {why}") from error
 
 
-def _asked(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
-    """The sizes that the user gave, by the table's names."""
+def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
+    """The sizes that the user gave, by the table's names.
+
+    Args:
+        dims: as in `resolve_target`.
+
+    Raises:
+        GrowthError: a size that this model does not have, or one that is no positive number.
+    """
     allowed = growable_fields(small.family)
     asked = {}
     for name, value in dims.items():
@@ -165,8 +198,8 @@ def _asked(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     return asked
 
 
-def _complete(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
-    """Add the sizes that follow from the given ones."""
+def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
+    """The given sizes and those that follow from them, by the table's names."""
     family, sizes = small.family, dict(asked)
     if not family.forces_head_dim:
         # a config without head_dim would derive it from the new sizes
@@ -249,7 +282,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
     if "kv_heads" in family.config:
         count, kv_heads = large.size("q_heads"), large.size("kv_heads")
         if count % kv_heads:
-            raise GrowthError(
+            raise UnfitError(
                 f"{family.config_field('q_heads')}={count} is not a multiple of "
                 f"{family.config_field('kv_heads')}={kv_heads}"
             )
@@ -271,7 +304,7 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
     )
     if divides and new > old:
         fix += f"; or give {heads_field}={count} for a head_dim of {new}"
-    raise GrowthError(
+    raise UnfitError(
         f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "
         f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}; {fix}"
     )

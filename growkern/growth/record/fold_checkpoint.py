@@ -17,7 +17,7 @@ from growkern.growth.disk.companions import complete
 from growkern.growth.disk.shards import ShardLayout, lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.target_file import TargetFile
-from growkern.growth.models import in_model_order
+from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import Lineage, read_lineage
@@ -88,8 +88,10 @@ def fold(
     chosen = choose(record, opened, small)
     dtype = dtype or record.source_dtype
     shapes = {name: record.origins[held].source_shape for name, held in chosen.items()}
-    names = in_model_order(shapes, small, dtype)
-    layout = lay_out(names, dtype, shard_size, small.stored_names)
+    in_model = [name for name in class_shapes(small, dtype) if name in shapes]
+    layout = lay_out(
+        {name: shapes[name] for name in in_model} | shapes, dtype, shard_size, small.stored_names
+    )
     with refusing(out):
         check_space(out, sum(layout.sizes.values()))
     with staging(out, resume=False) as place:

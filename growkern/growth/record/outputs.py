@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from torch.nn.functional import nll_loss
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
 from growkern.growth.models import untrained_model
 from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.source import Source
+
+# tokens that are generated to compare the caches of both models
+STEPS = 6
 
 
 def random_tokens(source: Source) -> Tensor:
@@ -33,11 +39,16 @@ def random_tokens(source: Source) -> Tensor:
 
 def longest(source: Source) -> int:
     """The longest input of the source, in tokens; 2^30 if there is no limit."""
-    known = source.spec.family.config
+    return longest_of(source.spec)
+
+
+def longest_of(model: ModelSpec) -> int:
+    """The longest input of a model, in tokens; 2^30 if there is no limit."""
+    known = model.family.config
     if "positions" in known:
-        return source.spec.size("positions") - known["positions"].reserved
+        return model.size("positions") - known["positions"].reserved
     # models with relative positions may have no limit
-    return int(getattr(source.config, "max_position_embeddings", 1 << 30))
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
@@ -92,20 +103,78 @@ def compare_outputs(
     Returns:
         "relative error": largest absolute difference over the largest absolute output. Models with
         a vocabulary head also have "KL (nats)" and "top-1 agreement", and with labels "source
-        loss" and "grown loss".
+        loss" and "grown loss". With a larger vocabulary "new tokens (nats)" is the largest rise of
+        the loss by them. Models that generate have "generation error", see `generation_error`.
     """
-    old, new = _outputs(source, tokens), _outputs(grown, tokens)
-    if old.shape != new.shape:
-        new = source_coordinates(plan, new, old.shape[-1])
-    result = {"relative error": ((new - old).abs().max() / old.abs().max()).item()}
+    old, whole = _outputs(source, tokens), _outputs(grown, tokens)
+    new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
+    result = {OUTPUT_ERROR: _relative(new, old)}
     if old.shape[-1] == plan.small.size("vocab"):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
+        if whole.shape[-1] > old.shape[-1]:
+            rise = whole.logsumexp(-1) - new.logsumexp(-1)
+            result[NEW_TOKENS] = rise.max().item()
         if labels is not None:
             for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
                 result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
+    if source.can_generate():
+        result |= generation_error(plan, source, grown, tokens)
     return result
+
+
+def _relative(new: Tensor, old: Tensor) -> float:
+    return ((new - old).abs().max() / old.abs().max()).item()
+
+
+def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
+    """Compare greedy generation with a cache of keys and values.
+
+    Args:
+        tokens: the prompts, (batch, length) int64. They are cut so that the models have positions
+            for `STEPS` more tokens.
+
+    Returns:
+        "generation error": largest difference of a step's logits over the largest logit, over the
+        steps before the two models choose different tokens; infinity if the grown model fails to
+        generate. Nothing if the source fails.
+    """
+    room = longest_of(plan.small)
+    steps = min(STEPS, room - 1)
+    prompts = tokens[:, : max(1, room - steps)]
+    try:
+        old, chosen = _generated(source, prompts, steps)
+    except Exception:
+        # transformers cannot generate with every model that has the method
+        return {}
+    try:
+        new, others = _generated(grown, prompts, steps)
+    except Exception:
+        return {"generation error": math.inf}
+    count = min(old.shape[1], new.shape[1])
+    start = chosen.shape[1] - old.shape[1]
+    differ = (chosen[:, start : start + count] != others[:, start : start + count]).long()
+    # the step at which the choice differs still has the same inputs
+    is_same = differ.cumsum(1) - differ == 0
+    size = old.shape[-1]
+    return {"generation error": _relative(new[:, :count, :size][is_same], old[:, :count][is_same])}
+
+
+def _generated(model: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Logits of every step, (batch, steps, vocabulary), and the tokens with their prompts."""
+    prompts = prompts.to(model.device)
+    how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "num_beams": 1}
+    found = model.eval().generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        pad_token_id=0,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **how,
+    )
+    return torch.stack(found.logits, 1).double().cpu(), found.sequences.cpu()
 
 
 def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:

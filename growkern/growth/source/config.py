@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
@@ -49,7 +50,7 @@ def read_config(directory: Path) -> Any:
         GrowthError: no such directory, no config.json, or one that is damaged, too large, names
             code of a hub, or has values that make no model.
     """
-    file = _config_file(directory)
+    file = config_directory(directory) / "config.json"
     data = read_json(file, MOST_BYTES, "config")
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise GrowthError(f'{file}: no "model_type"')
@@ -68,7 +69,12 @@ def read_config(directory: Path) -> Any:
         raise GrowthError(f"{file}: {lines[-1].strip()[:300]}") from error
 
 
-def _config_file(directory: Path) -> Path:
+def config_directory(directory: Path) -> Path:
+    """The directory that holds the config and the companions of a checkpoint.
+
+    Raises:
+        GrowthError: there is no such directory or no config.
+    """
     file = directory / "config.json"
     if not directory.is_dir():
         raise GrowthError(f"{directory}: no such directory")
@@ -77,7 +83,28 @@ def _config_file(directory: Path) -> Path:
         file = directory.parent / "config.json"
     if not file.is_file():
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
-    return file
+    return file.parent
+
+
+def read_generation(directory: Path) -> Any | None:
+    """How a checkpoint generates: the `GenerationConfig` that its model would have when loaded.
+
+    It comes from generation_config.json, or from config.json, where older models keep it.
+
+    Args:
+        directory: of `config_directory`.
+
+    Returns:
+        None if transformers can read neither.
+    """
+    read = transformers.GenerationConfig.from_pretrained
+    try:
+        if (directory / GENERATION_CONFIG_NAME).is_file():
+            return read(directory)
+        return read(directory, config_file_name="config.json", _from_model_config=True)
+    except Exception:
+        # a damaged file raises several types of errors; the weights can be grown without it
+        return None
 
 
 def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,8 +29,9 @@ from growkern.growth.source.checks import (
     check_values,
     refuse_nonfinite,
 )
-from growkern.growth.source.config import read_config
+from growkern.growth.source.config import config_directory, read_config, read_generation
 from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
+from growkern.growth.source.live import check_live
 from growkern.growth.source.stored import StoredTensor
 
 
@@ -45,6 +46,7 @@ class Source:
         directory: the checkpoint directory; None for a model in memory.
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
+        generation: the `GenerationConfig` that the source comes with, if it has one.
     """
 
     spec: ModelSpec
@@ -53,6 +55,7 @@ class Source:
     directory: Path | None = None
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    generation: Any | None = field(default=None, repr=False)
 
     @property
     def config(self) -> Any:
@@ -79,7 +82,8 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
 
     Raises:
-        GrowthError: an unsupported or quantised model; a file that is missing, truncated or
+        GrowthError: an unsupported or quantised model; a model in memory that computes something
+            else than its config says; a file that is missing, truncated or
             corrupt; a tensor that the family's table does not have; a shape that contradicts the
             config.
     """
@@ -116,6 +120,7 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     state = model.state_dict()
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, spec.class_name)
+    check_live(model, spec)
     check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     dtypes = {name: t.dtype for name, t in own.items()}
@@ -124,7 +129,8 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     def read(name: str) -> Tensor:
         return own[name].detach()
 
-    return Source(spec, dtypes, read, device=device)
+    generation = getattr(model, "generation_config", None)
+    return Source(spec, dtypes, read, device=device, generation=generation)
 
 
 def _refuse_quantised(config: Any) -> None:
@@ -155,7 +161,9 @@ def _open_directory(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         return own[name].read()
 
-    return Source(spec, dtypes, read, directory, own)
+    return Source(
+        spec, dtypes, read, directory, own, generation=read_generation(config_directory(directory))
+    )
 
 
 def _read_spec(directory: Path) -> ModelSpec:

@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError
+from growkern.errors import UnfitError
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
@@ -63,7 +63,7 @@ def grouped_heads(
         q_map (q_target,) and kv_map (kv_target,), int64.
 
     Raises:
-        GrowthError: some source query head would have no copy; its output would be lost.
+        UnfitError: some source query head would have no copy; its output would be lost.
     """
     group_source, group_target = q_source // kv_source, q_target // kv_target
     kv_map = cyclic(kv_source, kv_target)
@@ -75,7 +75,7 @@ def grouped_heads(
             used[kv] += 1
     lost = sorted(set(range(q_source)) - set(q_map))
     if lost:
-        raise GrowthError(
+        raise UnfitError(
             f"{q_source} query / {kv_source} key-value heads cannot become {q_target} / "
             f"{kv_target}: query heads {lost} would have no copy; raise num_attention_heads or "
             f"lower num_key_value_heads so that every group keeps {group_source} query heads"

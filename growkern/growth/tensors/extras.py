@@ -1,8 +1,16 @@
-"""Computes the rows of a weight that belong to extra coordinates (LayerNorm at uneven widths).
+"""Computes the rows of a weight that copy no row of the source: extra coordinates and new tokens.
 
-LayerNorm subtracts the mean. Extra coordinates of the stream carry the mean of the source's vector,
-so that the target's norm computes what the source's did. The weights that write these coordinates
-have no counterpart in the source. They are computed from its rows:
+New tokens start with the mean of the old tokens' rows. Their logits are then the mean z of the
+old logits z_j, whatever the input, so that by Jensen's inequality n of them add little:
+
+    n exp(z) / sum_j exp(z_j) <= n / V                                                     (0)
+
+A bias per token starts `NEW_TOKEN_MARGIN` below its mean, which divides that by exp(margin).
+
+Extra coordinates belong to LayerNorm at uneven widths. LayerNorm subtracts the mean. Extra
+coordinates of the stream carry the mean of the source's vector, so that the target's norm computes
+what the source's did. The weights that write these coordinates have no counterpart in the source.
+They are computed from its rows:
 
     written axis       one sum f_t over the rows per sign e_t:
                        f_t = (1/n) 1 + delta e_t w,   w = (gamma - mean(gamma)) / n        (1)
@@ -23,7 +31,10 @@ from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.pieces import SUMMED_BYTES
+from growkern.growth.plan.vocabulary import NEW_TOKEN_MARGIN
 from growkern.growth.source.files import row_blocks
+
+RowsOf = Callable[[int, int], Tensor]
 
 
 def gathered_rows(
@@ -36,10 +47,11 @@ def gathered_rows(
 ) -> Tensor:
     """The tensor that a block of the target is gathered from.
 
-    This is the source tensor `name` itself, or the rows computed for extra coordinates.
+    This is the source tensor `name` itself, or the rows computed for extra coordinates and for
+    new tokens.
 
     Args:
-        extra: per axis, True if the block's target entries are extra ones.
+        extra: per axis, True if the block's target entries are extra ones or new tokens.
         rows: source entries of the first axis that the block gathers, int64. Other rows of the
             result may be undefined.
     """
@@ -61,6 +73,9 @@ def gathered_rows(
     for dim, (role, space) in enumerate(kinds):
         if not extra[dim]:
             continue
+        if not space:
+            result = _new_token(plan, task, name, weight, dim)
+            continue
         if role == "read":
             # (3): the carry units reach only extra coordinates, so the copies' columns are 0
             is_copied = extra == (False, True)
@@ -68,8 +83,10 @@ def gathered_rows(
             columns = torch.stack([ones, carried], 1)
             zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
             return (zeros if is_copied else columns).to(weight.dtype)
-        if layout.family.spaces[space].kind == "stream":
+        if layout.family.spaces[space].kind == "stream" and result is weight:
             result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
+        elif layout.family.spaces[space].kind == "stream":
+            result = (_wide(result) @ functionals().t()).to(weight.dtype)
         elif weight.ndim == 1:
             result = weight.new_zeros(2)
         else:
@@ -90,6 +107,25 @@ def _read_or_identity(
 # --------------------------------------------------------------------- sums
 
 
+def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
+    """The entry along axis `dim` that new tokens start with, see (0); that axis has length 1."""
+    if dim:
+        return weight.double().mean(dim, keepdim=True).to(weight.dtype)
+    mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
+    blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
+    rows_of = _rows_of(plan, name, weight)
+    result = plan.cache.get(
+        ("mean", task.name, name), lambda: _sum_rows(mean, rows_of, blocks, weight)
+    )
+    return result - NEW_TOKEN_MARGIN if weight.ndim == 1 else result
+
+
+def _rows_of(plan: Blueprint, name: str, weight: Tensor) -> RowsOf:
+    stored = plan.source.headers.get(name)
+    # a mapped file is mapped again for every block, so that summed rows can leave memory
+    return stored.rows if stored is not None and stored.is_mapped else lambda a, b: weight[a:b]
+
+
 def _weighted_sums(
     plan: Blueprint,
     task: Task,
@@ -107,9 +143,7 @@ def _weighted_sums(
         functionals: returns the weights of the sums, (signs, n) float64.
         wanted: rows that are needed if `dim` is 1. Other rows of the result are undefined.
     """
-    stored = plan.source.headers.get(name)
-    # a mapped file is mapped again for every block, so that summed rows can leave memory
-    rows_of = stored.rows if stored is not None and stored.is_mapped else lambda a, b: weight[a:b]
+    rows_of = _rows_of(plan, name, weight)
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
     key = ("sums", task.name, name)
     if dim == 0:
@@ -117,9 +151,6 @@ def _weighted_sums(
     sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), weight))
     sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
     return sums.result
-
-
-RowsOf = Callable[[int, int], Tensor]
 
 
 def _sum_rows(

@@ -157,8 +157,8 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
     is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
     is_scaled = call.row_scale is not None or call.col_scale is not None
-    how = (call.noise_kind, larger_share_of_call(call), is_scaled)
-    return LaunchKind(*dtypes, call.upper is not None, *how, is_wide)
+    larger, has_upper = larger_share_of_call(call), call.upper is not None
+    return LaunchKind(*dtypes, has_upper, call.noise_kind, larger, is_scaled, is_wide)
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:

@@ -1,10 +1,18 @@
 """The plan's words where they were once wrong: each case is compared with Hugging Face itself."""
 
+import itertools
+import re
+import warnings
+
 import pytest
+import torch
+import transformers
 
 import growkern
-from tests.growth.models import random_model, relative_error
-from tests.growth.plan.test_families import T5
+from growkern.errors import GrowthWarning
+from growkern.growth.space import maps
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.plan.test_families import BART, ROTARY, T5
 
 EXACT = 1e-12
 
@@ -19,3 +27,236 @@ def test_layers_that_share_a_relative_bias_share_the_paper_s_head_map(heads):
     wider = growkern.plan(source, d_ff=60, scheme="paper", seed=1)
     first, second = (wider.layout.space("ffn", f"encoder.{layer}").read_index for layer in (0, 1))
     assert not first.equal(second)
+
+
+@pytest.mark.parametrize("class_name", ["ElectraModel", "ElectraForMaskedLM"])
+def test_a_target_without_a_tensor_of_the_source_is_refused(class_name):
+    sizes = {**BERT, "hidden_size": 8, "num_attention_heads": 2, "embedding_size": 16}
+    source = random_model(class_name, sizes)
+    with pytest.raises(growkern.GrowthError, match=r"no .*embeddings_project\.weight: it exists"):
+        growkern.plan(source, hidden_size=16)
+    grown = growkern.grow(source, hidden_size=24)
+    assert grown.growth_plan.exact and relative_error(source, grown) <= EXACT
+    # random weights take nothing over
+    growkern.plan(source, hidden_size=16, method="random")
+
+
+def test_a_class_with_other_tensors_than_the_table_is_refused(monkeypatch):
+    source = random_model("BertModel", BERT)
+    attention = transformers.models.bert.modeling_bert.BertSelfAttention
+    init = attention.__init__
+
+    def with_one_more(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if self.num_attention_heads > BERT["num_attention_heads"]:
+            self.gate = torch.nn.Parameter(torch.zeros(1))
+
+    monkeypatch.setattr(attention, "__init__", with_one_more)
+    with pytest.raises(growkern.GrowthError, match=r"BertModel: no rule for tensor .*gate"):
+        growkern.grow(source, hidden_size=24)
+
+
+GENERATING = [
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 20}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "symmetry": "split"}),
+    ("T5ForConditionalGeneration", T5, {"d_model": 20}),
+    ("BertModel", BERT, {"hidden_size": 24}),
+]
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+@pytest.mark.parametrize("class_name, sizes, how", GENERATING)
+def test_both_ways_to_grow_write_the_same_bytes(class_name, sizes, how, has_own, tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    source = random_model(class_name, sizes, dtype=torch.float32)
+    if has_own and source.can_generate():
+        source.generation_config.update(
+            repetition_penalty=1.3, eos_token_id=[1, 2], suppress_tokens=[7], max_new_tokens=5
+        )
+    source.save_pretrained(small)
+    if not has_own:
+        (small / "generation_config.json").unlink(missing_ok=True)
+    growkern.grow_checkpoint(small, large, progress=False, **how)
+    written = {file.name: file.read_bytes() for file in large.iterdir()}
+    for name, given in (("model", type(source).from_pretrained(small)), ("directory", small)):
+        growkern.grow(given, **how).save_pretrained(tmp_path / name)
+        saved = {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        assert written.keys() - saved.keys() == {"lineage.json", "checksums.json"}
+        assert saved == {file: written[file] for file in saved}
+    if has_own and source.can_generate():
+        assert b'"repetition_penalty": 1.3' in written["generation_config.json"]
+
+
+EDITS = [
+    ("BertModel", BERT, {"hidden_act": "relu"}, "intermediate_act_fn: the module is"),
+    ("LlamaForCausalLM", LLAMA, {"rms_norm_eps": 0.1}, "variance_epsilon is 0.001"),
+    ("LlamaForCausalLM", LLAMA, {"head_dim": 4, "num_key_value_heads": 2}, None),
+    (
+        "LlamaForCausalLM",
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+        "rotary_emb: inv_freq is another buffer",
+    ),
+    # dropout changes no output in evaluation mode
+    ("GPT2LMHeadModel", GPT2, {"attn_pdrop": 0.5, "resid_pdrop": 0.5}, None),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, edits, message", EDITS)
+def test_a_config_edited_after_its_model_was_made_is_refused(
+    class_name, sizes, edits, message, tmp_path
+):
+    source = random_model(class_name, sizes)
+    for name, value in edits.items():
+        setattr(source.config, name, value)
+    deeper = {"n_layer" if class_name.startswith("GPT2") else "num_hidden_layers": 3}
+    if message is not None:
+        with pytest.raises(growkern.GrowthError, match=message):
+            growkern.plan(source, **deeper)
+        source.save_pretrained(tmp_path)
+    growkern.plan(source if message is None else tmp_path, **deeper)
+
+
+def test_hooks_of_the_source_are_warned_of():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    # transformers hooks the blocks itself to return what they compute
+    source(input_ids=torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        growkern.plan(source, n_embd=24)
+    source.resize_token_embeddings(55)
+    growkern.plan(source, n_embd=24)
+    source.transformer.h[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.warns(GrowthWarning, match=r"transformer\.h\.1\.mlp of the source has"):
+        growkern.plan(source, n_embd=24)
+
+
+def test_too_small_a_cache_of_the_target_is_warned_of():
+    source = random_model("T5ForConditionalGeneration", T5, dtype=torch.float32)
+    plan = growkern.plan(source, num_decoder_layers=3)
+    assert any("use_cache=False" in line for line in plan.advice())
+    assert not any("cache" in line for line in growkern.plan(source, num_layers=3).advice())
+    grown = growkern.grow(source, num_decoder_layers=3)
+    how = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    # if this works, the installed transformers has mended it, and the warning can go
+    with pytest.raises(IndexError):
+        grown.generate(tokens, **how)
+    assert grown.generate(tokens, use_cache=False, **how).shape == (2, 4)
+
+
+def test_rotary_heads_that_transformers_cannot_turn_are_refused():
+    source = random_model("MistralForCausalLM", {**ROTARY, "head_dim": 3})
+    with pytest.raises(growkern.GrowthError, match=r"head_dim=3.* in pairs.*even"):
+        growkern.plan(source, hidden_size=24)
+    with pytest.raises(growkern.GrowthError, match=r"head_dim=5.* in pairs.*even"):
+        growkern.plan(random_model("MistralForCausalLM", ROTARY), head_dim=5)
+
+
+FITTING = [
+    # the number of heads follows the hidden size
+    ({"hidden_size": 27}, {"num_attention_heads": 9, "num_key_value_heads": 3}),
+    # key heads follow the query heads, in groups of the same size if possible
+    ({"hidden_size": 18, "num_attention_heads": 9}, {"num_key_value_heads": 3}),
+    ({"hidden_size": 21, "num_attention_heads": 7}, {"num_key_value_heads": 7}),
+    # and the other way round
+    ({"hidden_size": 18, "num_key_value_heads": 3}, {"num_attention_heads": 9}),
+]
+
+
+@pytest.mark.parametrize("how, follows", FITTING)
+def test_heads_that_were_not_given_are_made_to_fit(how, follows):
+    source = random_model("LlamaForCausalLM", LLAMA)
+    grown = growkern.grow(source, **how)
+    assert {name: getattr(grown.config, name) for name in follows} == follows
+    assert grown.growth_plan.exact and relative_error(source, grown) <= EXACT
+
+
+REFUSED = [
+    (LLAMA, {"hidden_size": 25, "num_attention_heads": 12}, r"hidden_size=24 or 36"),
+    (LLAMA, {"head_dim": 7}, r"nearest sizes that fit: head_dim=6 or 8"),
+    (LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 3}, r"nearest.*num_key_value_heads="),
+    (
+        LLAMA,
+        {"hidden_size": 38, "num_attention_heads": 9, "num_key_value_heads": 4},
+        r"; sizes that fit: hidden_size=\d+, num_attention_heads=\d+",
+    ),
+    (
+        {**BERT, "embedding_size": 16, "hidden_size": 8, "num_attention_heads": 2},
+        {"hidden_size": 16},
+        r"nearest sizes that fit: hidden_size=12 or 20",
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes, how, message", REFUSED)
+def test_a_refusal_names_the_nearest_sizes(sizes, how, message):
+    class_name = "ElectraModel" if "embedding_size" in sizes else "LlamaForCausalLM"
+    source = random_model(class_name, sizes)
+    with pytest.raises(growkern.GrowthError, match=message) as refused:
+        growkern.plan(source, **how)
+    # the first suggestion works
+    field, _, value = re.search(r"fit: (\w+)(=)(\d+)", str(refused.value)).groups()
+    kept = {} if "; sizes that fit" in str(refused.value) else how
+    growkern.plan(source, **{**kept, field: int(value)})
+
+
+@pytest.mark.parametrize("q, kv, q_new, kv_new", [(6, 2, 6, 3), (4, 2, 5, 5), (6, 3, 8, 4)])
+def test_query_heads_are_lost_only_where_no_map_can_keep_them(q, kv, q_new, kv_new):
+    group, group_new = q // kv, q_new // kv_new
+    # every target group reads one source group: try all choices
+    choices = itertools.product(range(kv), repeat=kv_new)
+    possible = any(all(c.count(g) * group_new >= group for g in range(kv)) for c in choices)
+    try:
+        maps.grouped_heads(q, kv, q_new, kv_new)
+    except growkern.GrowthError:
+        assert not possible
+    else:
+        assert possible
+
+
+VOCABULARIES = [
+    ("GPT2LMHeadModel", GPT2, {"vocab_size": 60, "n_embd": 20}),
+    ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False}, {"vocab_size": 60, "n_embd": 24}),
+    ("LlamaForCausalLM", LLAMA, {"pad_vocab_to_multiple_of": 64, "symmetry": "split"}),
+    ("BertForMaskedLM", BERT, {"pad_vocab_to_multiple_of": 64, "hidden_size": 24}),
+    ("T5ForConditionalGeneration", T5, {"vocab_size": 90}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("class_name, sizes, how", VOCABULARIES)
+def test_new_tokens_cost_no_more_than_the_plan_says(class_name, sizes, how, dtype):
+    source = random_model(class_name, sizes, std=1.0, dtype=dtype)
+    grown = growkern.grow(source, **how)
+    (said,) = (f for f in grown.growth_plan.findings if f.measure == "new tokens (nats)")
+    size = source.config.vocab_size
+    logits = outputs(grown.double())["logits"]
+    rise = logits.logsumexp(-1) - logits[..., :size].logsumexp(-1)
+    assert said.level == "approximate" and rise.max().item() <= said.bound
+    assert not bool((logits.argmax(-1) >= size).any())
+    assert growkern.verify(source, growkern.grow(source, **how)).ok
+
+
+def test_a_larger_vocabulary_without_a_head_is_exact():
+    plan = growkern.plan(random_model("BertModel", BERT), vocab_size=60)
+    assert plan.exact
+
+
+def test_verify_fails_where_the_function_was_lost_unasked():
+    source = random_model("BartForConditionalGeneration", {**BART, "eos_token_id": 1})
+    report = growkern.verify(source, growkern.grow(source, d_model=20))
+    assert not report.ok and report.level == "changed" and "d_model" in report.failure
+    asked = growkern.grow(source, d_model=24, method="aki")
+    report = growkern.verify(source, asked)
+    assert report.ok and report.level == "changed"
+
+
+def test_verify_holds_cached_generation_against_the_plan():
+    source = random_model("T5ForConditionalGeneration", T5)
+    report = growkern.verify(source, growkern.grow(source, d_model=24))
+    assert report.ok and report.level == "exact" and report.outputs["generation error"] < EXACT
+    # its cache has room for two layers only
+    deeper = growkern.grow(source, num_decoder_layers=3, depth="identity")
+    report = growkern.verify(source, deeper)
+    assert not report.ok and "generation" in report.failure

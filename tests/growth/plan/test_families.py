@@ -219,7 +219,7 @@ def test_a_head_dim_that_is_no_multiple_changes_theta(class_name, sizes, config,
     "class_name, sizes, rope, growth, why",
     [
         ("LlamaForCausalLM", LLAMA, {"rope_type": "yarn", "factor": 2.0}, {"head_dim": 8}, "yarn"),
-        ("LlamaForCausalLM", LLAMA, {"rope_type": "default"}, {"head_dim": 7}, "head_dim of 8"),
+        ("LlamaForCausalLM", LLAMA, {"rope_type": "default"}, {"head_dim": 7}, "head_dim=6 or 8"),
         (
             "Phi3ForCausalLM",
             {**PHI3, "head_dim": 6},
@@ -360,7 +360,11 @@ def test_a_larger_vocabulary_keeps_the_old_logits(class_name, sizes):
     source = random_model(class_name, sizes)
     grown = growkern.grow(source, pad_vocab_to_multiple_of=64, hidden_size=24)
     old, new = (outputs(model)["logits"] for model in (source, grown))
-    assert new.shape[-1] == 64 and not bool(new[..., 50:].any())
+    assert new.shape[-1] == 64
+    mean = old.mean(-1, keepdim=True)
+    # each token of BERT has a bias
+    start = mean - (10 if class_name == "BertForMaskedLM" else 0)
+    assert (new[..., 50:] - start).abs().max().item() <= EXACT * old.abs().max().item()
     assert ((new[..., :50] - old).abs().max() / old.abs().max()).item() <= EXACT
     assert any(f.level == "approximate" for f in grown.growth_plan.findings)
 

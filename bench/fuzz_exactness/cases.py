@@ -1,0 +1,123 @@
+"""Draws random growths of every family."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from growkern.families.family import Family
+from growkern.families.load import load_family, supported_families
+from tests.growth.plan.test_matrix import FAMILIES
+
+# config options away from their defaults; a model gets those that its config has
+ODD = {
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "norm_bias": (True, False),
+    "decoder_bias": (True, False),
+    "classifier_bias": (True, False),
+    "tie_word_embeddings": (True, False),
+    "scale_embedding": (True, False),
+    "scale_attn_weights": (True, False),
+    "scale_decoder_outputs": (True, False),
+    "use_parallel_residual": (True, False),
+    "feed_forward_proj": ("relu", "gated-gelu"),
+    "hidden_act": ("gelu", "relu", "silu"),
+    "activation_function": ("gelu_new", "relu"),
+    "final_logit_softcapping": (None, 30.0),
+    "attn_logit_softcapping": (None, 50.0),
+    "rms_norm_eps": (1e-6, 1e-2),
+    "layer_norm_epsilon": (1e-6, 1e-2),
+    "layer_norm_eps": (1e-12, 1e-2),
+    "relative_attention_num_buckets": (4, 32),
+    "type_vocab_size": (1, 3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random growth.
+
+    Attributes:
+        sizes: of the source's config, with its options.
+        how: keyword arguments of `growkern.grow`.
+        on_disk: True: grown from files to files, and loaded.
+    """
+
+    class_name: str
+    sizes: dict[str, Any]
+    how: dict[str, Any]
+    on_disk: bool
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case `number` of a seed."""
+    rng = random.Random(f"{seed} {number}")
+    model_type = rng.choice(supported_families())
+    family = load_family(model_type)
+    class_name = rng.choice(sorted(family.classes))
+    sizes = {**FAMILIES[model_type][1], **_source_sizes(rng, family)}
+    for field, key in family.classes[class_name].repeats.items():
+        sizes[field] = sizes[family.config_field(key)]
+    how = _growth(rng, family.of_class(class_name), sizes)
+    return Case(class_name, sizes, how, on_disk=rng.random() < 0.3)
+
+
+def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    if "kv_heads" in family.config:
+        kv_heads = rng.randint(1, 3)
+        heads = {"kv_heads": kv_heads, "q_heads": kv_heads * rng.randint(1, 3)}
+    else:
+        heads = dict.fromkeys(family.query_heads, rng.randint(1, 4))
+    count = max(heads.values())
+    hidden = count * 2 * rng.randint(1, 4)
+    sizes |= {family.config_field(key): value for key, value in heads.items()}
+    sizes[family.config_field("stream")] = hidden
+    if not family.forces_head_dim:
+        sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
+    for key in family.unit_sizes:
+        sizes[family.config_field(key)] = rng.randint(3, 24)
+    for key in family.stacks.values():
+        sizes[family.config_field(key)] = rng.randint(1, 3)
+    if "emb" in family.config:
+        sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
+    if "layer_types" in family.per_layer:
+        kinds = ["full_attention", "sliding_attention"]
+        sizes["layer_types"] = [rng.choice(kinds) for _ in range(sizes["num_hidden_layers"])]
+    for field, values in ODD.items():
+        if rng.random() < 0.4:
+            sizes[field] = rng.choice(values)
+    return sizes
+
+
+def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
+    how: dict[str, Any] = {}
+    for key in family.growable:
+        field = family.config_field(key)
+        # heads of their own seldom fit the other sizes
+        share = 0.2 if key == "kv_heads" or key in family.query_heads else 0.5
+        if rng.random() > share or field not in sizes:
+            continue
+        old = sizes[field]
+        if key == "stream":
+            how[field] = old * rng.choice([2, 3]) if rng.random() < 0.6 else old + rng.randint(1, 9)
+        elif key == "head_dim":
+            how[field] = old + 2 * rng.randint(1, 3)
+        elif key in family.stacks.values():
+            how[field] = old + rng.randint(1, 2)
+        else:
+            how[field] = old + rng.randint(1, 2 * old)
+    if family.forces_head_dim and rng.random() < 0.3:
+        fields = {family.config_field(key) for key in family.query_heads}
+        how |= {field: sizes[field] for field in fields if field in sizes}
+    if rng.random() < 0.1:
+        how.pop(family.config_field("vocab"), None)
+        how["pad_vocab_to_multiple_of"] = 16
+    how["method"] = rng.choice(["fpi", "fpi", "fpi", "aki"])
+    how["depth"] = rng.choice(["identity", "identity", "stack", "interleave"])
+    how["scheme"] = rng.choice(["exact", "exact", "paper"])
+    how["symmetry"] = rng.choice(["noise", "split", "none"])
+    how["maps"] = rng.choice(["cyclic", "balanced"])
+    how["carry"] = rng.choice([1.0, 0.01])
+    how["seed"] = rng.randint(0, 9)
+    return how

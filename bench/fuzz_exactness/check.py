@@ -1,0 +1,138 @@
+"""Carries out one random growth and holds its outputs against the plan's word."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import growkern
+from bench.fuzz_exactness.cases import ODD, Case
+from growkern.growth.plan.exactness import NEW_TOKENS
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.double import Float64
+from growkern.growth.record.outputs import generation_error
+from growkern.growth.record.verdict import GENERATION_ERROR, measured_level
+from tests.growth.models import random_model
+
+OUTPUTS = (
+    *("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits"),
+    *("mc_logits", "last_hidden_state"),
+)
+
+
+def check(case: Case) -> str:
+    """Carry out a case.
+
+    Returns:
+        The plan's word, or "refused" or "no source".
+
+    Raises:
+        AssertionError: the word does not hold.
+    """
+    try:
+        source = _source(case)
+        _outputs(source, _inputs(source, "right"))
+    except Exception:
+        # transformers refuses the config, or cannot run the model
+        return "no source"
+    try:
+        plan = growkern.plan(source, **case.how)
+    except growkern.GrowthError as error:
+        assert "\n" not in str(error), str(error)
+        return "refused"
+    grown = _grown(case, source, plan)
+    errors: dict[str, float] = {}
+    for side in ("right", "left"):
+        for name, value in _errors(plan, source, grown, side).items():
+            errors[name] = max(value, errors.get(name, 0.0))
+    if source.can_generate():
+        prompts = torch.randint(3, 40, (2, 5), generator=torch.Generator().manual_seed(1))
+        with Float64():
+            errors |= generation_error(plan, source, grown, prompts)
+    if any("use_cache=False" in line for line in plan.advice()):
+        errors.pop(GENERATION_ERROR, None)
+    _, contradiction = measured_level(plan, errors, torch.float64)
+    words = {finding.level for finding in plan.findings}
+    word = next((w for w in ("changed", "approximate") if w in words), "exact")
+    assert word == "changed" or not contradiction, f"{contradiction}; {errors}"
+    return word
+
+
+def _source(case: Case) -> Any:
+    model_class = getattr(transformers, case.class_name)
+    known = model_class.config_class().to_dict()
+    sizes = {name: value for name, value in case.sizes.items() if name in known or name not in ODD}
+    return random_model(case.class_name, sizes, std=0.3)
+
+
+def _grown(case: Case, source: Any, plan: GrowthPlan) -> Any:
+    grown = growkern.grow(source, **case.how)
+    if not case.on_disk:
+        return grown
+    with tempfile.TemporaryDirectory() as name:
+        small, large = Path(name) / "small", Path(name) / "large"
+        source.save_pretrained(small)
+        growkern.grow_checkpoint(small, large, progress=False, **case.how)
+        loaded, info = type(source).from_pretrained(large, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    state = grown.state_dict()
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, state[key]), f"{key} differs between memory and disk"
+    return loaded.eval()
+
+
+def _inputs(model: Any, side: str) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 40, (3, 7), generator=rng)
+    mask = torch.ones_like(ids)
+    mask[1, (slice(5, 7) if side == "right" else slice(0, 2))] = 0
+    padding = getattr(model.config, "pad_token_id", None)
+    ids[mask == 0] = 0 if padding is None else padding
+    if hasattr(model, "classification_head"):
+        # an encoder-decoder that classifies looks for the end of the text
+        ids[:, 3] = model.config.eos_token_id
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
+        is_headed = hasattr(model, "classification_head")
+        decoder = ids if is_headed else torch.randint(3, 40, (3, 7), generator=rng)
+        inputs["decoder_input_ids"] = decoder
+    if "MultipleChoice" in type(model).__name__:
+        inputs = {name: x[None] for name, x in inputs.items()}
+    return inputs
+
+
+@torch.no_grad()
+def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs by name; those per token at unmasked positions only."""
+    with Float64():
+        result = model(**inputs)
+    found = {name: x for name in OUTPUTS if (x := getattr(result, name, None)) is not None}
+    if len(found) > 1:
+        found.pop("last_hidden_state", None)
+    at = inputs["attention_mask"].bool()
+    per_token = {"decoder_input_ids"}.isdisjoint(inputs)
+    return {
+        name: x[at] if per_token and x.shape[:2] == at.shape else x for name, x in found.items()
+    }
+
+
+def _errors(plan: GrowthPlan, source: Any, grown: Any, side: str) -> dict[str, float]:
+    """The measures of `growkern.verify` for one side of padding."""
+    inputs = _inputs(source, side)
+    old, new = _outputs(source, inputs), _outputs(grown, inputs)
+    assert old.keys() == new.keys(), (old.keys(), new.keys())
+    worst, rise = 0.0, 0.0
+    for name, x in old.items():
+        y = new[name]
+        if name == "last_hidden_state":
+            space = plan.layout.space(plan.small.output_space)
+            copy = ~space.is_extra & (space.write != 0)
+            y, x = y[..., copy] / space.write[copy], x[..., space.read_index[copy]]
+        elif y.shape != x.shape:
+            size = x.shape[-1]
+            rise = (y.logsumexp(-1) - y[..., :size].logsumexp(-1)).max().item()
+            y = y[..., :size]
+        worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp(min=1e-3)).item())
+    return {"relative error": worst, NEW_TOKENS: rise}

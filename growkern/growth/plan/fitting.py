@@ -1,0 +1,178 @@
+"""Finds sizes that fit together: other numbers of heads if none were given, and near sizes.
+
+Models constrain their sizes in different ways. Some configs want a hidden size that is a multiple
+of the heads, and grouped queries need query heads that are a multiple of the key heads and keep
+every head of the source. So sizes are tried, cheapest first, until the config class takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+
+from growkern.errors import GrowthError, UnfitError
+from growkern.families.model import ModelSpec
+from growkern.growth.plan.target import (
+    asked_sizes,
+    completed,
+    finish_target,
+    resolve_target,
+    sized_target,
+)
+
+Made = TypeVar("Made")
+# how far from a size that does not fit a near one is looked for, and how many targets are tried
+REACH = 256
+MOST_TRIED = 150
+# how many numbers of heads are tried for a hidden size near the one given
+FEW = 8
+# more heads than this times those in proportion to the hidden size are not chosen unasked
+MOST_HEADS = 2
+
+
+def made_to_fit(
+    small: ModelSpec, dims: dict[str, int], target_config: Any, make: Callable[[ModelSpec], Made]
+) -> Made:
+    """Make something from the first target whose sizes fit together.
+
+    Args:
+        dims, target_config: as in `resolve_target`.
+        make: makes the result from a target that `finish_target` has not seen yet; may raise
+            UnfitError.
+
+    Raises:
+        GrowthError: no target fits. The message is that of the sizes which follow from `dims` in
+            proportion, with the nearest sizes that fit.
+    """
+    if target_config is not None:
+        return make(resolve_target(small, dims, target_config))
+    asked = asked_sizes(small, dims)
+    first: UnfitError | None = None
+    for sizes in _completions(small, asked):
+        try:
+            large = sized_target(small, asked, sizes)
+            _check(small, large)
+            return make(large)
+        except UnfitError as error:
+            first = first or error
+    raise GrowthError(f"{first}{_nearest(small, asked, make)}") from first
+
+
+def _check(small: ModelSpec, large: ModelSpec) -> None:
+    """Let the config class check sizes, without maps and layers: many are tried."""
+    layers = large.size(next(iter(large.family.stacks.values())))
+    finish_target(small, large, (0,) * layers, torch.float32)
+
+
+def _completions(small: ModelSpec, asked: dict[str, int]) -> Iterator[dict[str, int]]:
+    """All sizes, in the order in which they are tried: in proportion, then other heads."""
+    sizes = completed(small, asked)
+    yield sizes
+    family = small.family
+    if family.forces_head_dim or len(family.query_heads) > 1:
+        # the number of heads follows from the hidden size
+        return
+    (heads,) = family.query_heads
+    old, stream = small.size(heads), sizes.get("stream", small.size("stream"))
+    near = old * stream / small.size("stream")
+    if "kv_heads" in asked and "kv_heads" in family.config:
+        near = max(near, asked["kv_heads"] * old / small.size("kv_heads"))
+    counts = range(old, max(old, int(MOST_HEADS * near)) + 1)
+    tried = [asked[heads]] if heads in asked else sorted(counts, key=lambda n: abs(n - near))
+    for count in tried:
+        kv_heads = _key_heads(small, asked, count)
+        if kv_heads is None:
+            yield {**sizes, heads: count}
+        elif kv_heads:
+            yield {**sizes, heads: count, "kv_heads": kv_heads}
+
+
+def _key_heads(small: ModelSpec, asked: dict[str, int], count: int) -> int | None:
+    """Key heads for a number of query heads; 0 if none fit, None if the family has no such size.
+
+    Groups of the source's size come first, then as few key heads as keep every query head.
+    """
+    if "kv_heads" not in small.family.config:
+        return None
+    old, kv_old = small.size("q_heads"), small.size("kv_heads")
+    group = old // kv_old
+    some = [asked["kv_heads"]] if "kv_heads" in asked else range(kv_old, count + 1)
+    fit = [
+        # a source group needs as many target groups as hold all of its query heads
+        kv
+        for kv in some
+        if count % kv == 0 and kv >= kv_old * -(-group // (count // kv))
+    ]
+    return next((kv for kv in fit if count == kv * group), fit[0] if fit else 0)
+
+
+def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
+    """The end of an error message: for every given size the nearest that fit with the others."""
+    found, tries = [], iter(range(MOST_TRIED))
+    for key, value in asked.items():
+        if key in small.family.stacks.values() or key == "vocab":
+            continue
+        below = range(value - 1, max(small.size(key), value - REACH) - 1, -1)
+        sides = [
+            _first(small, asked, key, side, make, tries)
+            for side in (below, range(value + 1, value + REACH))
+        ]
+        near = [str(size) for size in sides if size is not None]
+        if near:
+            found.append(f"{small.family.config_field(key)}={' or '.join(near)}")
+    if found:
+        return f"; nearest sizes that fit: {', or '.join(found)}"
+    return _relaxed(small, asked, make)
+
+
+def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
+    """The end of an error message where no single size can help: sizes with other heads."""
+    family = small.family
+    heads = {*family.query_heads, "kv_heads", "head_dim"}
+    stream = asked.get("stream", small.size("stream"))
+    for hidden in sorted(
+        range(small.size("stream"), stream + REACH), key=lambda n: abs(n - stream)
+    ):
+        free = {key: size for key, size in asked.items() if key not in heads} | {"stream": hidden}
+        for sizes in islice(_completions(small, free), FEW):
+            try:
+                large = sized_target(small, free, sizes)
+                _check(small, large)
+                make(large)
+            except GrowthError:
+                continue
+            named = (key for key in family.config if key in heads | {"stream"} and key in sizes)
+            fit = ", ".join(f"{family.config_field(key)}={sizes[key]}" for key in named)
+            return f"; sizes that fit: {fit}"
+    return ""
+
+
+def _first(
+    small: ModelSpec,
+    asked: dict[str, int],
+    key: str,
+    values: range,
+    make: Callable[[ModelSpec], object],
+    tries: Iterator[int],
+) -> int | None:
+    """The first of some values for one size that fits with the other given sizes.
+
+    Args:
+        tries: is used up by one per target that is tried; the search ends with it.
+    """
+    for value in values:
+        changed = {**asked, key: value}
+        for sizes in _completions(small, changed):
+            if next(tries, None) is None:
+                return None
+            try:
+                large = sized_target(small, changed, sizes)
+                _check(small, large)
+                make(large)
+            except GrowthError:
+                continue
+            return value
+    return None

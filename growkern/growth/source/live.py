@@ -1,0 +1,105 @@
+"""Compares a model in memory with its own config, as growth builds the target from the config.
+
+Modules take values from the config when they are made. A config that was edited later describes
+another function than the model computes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.families.model import ModelSpec
+from growkern.growth.models import restore_buffers, untrained_model
+
+# attributes that change no output in evaluation mode, or that transformers itself changes
+NO_FUNCTION = {
+    *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "padding_idx"),
+    *("max_seq_len_cached", "original_max_seq_len"),
+}
+# rotary positions whose frequencies depend on the last input
+CHANGING_ROTARY = ("dynamic", "longrope")
+
+
+def check_live(model: Any, spec: ModelSpec) -> None:
+    """Refuse a model that computes something else than its config says; warn of its hooks.
+
+    Args:
+        model: the model in memory.
+        spec: of its config.
+
+    Raises:
+        GrowthError: the message names the first module that differs.
+    """
+    with torch.device("meta"):
+        fresh = untrained_model(spec)
+    for module in fresh.modules():
+        if module._non_persistent_buffers_set:
+            module.to_empty(device="cpu", recurse=False)
+    restore_buffers(fresh)
+    modules = dict(model.named_modules())
+    for name, built in fresh.named_modules():
+        live = modules.get(name)
+        for what, found, expected in () if live is None else _differences(live, built):
+            raise GrowthError(
+                f"{name or spec.class_name}: {what} is {found}, but a model of this config has "
+                f"{expected}; undo the change of the config or of the model, or save the model "
+                "and grow its directory"
+            )
+    hooked = [name or spec.class_name for name, module in modules.items() if _is_changed(module)]
+    if hooked:
+        warnings.warn(
+            f"{hooked[0]} of the source has a forward hook, or a forward of its own"
+            f"{f' (and {len(hooked) - 1} more)' if len(hooked) > 1 else ''}; the grown model will "
+            "not have it",
+            GrowthWarning,
+            stacklevel=2,
+        )
+
+
+def _differences(live: nn.Module, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """What differs between a live module and one built from the config, with both values."""
+    if not isinstance(live, type(built)):
+        # sharded modules are subclasses of the class that they replace
+        yield "the module", type(live).__name__, type(built).__name__
+        return
+    for key, expected in vars(built).items():
+        is_value = isinstance(expected, int | float | str | tuple | None)
+        if not is_value or key.startswith("_") or key in NO_FUNCTION or "drop" in key:
+            continue
+        if isinstance(built, nn.Dropout):
+            continue
+        found = getattr(live, key, expected)
+        if found != expected:
+            yield key, found, expected
+    if any(kind in str(getattr(built, "rope_type", "")) for kind in CHANGING_ROTARY):
+        return
+    for key in sorted(built._non_persistent_buffers_set):
+        expected, found = built.get_buffer(key), live._buffers.get(key)
+        if isinstance(found, Tensor) and not _agree(found, expected):
+            yield key, "another buffer", "one that follows from it"
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    if found.is_meta or isinstance(found, DTensor) or found.shape != expected.shape:
+        # of another shape: the model may have resized its own tables
+        return True
+    # `model.to(dtype)` also casts buffers
+    return torch.allclose(found.cpu().double(), expected.to(found.dtype).double(), rtol=1e-6)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """True if something besides the module's class takes part in its forward."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    # transformers and torch hook modules themselves, to return hidden states or gather shards
+    own = ("transformers.", "torch.", "accelerate.")
+    if any(not str(getattr(hook, "__module__", "")).startswith(own) for hook in hooks):
+        return True
+    # accelerate replaces forwards to move inputs between devices
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
