@@ -1,4 +1,4 @@
-"""The limits of routing. This module imports nothing, so that the command line can start quickly."""
+"""The limits of routing. Imports nothing, so that the command line starts quickly."""
 
 # beyond it, one of two shares is more than twice the weight, and the other one may be rounded
 MOST_AMPLITUDE = 3.0
