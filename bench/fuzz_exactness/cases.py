@@ -116,7 +116,7 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
     how["method"] = rng.choice(["fpi", "fpi", "fpi", "aki"])
     how["depth"] = rng.choice(["identity", "identity", "stack", "interleave"])
     how["scheme"] = rng.choice(["exact", "exact", "paper"])
-    how["symmetry"] = rng.choice(["noise", "split", "none"])
+    how["symmetry"] = rng.choice(["routing", "noise", "split", "none"])
     how["maps"] = rng.choice(["cyclic", "balanced"])
     how["carry"] = rng.choice([1.0, 0.01])
     how["seed"] = rng.randint(0, 9)

@@ -15,6 +15,7 @@ import torch
 
 from growkern.errors import GrowthError, UnfitError
 from growkern.families.model import ModelSpec
+from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.target import (
     asked_sizes,
     completed,
@@ -176,3 +177,30 @@ def _first(
                 continue
             return value
     return None
+
+
+def check_structure(plan: Blueprint) -> None:
+    """Refuse a target that lacks a tensor of the source, or has one that comes from nowhere.
+
+    ELECTRA, for example, projects its embeddings only where their size differs from the hidden
+    size, so a larger hidden size may lose the projection.
+
+    Raises:
+        UnfitError: the message names the tensor and the condition in the family's table.
+    """
+    if plan.options.is_baseline:
+        return
+    used = {name for task in plan.tasks for name in (task.source, task.upper)}
+    for tensor in plan.small.own_tensors:
+        if tensor.name not in used:
+            raise UnfitError(
+                f"a {plan.large.class_name} of these sizes has no {tensor.name}: it exists only "
+                f"with {tensor.row.when}, and the source's would be lost"
+            )
+    own = {tensor.name for tensor in plan.small.own_tensors}
+    for task in plan.tasks:
+        if not task.is_made and task.source not in own:
+            raise UnfitError(
+                f"a {plan.large.class_name} of these sizes has a {task.name}, the source has none: "
+                f"it exists only with {task.tensor.row.when}"
+            )

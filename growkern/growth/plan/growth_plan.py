@@ -21,8 +21,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import advice, estimate
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding, findings
-from growkern.growth.plan.fitting import made_to_fit
-from growkern.growth.plan.structure import check_structure
+from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.table import plan_table
 from growkern.growth.plan.target import check_given, finish_target
 from growkern.growth.source.source import Source, open_source
