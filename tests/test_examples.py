@@ -146,6 +146,18 @@ def test_every_example_is_a_script_that_learns(path):
     assert float(last) < 0.8 * float(first)
 
 
+def test_the_example_of_shards_learns_on_two_processes():
+    path = FOLDER / "fsdp2.py"
+    assert len(path.read_text().splitlines()) < 60
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *torchrun, path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (losses,) = re.findall(r"loss ([\d.]+) -> ([\d.]+) in 40 steps", done.stdout)
+    assert float(losses[1]) < 0.8 * float(losses[0])
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_use_public_names_alone(path):
     for node in ast.walk(ast.parse(path.read_text())):

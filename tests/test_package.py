@@ -140,10 +140,14 @@ def test_readme_python_runs(tmp_path):
 
 
 def test_readme_run_file_is_valid(tmp_path):
-    (block,) = code_blocks("toml")
+    block, sections = code_blocks("toml")
     (tmp_path / "run.toml").write_text(block)
     run = load_run(tmp_path / "run.toml")
     assert run.two_stage and run.inheritance and run.teacher
+    without_model = re.sub(r"\[model\]\npath = .*\n", "", block)
+    (tmp_path / "run.toml").write_text(without_model + sections)
+    run = load_run(tmp_path / "run.toml")
+    assert run.distributed and run.growth
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

@@ -7,6 +7,7 @@ its parts and loads them from its checkpoint.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
         GrowthError: the model cannot be loaded, grown or sharded.
     """
     options = run.distributed or DistributedOptions()
-    if options.sharding == "fsdp":
+    if options.sharding == "fsdp" or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)
     half = stored_dtype(base / run.checkpoint).itemsize == 2

@@ -11,7 +11,7 @@ from growkern.errors import GrowthError
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
-from growkern.train.distributed.shard import check_sharding, refuse_peft
+from growkern.train.distributed.shard import check_sharding
 from growkern.train.head import check_causal
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 
@@ -159,13 +159,12 @@ def check_model(model: Any, causal: bool) -> None:
         causal: whether it predicts the next token.
 
     Raises:
-        GrowthError: the model is quantised, has adapters or no memory; it was sharded in a way that
-            does not train right; its tokens see the tokens
-            that they predict; or it has a loss of its own besides that of the labels.
+        GrowthError: the model is quantised or without memory; it was sharded in a way that does
+            not train right; its tokens see the tokens that they predict; or it has a loss of its
+            own besides that of the labels.
     """
     name = type(model).__name__
     check_sharding(model, "model")
-    refuse_peft(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise GrowthError(f"{name} is on the meta device: load its weights before training")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:

@@ -25,6 +25,7 @@ from growkern.train.checks import (
     choose_teachers,
 )
 from growkern.train.config import TwoStageConfig
+from growkern.train.distributed.shard import refuse_peft
 from growkern.train.flops import ModelCost
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
@@ -84,6 +85,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         if two_stage is not None and args.world_size > 1:
             # layers outside the sub-model get no gradient
             args.ddp_find_unused_parameters = True
+        refuse_peft(model)
         self._causal = is_causal(model)
         check_model(model, self._causal)
         check_head(model)

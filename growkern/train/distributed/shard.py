@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
@@ -55,10 +56,17 @@ def join_processes(device: str) -> None:
     if dist.is_initialized():
         return
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend)
+    store: dist.Store
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        store, rank, processes = dist.HashStore(), 0, 1
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, processes = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun keeps its store when it restarts processes, and gloo would wait for ever for
+            # the addresses of the killed ones. The agents of several machines count differently
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
 
 
 def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:

@@ -20,6 +20,7 @@ from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import make_mesh, shard
 from growkern.train.sub_model import layer_stacks
+from tests.train.distributed.t5_loop import build_t5, train_t5
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 
@@ -99,8 +100,16 @@ def is_group():
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def model_of(family, layers, width=16, seed=0):
+    if family == "t5":
+        return build_t5(layers, width, seed)
+    return build(family, layers=layers, width=width, tied=True, seed=seed)
+
+
 def teacher_of(case):
-    teacher = build(case.family, layers=2, width=8, seed=9)
+    if case.teacher == "none":
+        return None
+    teacher = model_of(case.family, 2, 8, 9).eval().requires_grad_(False)
     if case.teacher == "sharded":
         return prepared(teacher, Case(case.family, case.dtype, by_hand=case.by_hand))
     return teacher.double() if case.dtype == "float64" else teacher
@@ -108,7 +117,7 @@ def teacher_of(case):
 
 def trainer_for(folder, case, **options):
     ranks = dist.get_world_size() if is_group() else 1
-    model = prepared(build(case.family, layers=LAYERS, tied=True), case)
+    model = prepared(model_of(case.family, LAYERS), case)
     beside = {}
     if case.teacher != "none":
         beside = {"inheritance": SCHEDULE, "teacher": teacher_of(case)}
@@ -140,6 +149,23 @@ def timeless(line):
     return {name: value for name, value in line.items() if name != "tokens_per_second"}
 
 
+def found_in(folder, case):
+    """Train as a case says."""
+    return found_by_loop(case) if case.family == "t5" else found_by(trainer_for(folder, case))
+
+
+def found_by_loop(case):
+    """`found_by`, for a model that needs a loop of one's own."""
+    model = prepared(model_of(case.family, LAYERS), case).train()
+    before = weights_of(model)
+    with counting(model) as counts:
+        log = train_t5(
+            model, teacher_of(case), accumulation=case.accumulation, steps=STEPS, rows=BATCH,
+            stages=STAGES, schedule=SCHEDULE,
+        )  # fmt: skip
+    return result_of(model, before, counts, log, evaluation=log[-1]["mlm"], flops=0)
+
+
 def found_by(trainer):
     """Train, and collect every number that is to be the same on any number of ranks."""
     before = weights_of(trainer.model)
@@ -147,14 +173,18 @@ def found_by(trainer):
         trainer.train()
     log = [timeless(line) for line in trainer.state.log_history if "loss" in line]
     evaluation = trainer.evaluate()["eval_loss"]
-    after = weights_of(trainer.model)
+    return result_of(trainer.model, before, counts, log, evaluation, trainer.state.total_flos)
+
+
+def result_of(model, before, counts, log, evaluation, flops):
+    after = weights_of(model)
     return {
         "log": log,
         "eval_loss": evaluation,
-        "flops": trainer.state.total_flos,
+        "flops": flops,
         "weights": after,
         "still": [name for name, weight in before.items() if torch.equal(weight, after[name])],
-        "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "sharded": sum(isinstance(p, DTensor) for p in model.parameters()),
         "counts": dict(counts),
     }
 

@@ -8,12 +8,12 @@ import json
 import torch
 import torch.distributed as dist
 
-from tests.train.distributed.parity import Case, found_by, trainer_for
+from tests.train.distributed.parity import Case, found_in
 
 
 def main(folder):
     cases = [Case(**fields) for fields in json.loads((folder / "cases.json").read_text())]
     for number, case in enumerate(cases):
-        found = found_by(trainer_for(folder / f"run{number}", case))
+        found = found_in(folder / f"run{number}", case)
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{number}.pt")

@@ -1,4 +1,4 @@
-"""Run files on several ranks: `python -m tests.forked_ranks N tests.train.distributed.run_ranks DIR`.
+"""Trains by run files on several ranks, for `tests.forked_ranks`.
 
 DIR/script.json is a list of [run file, step after which the run is stopped or null].
 """
