@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from bench.shared import results
+from bench.shared import results, time_model
+from growkern.ops.loss.linear.gemm import rows_of_chunk
 
 ROOT = results.ROOT
 README = (ROOT / "README.md").read_text()
@@ -204,3 +205,20 @@ def test_without_gpu_results_no_speed_is_claimed():
     section = README.split("### On a GPU")[1].split("\n## ")[0]
     figures = re.findall(r"\d[\d.,]*\s*(?:x|TB/s|GB/s|TFLOP/s|tokens/s|ms)\b", section)
     assert not figures, figures
+
+
+def test_the_model_of_time_counts_the_passes_of_a_chunk():
+    """By hand, for one chunk and for two, with and without a bias."""
+    N, V, H, H_t = 256, 1000, 64, 32
+    one = time_model.estimate((N, V, H, H_t))
+    assert one.chunks == 1
+    assert one.gemms == pytest.approx(2 * N * V * (3 * H + H_t) / time_model.FLOPS)
+    moved = N * V * (4 + 22) + V * H * 4
+    assert sum(one.passes.values()) * time_model.BANDWIDTH == pytest.approx(moved)
+    assert one.extra_bytes == 8 * N * V + 2 * V * H
+    biased = time_model.estimate((N, V, H, H_t), bias=True)
+    assert (biased.seconds - one.seconds) * time_model.BANDWIDTH == pytest.approx(18 * N * V)
+    size = rows_of_chunk(H, [H_t], 200)
+    two = time_model.estimate((2 * size, V, H, H_t))
+    extra = two.passes["sums of dW"] - one.passes["sums of dW"]
+    assert two.chunks == 2 and extra * time_model.BANDWIDTH == pytest.approx(16 * V * H)

@@ -24,6 +24,7 @@ from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.options import check_options, row_kinds, term_weights
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
+from tests.ops.loss.loss_inputs import relative_error
 
 # ------------------------------------------------------------------ unused places
 
@@ -202,6 +203,35 @@ def test_products_are_right_whatever_pytorch_offers(has, monkeypatch, fresh_prob
     assert not has[1] or called.count("addmm") == 4
     assert has[1] or called.count("addmm") <= 1
     assert has[0] or called == ["mm"]
+
+
+@pytest.mark.parametrize(
+    "limits, is_whole", [({}, True), ({"vocab_tile": 20}, True), ({"chunk_bytes": 14_400}, False)]
+)
+def test_one_chunk_writes_dw_in_its_own_dtype(limits, is_whole, monkeypatch, fresh_probes):
+    """No float32 copy of dW, whole or in tiles. The last limit makes two chunks of 36 rows."""
+    N, V, H = 72, 50, 16
+    products(monkeypatch, mm=True, addmm=True)
+    for module in (gemm, op_module):
+        monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
+    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    made = []
+    monkeypatch.setattr(
+        op_module, "GradientSums", lambda *args: made.append(gemm.GradientSums(*args)) or made[-1]
+    )
+    student, teacher = ([torch.randn(n, H).bfloat16() for n in (N, V)] for _ in range(2))
+    labels = torch.randint(V, (N,))
+    labels[::5] = -100
+    given = [x.requires_grad_() for x in student]
+    loss = linear_kl_mlm_loss(*given, *teacher, labels, backend="cpu", **limits)
+    actual = torch.autograd.grad(loss, given)
+    wide = [x.detach().double().requires_grad_() for x in student]
+    beside = [x.double() for x in teacher]
+    truth = torch.autograd.grad(linear_kl_mlm_loss(*wide, *beside, labels), wide)
+    assert made[0].dw.dtype == (torch.bfloat16 if is_whole else torch.float32)
+    assert (made[0].dw is made[0].grads[1]) == is_whole
+    for x, exact in zip(actual, truth, strict=True):
+        assert relative_error(x, exact) <= 5e-3
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -88,6 +88,11 @@ def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtyp
     return True
 
 
+def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
+    """Rows of a chunk that make accumulating dW cheap, see `chunk_size`."""
+    return max(1, round(80 * H * balance / (6 * H + 2 * sum(teachers))))
+
+
 def chunk_size(
     rows: int, head_widths: Sequence[int], x: Tensor, element: int, sizes: Sizes
 ) -> tuple[int, int]:
@@ -99,8 +104,9 @@ def chunk_size(
     on. `element` is the size of a logit in bytes.
     """
     H, *others = head_widths
-    balance = BALANCE.get((x.device.type, gemm_dtype(x).itemsize), CPU_BALANCE)
-    size = max(1, round(80 * H * balance / (6 * H + 2 * sum(others))))
+    size = rows_of_chunk(
+        H, others, BALANCE.get((x.device.type, gemm_dtype(x).itemsize), CPU_BALANCE)
+    )
     tile = sizes.vocab_tile or sizes.columns
     held = sizes.chunk_bytes // (element * len(head_widths))  # logits of each head
     if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
@@ -205,17 +211,20 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class GradientSums:
-    """Sums dX, dW and db of (2) over chunks; dW and db in float32 or wider.
+    """Sums dX, dW and db of (2) over chunks; db in float32 or wider, dW in `dw_dtype`.
 
     Chunks bring columns 0 .. vocab - 1 of dW and db; the other columns are 0.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None], vocab: int, padded: bool) -> None:
+    def __init__(
+        self, grads: Sequence[Tensor | None], vocab: int, padded: bool, dw_dtype: torch.dtype
+    ) -> None:
         self.grads, self.first_chunk = grads, True
-        dx, *by_column = grads
+        dx, dw, db = grads
         self.wanted = any(grad is not None for grad in grads)
         self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
-        self.dw, self.db = (x if x is None else _in_dtype(x, acc_torch_dtype(x)) for x in by_column)
+        self.dw = dw if dw is None else _in_dtype(dw, dw_dtype)
+        self.db = db if db is None else _in_dtype(db, acc_torch_dtype(db))
         # the first chunk writes the rest: clearing 94 MiB would take as long as adding a chunk
         for total in (self.dw, self.db):
             if total is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
 from growkern.ops.loss.linear.heads import Settings, as_arguments, from_arguments
@@ -180,7 +181,11 @@ def sweep(
     memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
     for flat in memory:
         advise_huge_pages(flat)
-    sums = GradientSums(grads, vocab if R else 0, not may_ask(x_NH.device))
+    on_gpu, dw_dtype = not may_ask(x_NH.device), acc_torch_dtype(x_NH)
+    if on_gpu and R <= C and x_NH.dtype == torch.bfloat16:
+        # one product makes all of dW: it is summed in float32 and rounded once, as it is written
+        dw_dtype = gemm_dtype(x_NH)
+    sums = GradientSums(grads, vocab if R else 0, on_gpu, dw_dtype)
     # an unused place reads row N, of kind 0, and writes there
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
