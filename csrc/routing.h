@@ -15,7 +15,7 @@ GROWKERN_INLINE unsigned high_product(unsigned a, unsigned b) {
 #endif
 }
 
-// number and count of a copy, as routing.py packs them
+// number and count of a copy, as growkern/ops/expand/call.py packs them
 GROWKERN_INLINE unsigned number_of(int packed) { return packed & 0xffff; }
 GROWKERN_INLINE unsigned count_of(int packed) { return static_cast<unsigned>(packed) >> 16; }
 

@@ -22,7 +22,7 @@ struct ExpandArgs {
     const void* col_scale;     // (N,)
     const void* row_noise;     // (M,)
     const void* col_noise;     // (N,)
-    const int32_t* row_copies; // (M,) packed as in growkern/ops/expand/routing.py; null: no routing
+    const int32_t* row_copies; // (M,) packed as in growkern/ops/expand/call.py; null: no routing
     const int32_t* col_copies; // (N,)
     const int32_t* line_key;   // (M,) with noise or routing on the columns, (N,) on the rows
     const int32_t* line_mult;  // like line_key

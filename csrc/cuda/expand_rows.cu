@@ -40,7 +40,7 @@ struct ExpandRowsArgs {
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
     const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
-    const i32* copies;        // the same for routing; packed as in growkern/ops/expand/routing.py
+    const i32* copies;        // the same for routing; packed as in growkern/ops/expand/call.py
     const i32* line_key;      // (N,) with noise or routing on the rows, (M,) on the columns
     const i32* line_mult;     // like line_key
     i64 weight_stride, upper_stride, out_stride_m, out_stride_n;

@@ -32,6 +32,17 @@ class Routing(NamedTuple):
     copies: Tensor
     amplitude: float = 1.0
 
+    @property
+    def larger_share(self) -> float:
+        """(1 + a)/2, as a float32: every backend then multiplies by the same number."""
+        return torch.tensor((1 + self.amplitude) / 2, dtype=torch.float32).item()
+
+    @property
+    def packed(self) -> Tensor:
+        """The copies as kernels read them, number + 2**16 count: (n,) int32, contiguous."""
+        number, count = self.copies.detach().unbind(1)
+        return (number + (count << 16)).int()
+
 
 class ExpandCall(NamedTuple):
     """The arguments of one `expand`. Backends get them checked, as matrices, and fill `out`.
@@ -103,6 +114,11 @@ class ExpandCall(NamedTuple):
         if self.col_noise is not None:
             return COL_NOISE
         return NO_NOISE if self.row_noise is None else ROW_NOISE
+
+    @property
+    def larger_share(self) -> float:
+        """`Routing.larger_share`; 1 without routing."""
+        return 1.0 if self.routing is None else self.routing.larger_share
 
     @property
     def noise(self) -> Tensor | None:

@@ -22,7 +22,6 @@ from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
 from growkern.ops.expand.noise import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import BLOCK_M, GATHER, columns_of_block, expand_block
-from growkern.ops.expand.routing import larger_share_of_call, packed
 
 # ------------------------------------------------------------------- kernel
 
@@ -145,7 +144,7 @@ class LaunchKind(NamedTuple):
     dtype: str
     has_upper: bool
     noise_kind: int
-    larger: float  # `larger_share` of routing
+    larger: float  # `ExpandCall.larger_share`
     is_scaled: bool
     is_wide: bool  # 16 bytes of the result can be written at a time
 
@@ -157,7 +156,7 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
     is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
     is_scaled = call.row_scale is not None or call.col_scale is not None
-    larger, has_upper = larger_share_of_call(call), call.upper is not None
+    has_upper, larger = call.upper is not None, call.larger_share
     return LaunchKind(*dtypes, has_upper, call.noise_kind, larger, is_scaled, is_wide)
 
 
@@ -250,7 +249,7 @@ def _row(
     if call.noise is not None:
         noise = [factors.add(call.noise), *[lines.add(*call.lines, call.seed)] * 2]
     if call.routing is not None:
-        place = copies.add(packed(call.routing.copies))
+        place = copies.add(call.routing.packed)
         noise = [place, *[lines.add(*call.lines, call.seed)] * 2]
     upper = call.weight if call.upper is None else call.upper
     places = [x.data_ptr() for x in (call.out, call.weight, upper)]

@@ -9,7 +9,6 @@ from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.noise import keys_of_call
-from growkern.ops.expand.routing import larger_share_of_call, packed_of_call
 
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
@@ -52,7 +51,7 @@ def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
     factors = (call.row_scale, call.col_scale, call.row_noise, call.col_noise)
     copies: list[Tensor | None] = [None, None]
     if call.routing is not None:
-        copies[call.routing.dim] = packed_of_call(call)
+        copies[call.routing.dim] = call.routing.packed
     tensors += [*(as_vector(x, acc) for x in factors), *copies, *keys_of_call(call)]
     args = _Args(
         *(None if x is None else x.data_ptr() for x in tensors),
@@ -65,7 +64,7 @@ def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
         native.TYPES[call.out.dtype],
         torch.get_num_threads() if call.out.numel() >= PARALLEL_ELEMENTS else 1,
         lib.growkern_best_isa() if isa is None else isa,
-        larger_share_of_call(call),
+        call.larger_share,
     )
     status = lib.growkern_expand(ctypes.byref(args))
     if status == 1:

@@ -18,7 +18,6 @@ from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.noise import keys_of_call
-from growkern.ops.expand.routing import larger_share_of_call, packed_of_call
 
 TYPES = {
     torch.float32: "float",
@@ -69,7 +68,7 @@ def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
         "ACC": TYPES[acc_torch_dtype(call.weight)],
         "UPPER": int(call.upper is not None),
     }
-    macros |= {"NOISE": call.noise_kind, "SHARE": f"{larger_share_of_call(call).hex()}f"}
+    macros |= {"NOISE": call.noise_kind, "SHARE": f"{call.larger_share.hex()}f"}
     macros |= {"THREADS": THREADS, "ALIGNED": aligned}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
@@ -108,7 +107,7 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
         *by_source(call.rows, R, M, out_MN.device),
         *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
         *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
-        packed_of_call(call),
+        None if call.routing is None else call.routing.packed,
         *keys_of_call(call),
     )
     row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)

@@ -11,7 +11,7 @@ from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2,
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall, as_vector
 from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
-from growkern.ops.expand.routing import larger_share_of_call, packed_of_call, routed_triton
+from growkern.ops.expand.routing import routed_triton
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
@@ -133,7 +133,7 @@ def _expand_kernel(
     strides,  # r and c of weight, r and c of upper, m and n of out
     shape,  # R, C, M, N
     NOISE: tl.constexpr,  # `ExpandCall.noise_kind`; with NO_NOISE all three of `noise` are None
-    LARGER: tl.constexpr,  # `larger_share`
+    LARGER: tl.constexpr,  # `ExpandCall.larger_share`
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -165,7 +165,7 @@ def expand_triton(call: ExpandCall) -> None:
         tuple(as_vector(x, torch.int64) for x in (call.rows, call.cols)),
         tuple(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
         (
-            as_vector(call.noise, acc) if call.routing is None else packed_of_call(call),
+            as_vector(call.noise, acc) if call.routing is None else call.routing.packed,
             *keys_of_call(call),
         ),
         call.out,
@@ -176,7 +176,7 @@ def expand_triton(call: ExpandCall) -> None:
         ),
         (*call.weight.shape, M, N),
         NOISE=call.noise_kind,
-        LARGER=larger_share_of_call(call),
+        LARGER=call.larger_share,
         ACC=tl_acc,
         **choice,
         # a fused 1 + noise * xi would differ from the other backends in the last bit

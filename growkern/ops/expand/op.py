@@ -28,9 +28,9 @@ Reading order: the public function `expand` at the end of this file packs its ar
 record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
 every backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
-`noise.py` has the hash, and `routing.py` what routing does with it. That is at most 6 files for one
-call; CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` collects them
-and `many.py` launches them together.
+`noise.py` has the hash. That is at most 6 files for one call, and 7 with routing, whose formulas
+are in `routing.py`; CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py`
+collects them and `many.py` launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """

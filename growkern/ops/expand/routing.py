@@ -33,34 +33,6 @@ from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.noise import line_keys
 
 
-def larger_share(amplitude: float) -> float:
-    """(1 + a)/2 of (2). It is a float32, so that every backend multiplies by the same number."""
-    return torch.tensor((1 + amplitude) / 2, dtype=torch.float32).item()
-
-
-def packed(copies: Tensor) -> Tensor:
-    """Copies as kernels read them: number + 2**16 count.
-
-    Args:
-        copies: (n, 2) int64, the number of every copy and the count of its source's copies.
-
-    Returns:
-        (n,) int32, contiguous.
-    """
-    number, count = copies.detach().unbind(1)
-    return (number + (count << 16)).int()
-
-
-def packed_of_call(call: ExpandCall) -> Tensor | None:
-    """`packed` of a call's copies; None without routing."""
-    return None if call.routing is None else packed(call.routing.copies)
-
-
-def larger_share_of_call(call: ExpandCall) -> float:
-    """`larger_share` of a call; 1 without routing."""
-    return 1.0 if call.routing is None else larger_share(call.routing.amplitude)
-
-
 def chosen(key: Tensor, mult: Tensor, src: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]:
     """(1): whether an element belongs to copy p, and whether it belongs to copy q.
 
@@ -96,7 +68,7 @@ def routed(x_MN: Tensor, call: ExpandCall) -> Tensor:
     in_p, in_q = chosen_of_call(call, x.shape)
     if amplitude == 1:
         return torch.where(in_p, x, 0.0)
-    larger = (x * larger_share(amplitude)).to(call.out.dtype).to(x.dtype)
+    larger = (x * call.routing.larger_share).to(call.out.dtype).to(x.dtype)
     share = torch.where(in_p, larger, torch.where(in_q, x - larger, 0.0))
     return torch.where(_is_only(call), x, share)
 
@@ -105,7 +77,7 @@ def routed_gradient(dx_MN: Tensor, call: ExpandCall) -> Tensor:
     """The gradient of `routed`: every element times its share of the source's weight."""
     assert call.routing is not None
     in_p, in_q = chosen_of_call(call, dx_MN.shape)
-    larger = larger_share(call.routing.amplitude)
+    larger = call.routing.larger_share
     share = larger * in_p.to(dx_MN.dtype) + (1 - larger) * in_q.to(dx_MN.dtype)
     return torch.where(_is_only(call), dx_MN, dx_MN * share)
 
@@ -122,9 +94,9 @@ def routed_triton(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
     """(2) for elements that broadcast, where `larger` is the larger share of x.
 
     Args:
-        key, mult, src, copies: int32 bit patterns; copies as from `packed`.
+        key, mult, src, copies: int32 bit patterns; copies as in `Routing.packed`.
         x, larger: in the accumulator's dtype.
-        LARGER: `larger_share`.
+        LARGER: `Routing.larger_share`.
     """
     number = copies & 0xFFFF
     count = (copies >> 16).to(tl.uint32, bitcast=True)
