@@ -23,16 +23,6 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def on_two_processes(*command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*TORCHRUN, "-m", *map(str, command)], cwd=ROOT, env=environment, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
@@ -84,7 +74,13 @@ def test_resumed_in_the_sub_model_stage_it_ends_the_same(found, i):
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_run_file_on_two_processes(workplace):  # noqa: F811
     """The same batches and masks, shared out; one of the processes writes."""
-    said = on_two_processes("growkern", "train", workplace / "run.toml")
+    command = [*TORCHRUN, "-m", "growkern", "train", str(workplace / "run.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert said.count("finished  6 steps, loss ") == said.count("to resume  ") == 1
     two = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
     shutil.rmtree(workplace / "out")

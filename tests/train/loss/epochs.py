@@ -1,11 +1,7 @@
 """Epochs that do not divide by the batch, on one process or several.
 
-`torchrun --nproc_per_node=2 -m tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
+`python -m tests.forked_ranks 2 tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
 """
-
-import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -79,13 +75,7 @@ def trained(case, folder, batch_size):
     return {"log": log, "weights": trainer.model.state_dict()}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
-    found = {case: trained(case, out / "run", 2) for case in CASES}
+def main(folder):
+    found = {case: trained(case, folder / "run", 2) for case in CASES}
     if dist.get_rank() == 0:
-        torch.save(found, out / "found.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)
+        torch.save(found, folder / "found.pt")

@@ -1,10 +1,9 @@
-"""One of two processes: `torchrun --nproc_per_node=2 -m tests.train.loss.ranks ddp|fsdp2`.
+"""One of two processes: `python -m tests.forked_ranks 2 tests.train.loss.ranks FOLDER`.
 
 Each process has one half of the rows. Loss and gradients must be those of plain logits on all rows.
 """
 
 import copy
-import os
 import sys
 
 import torch
@@ -62,12 +61,9 @@ def check(family, how):
         torch.testing.assert_close(gradient, q.grad, rtol=1e-7, atol=1e-11, msg=name)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for family in ("bert", "gpt2"):
-        check(family, sys.argv[1])
-    dist.barrier()
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)
+def main(folder):
+    for how in ("ddp", "fsdp2", "accelerate"):
+        for family in ("bert", "gpt2"):
+            # shown if the check fails
+            print(how, family, file=sys.stderr)
+            check(family, how)

@@ -8,9 +8,9 @@ import torch
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
 from growkern.train.sub_model import layer_stacks
+from tests.forked_ranks import on_ranks
 from tests.test_examples import MODELS
 from tests.train.loss.plain import plain_loss
-from tests.train.test_ranks import on_two_processes
 from tests.train.tiny import batch, build, randomise
 
 
@@ -149,9 +149,9 @@ def test_compiled_blocks(family):
     assert_same(student, loss, plain)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
-def test_two_processes_are_one(how):
-    on_two_processes("tests.train.loss.ranks", how)
+def test_two_processes_are_one(tmp_path):
+    """With DDP, FSDP2 and accelerate."""
+    on_ranks(2, "tests.train.loss.ranks", tmp_path)
 
 
 def test_what_cannot_be_trained_is_refused():

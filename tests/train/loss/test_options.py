@@ -10,10 +10,10 @@ from growkern.train import inheritance
 from growkern.train.config import Run
 from growkern.train.data import MaskedLMCollator, TokenBlocks
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
+from tests.forked_ranks import on_ranks
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
 from tests.train.test_config import COMPLETE, load  # noqa: F401
-from tests.train.test_ranks import on_two_processes
 from tests.train.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
@@ -215,7 +215,7 @@ def test_packed_sequences_are_counted_apart():
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("epochs")
-    on_two_processes("tests.train.loss.epochs", folder)
+    on_ranks(2, epochs.__name__, folder)
     return torch.load(folder / "found.pt", weights_only=True)
 
 

@@ -1,4 +1,4 @@
-"""The work of a process: `torchrun --nproc_per_node=2 -m tests.train.safety.ranks FOLDER`.
+"""The work of a process: `python -m tests.forked_ranks 2 tests.train.safety.ranks FOLDER`.
 
 A signal, a NaN and a full disk each reach one of the processes only. Each process leaves what
 became of it as FOLDER/<case>-<rank>.json.
@@ -8,9 +8,7 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -95,14 +93,3 @@ def main(folder):
     dist.barrier()
     _, found["damaged"] = run(folder / "straight", resume=True)
     (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # before the trainers, which would do it in the same way
-    dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
-    dist.barrier()
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from tests.train.test_ranks import on_two_processes
+from tests.forked_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_two_processes("tests.train.safety.ranks", folder)
+    on_ranks(2, "tests.train.safety.ranks", folder)
     both = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {case: [one[case] for one in both] for case in both[0]}
 
