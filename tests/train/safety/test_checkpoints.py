@@ -74,12 +74,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over(trained, tmp_path, name, how
     assert newest_whole(run) == run / "checkpoint-6"
 
 
+@pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_run_falls_back_and_ends_the_same(trained, tmp_path, name):
+def test_a_run_falls_back_and_ends_the_same(trained, tmp_path, name, how):
     """As a user does it: one warning, and the weights of the run that nothing happened to."""
     shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-8")
-    flip(tmp_path / "run" / "checkpoint-6" / name, 0)
+    DAMAGE[how](tmp_path / "run" / "checkpoint-6" / name)
     again = small_trainer(tmp_path / "run")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
