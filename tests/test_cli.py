@@ -163,6 +163,31 @@ def test_cache_teacher_writes_what_training_reads(run, checkpoint, tmp_path):
     assert_bad_input(run("cache-teacher", checkpoint, *texts, *options), str(out), "exists")
 
 
+def test_checksums_of_a_teacher_cache(run, checkpoint, tmp_path):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("a small model grows " * 40)
+    options = ["--k", 4, "--temperature", 2, "--sequence-length", 8]
+    assert run("cache-teacher", checkpoint, text, "--out", cache, *options)[0] == 0
+    code, out, err = run("verify", cache, "--checksums")
+    assert code == 0 and "3 files: 0 changed" in out, out + err
+    for name in ("cache.json", "index.safetensors", "rows-00000.safetensors"):
+        raw = bytearray((cache / name).read_bytes())
+        raw[-1] ^= 1
+        (cache / name).write_bytes(raw)
+        code, out, _ = run("verify", cache, "--checksums")
+        assert code == 1 and "1 changed" in out and f"{cache}: {name} was changed" in out
+        raw[-1] ^= 1
+        (cache / name).write_bytes(raw)
+    (cache / "rows-00001.safetensors").write_bytes(b"")
+    code, out, _ = run("verify", cache, "--checksums")
+    assert code == 1 and "rows-00001.safetensors is not in manifest.json" in out
+    (cache / "manifest.json").unlink()
+    assert_bad_input(
+        run("verify", cache, "--checksums"), str(cache), "can be read, but not checked"
+    )
+    assert_bad_input(run("verify", cache), "no DST")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -221,6 +246,8 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     assert code == 0 and "0 changed" in out, out + err
     assert "source tensors" in out
     assert "source" not in run("verify", tmp_path / "gone", target, "--checksums")[1]
+    code, out, err = run("verify", target, "--checksums")
+    assert code == 0 and "target tensors" in out and "source" not in out, out + err
     file = target / "model.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1

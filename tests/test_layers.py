@@ -112,7 +112,7 @@ THIRD_PARTY = {
     "package": {"tomli"},
     "bounded": set(),
     "whole": set(),
-    "publish": set(),
+    "publish": {"xxhash"},
     "ops": {"torch", "triton"},
     "families": {"tomli"},
     "__init__": set(),

@@ -138,12 +138,16 @@ def print_moments(report: Any) -> None:
 @app.command()
 def verify(
     source: Source,
-    target: Target,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
     checksums: Annotated[
         bool,
         typer.Option(
-            "--checksums", help="Only check whether files changed since they were written."
+            "--checksums",
+            help="Only check whether files changed since they were written. Takes SRC and DST, or "
+            "one directory: a grown checkpoint, a teacher cache, a run or one of its checkpoints.",
         ),
     ] = False,
 ) -> None:
@@ -152,25 +156,34 @@ def verify(
     if checksums:
         compare_checksums(source, target)
         return
+    if target is None:
+        raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
     finish(source, target, {} if text is None else tokens_of(source, text))
 
 
-def compare_checksums(source: Path, target: Path) -> None:
+def compare_checksums(source: Path, target: Path | None) -> None:
     """Print the files and tensors that changed; exit 1 if any did.
 
     Args:
         source: its tensors are checked if the directory still exists.
-        target: the grown checkpoint.
+        target: the grown checkpoint. None: `source` is the directory to check, of any kind.
     """
-    from growkern.growth.disk.checksums import verify_checksums
+    from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
+    from growkern.publish.manifest import differences
 
-    report = verify_checksums(target, source if source.exists() else None)
-    for wrong in report.wrong:
-        print(f"changed: {wrong}")
-    counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
-    checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())
-    print(f"{checked}: {len(report.wrong)} changed")
-    if not report.ok:
+    if target is None and not (source / CHECKSUMS_FILE).exists():
+        count, wrong = differences(source)
+        checked = f"{count} files"
+    else:
+        is_source = target is not None and source.exists()
+        report = verify_checksums(target or source, source if is_source else None)
+        wrong = list(report.wrong)
+        counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
+        checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())
+    for difference in wrong:
+        print(f"changed: {difference}")
+    print(f"{checked}: {len(wrong)} changed")
+    if wrong:
         raise typer.Exit(1)
 
 

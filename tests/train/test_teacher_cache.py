@@ -1,5 +1,6 @@
 """A teacher's kept rows: what is on disk, who may read it, and what survives a kill."""
 
+import errno
 import json
 import os
 import pickle
@@ -8,11 +9,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from torch.utils.data import DataLoader
 
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
+from growkern.errors import GrowthWarning
 from growkern.train.cached_teacher import store
 from growkern.train.cached_teacher import write as writer
 from growkern.train.cached_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
@@ -408,6 +412,121 @@ def test_a_wrong_field_of_a_header_is_named(tmp_path, change, message):
         TeacherCache(tmp_path / "c")
     said = str(refusal.value)
     assert str(tmp_path / "c") in said and "\n" not in said and len(said) < 500
+
+
+# ------------------------------------------------------------------ checksums
+
+
+def flip(file, at=-1):
+    """Change the lowest bit of a byte; the last byte of a shard is that of a log-prob."""
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
+def batch_of_all(blocks):
+    return collator_of("bert")([blocks[i] for i in range(len(blocks))])
+
+
+@pytest.mark.parametrize("shard", ["rows-00000.safetensors", "rows-00002.safetensors"])
+def test_a_changed_log_prob_is_refused(tmp_path, shard):
+    make(tmp_path / "c", shard_bytes=100)
+    flip(tmp_path / "c" / shard, -2)
+    cache = TeacherCache(tmp_path / "c")
+    for _ in range(2):
+        with pytest.raises(GrowthError, match=f"{shard} was changed; make the cache again"):
+            cache.batch(batch_of_all(blocks_of()))
+
+
+def test_a_worker_of_a_data_loader_refuses_it_too(tmp_path):
+    make(tmp_path / "c")
+    flip(tmp_path / "c" / "rows-00000.safetensors", -2)
+    collate = TeacherCache(tmp_path / "c").batch
+    batches = [batch_of_all(blocks_of())]
+    loader = DataLoader(
+        batches, batch_size=None, num_workers=1, collate_fn=collate, multiprocessing_context="spawn"
+    )
+    with pytest.raises(GrowthError, match="was changed"):
+        list(loader)
+
+
+def test_a_changed_header_or_index_is_refused(tmp_path):
+    make(tmp_path / "c")
+    header, index = (tmp_path / "c" / name for name in ("cache.json", "index.safetensors"))
+    table = json.loads(header.read_text())
+    header.write_text(json.dumps(table | {"temperature": 3.0}))
+    with pytest.raises(GrowthError, match=r"cache\.json (was changed|has)"):
+        TeacherCache(tmp_path / "c")
+    header.write_text(json.dumps(table, indent=1) + "\n")
+    TeacherCache(tmp_path / "c")
+    # one row less for an example and one more for the next: nothing but the checksum tells
+    arrays = load_file(index)
+    arrays["first_row"][1] -= 1
+    write_tensors(index, arrays)
+    with pytest.raises(GrowthError, match=r"index\.safetensors was changed"):
+        TeacherCache(tmp_path / "c")
+
+
+def test_a_shard_is_compared_once_in_all_processes(tmp_path, monkeypatch):
+    make(tmp_path / "c", shard_bytes=100)
+    compared, compare = [], store.damage_of
+    monkeypatch.setattr(
+        store, "damage_of", lambda *args: (compared.append(args[1]), compare(*args))[1]
+    )
+    cache, batch = TeacherCache(tmp_path / "c"), batch_of_all(blocks_of())
+    assert sorted(compared) == ["cache.json", "index.safetensors"]
+    cache.batch(batch)
+    shards = {file.name for file in (tmp_path / "c").glob("rows-*")}
+    assert len(shards) > 2 and set(compared[2:]) == shards and len(compared) == 2 + len(shards)
+    copy = pickle.loads(pickle.dumps(cache))
+    copy.batch(batch)
+    cache.batch(batch)
+    assert len(compared) == 2 + len(shards)
+
+
+def test_a_cache_without_checksums_is_read_with_a_warning(tmp_path):
+    make(tmp_path / "c")
+    wanted = TeacherCache(tmp_path / "c").rows(range(11))
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.warns(GrowthWarning, match="no manifest.json.*make the cache again") as said:
+        cache = TeacherCache(tmp_path / "c")
+    assert len(said) == 1
+    for found, expected in zip(cache.rows(range(11)), wanted, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"algorithm": "md5", "files": {}}', "{", '{"files": {"../x": {}}}']
+)
+def test_a_manifest_that_says_nothing_is_refused(tmp_path, text):
+    make(tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").write_text(text)
+    with pytest.raises(GrowthError, match=r"manifest\.json: not "):
+        TeacherCache(tmp_path / "c")
+
+
+def test_the_checksums_of_a_resumed_cache_are_those_of_a_cache_made_at_once(tmp_path, monkeypatch):
+    make(tmp_path / "once", shard_bytes=300)
+    write, files = writer.write_tensors, []
+
+    def full(file, tensors):
+        files.append(file.name)
+        if len(files) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, tensors)
+
+    monkeypatch.setattr(writer, "write_tensors", full)
+    with pytest.raises(GrowthError, match="No space left"):
+        make(tmp_path / "c", shard_bytes=300)
+    make(tmp_path / "c", shard_bytes=300)
+    assert files.count(files[0]) == 1
+    for file in (tmp_path / "once").iterdir():
+        assert (tmp_path / "c" / file.name).read_bytes() == file.read_bytes()
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())["files"]
+    for name, entry in manifest.items():
+        raw = (tmp_path / "c" / name).read_bytes()
+        assert entry == {"bytes": len(raw), "checksum": xxhash.xxh3_128(raw).hexdigest()}
+    assert len(manifest) == len(list((tmp_path / "c").iterdir())) - 1
 
 
 @pytest.mark.parametrize(

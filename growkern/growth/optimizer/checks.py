@@ -6,6 +6,8 @@ Values such as NaN are checked where they are read (`optimizer.moments.check_val
 from __future__ import annotations
 
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +61,24 @@ def _check_group(what: str, group: Any) -> None:
         if not is_list or not any(all(isinstance(x, kind) for x in keys) for kind in kinds):
             allowed = " or all ".join(kind.__name__ for kind in kinds)
             raise GrowthError(f"{what}: {key!r} must be a list, all {allowed}")
+
+
+def check_keys(state_dict: Mapping[str, Any]) -> None:
+    """Raise GrowthError unless every state belongs to one parameter of one group.
+
+    Args:
+        state_dict: of a form that `check_state_dict` accepts.
+    """
+    counts = Counter(key for group in state_dict["param_groups"] for key in group["params"])
+    for key, count in counts.items():
+        if count > 1:
+            raise GrowthError(f"parameter {reprlib.repr(key)} is {count} times in the groups")
+    for key in state_dict["state"]:
+        if key not in counts:
+            raise GrowthError(
+                f"the optimizer has state for parameter {reprlib.repr(key)}, which is in none of "
+                "its groups; pass optimizer.state_dict() as it is"
+            )
 
 
 def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:

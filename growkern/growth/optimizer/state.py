@@ -20,6 +20,7 @@ from growkern.growth.models import untrained_model
 from growkern.growth.optimizer.checks import (
     check_decay,
     check_entries,
+    check_keys,
     check_moments,
     check_state_dict,
     count_of,
@@ -251,6 +252,7 @@ def state_by_name(
 ) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
     """The source's parameter names, group by group, and the state of those that have one."""
     check_state_dict(state_dict)
+    check_keys(state_dict)
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = _names(plan, groups)
     by_name: dict[str, Mapping[str, Any]] = {}

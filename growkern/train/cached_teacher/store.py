@@ -5,10 +5,12 @@ A cache is a directory:
     cache.json               how the cache was made: the fields of `CacheHeader`
     rows-00000.safetensors   ids (R, ceil(k b / 8)) uint8, logprobs (R, k); more files follow
     index.safetensors        where the rows of each example are, and the keys of the examples
+    manifest.json            the size and the checksum of every other file
 
 An id takes b = ceil(log2 V) bits, the lowest bits first. A log-prob is float16, bfloat16 or
 float32. Rows are in the order of positions, examples in the order of the data. The files are
-mapped into memory, not read as a whole.
+mapped into memory. A file of rows is read as a whole once, when the first of its rows is needed,
+to compare its checksum. The processes of a data loader share the note that this was done.
 
 The key of an example is a hash of its tokens, as the teacher saw them, and of its labels. A
 training batch finds its rows by their keys, in any order and from any number of workers. Rows of
@@ -23,6 +25,7 @@ import functools
 import hashlib
 import math
 import reprlib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,9 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from growkern.bounded import parse_json
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.source.files import LENGTH, read_header_bytes
+from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
 from growkern.train.cached_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.whole import write_whole
@@ -210,26 +214,53 @@ class TeacherCache:
     """A teacher cache written by `growkern.cache_teacher`, open for reading.
 
     Rows are read from disk when they are needed. A copy in another process maps the files again.
+    A cache without checksums, from an earlier version, is read with a warning.
 
     Args:
         directory: of the cache.
 
     Raises:
-        GrowthError: the directory is not a complete cache.
+        GrowthError: the directory is not a complete cache, or its header or index was changed.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.header = read_header(self.directory)
-        self._index = _read_index(self.directory / INDEX_FILE, self.header)
+        self._open(Path(directory))
+        if self._manifest is None:
+            warnings.warn(
+                f"{directory} has no {MANIFEST}, so changed values in it would go unseen; make the "
+                "cache again to get checksums",
+                GrowthWarning,
+                stacklevel=2,
+            )
+        for name in (HEADER_FILE, INDEX_FILE):
+            self._check_file(name)
+
+    def _open(self, directory: Path) -> None:
+        self.directory = directory
+        self.header = read_header(directory)
+        self._index = _read_index(directory / INDEX_FILE, self.header)
         sizes = np.diff(self._index["shard_row"]).tolist()
         self._shards = [
-            mapped(shard_file(self.directory, i), _arrays_of_shard(self.header, rows))
+            mapped(shard_file(directory, i), _arrays_of_shard(self.header, rows))
             for i, rows in enumerate(sizes)
         ]
+        has_manifest = (directory / MANIFEST).exists()
+        self._manifest = read_manifest(directory) if has_manifest else None
+        # shared memory: a shard that one worker of a data loader checked is not read by the others
+        self._is_checked = torch.zeros(len(sizes), dtype=torch.bool).share_memory_()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TeacherCache, (self.directory,)
+        return _open_again, (self.directory, self._is_checked)
+
+    def _check_file(self, name: str) -> None:
+        wrong = self._manifest and damage_of(self.directory, name, self._manifest)
+        if wrong:
+            raise GrowthError(f"{self.directory} is damaged: {wrong}; make the cache again")
+
+    def _check_shard(self, number: int) -> None:
+        if not self._is_checked[number]:
+            self._check_file(shard_file(self.directory, number).name)
+            self._is_checked[number] = True
 
     def __len__(self) -> int:
         """The number of examples, each masking counted."""
@@ -265,7 +296,7 @@ class TeacherCache:
             ids (R, k) int32 and log-probs (R, k) in the dtype of the cache.
 
         Raises:
-            GrowthError: the rows are damaged.
+            GrowthError: the rows are damaged, or their file is not as it was written.
         """
         packed, logprobs = [], []
         first_row, shard_row = self._index["first_row"], self._index["shard_row"]
@@ -273,6 +304,7 @@ class TeacherCache:
             start, end = first_row[example], first_row[example + 1]
             # the last shard that starts at this row or before: empty shards may start there too
             number = int(np.searchsorted(shard_row[:-1], start, "right")) - 1
+            self._check_shard(number)
             here = slice(start - shard_row[number], end - shard_row[number])
             packed.append(self._shards[number]["ids"][here])
             logprobs.append(self._shards[number]["logprobs"][here])
@@ -319,3 +351,11 @@ class TeacherCache:
         logprobs_BSk = torch.zeros(shape, dtype=logprobs_Rk.dtype)
         ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk, logprobs_Rk
         return ids_BSk, logprobs_BSk
+
+
+def _open_again(directory: Path, is_checked: Tensor) -> TeacherCache:
+    """A copy of an open cache in another process, which shares the notes on checked shards."""
+    cache = TeacherCache.__new__(TeacherCache)
+    cache._open(directory)
+    cache._is_checked = is_checked
+    return cache

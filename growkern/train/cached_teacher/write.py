@@ -5,7 +5,8 @@ cache and the ends of its shards. It also reveals a collator that draws other ma
 second pass runs the teacher, shard by shard.
 
 A journal notes every shard with its checksum once it is on disk. An interrupted call resumes with
-the shards that still have theirs. The directory gets its name at the end.
+the shards that still have theirs. The same checksums make the manifest of the cache. The directory
+gets its name at the end.
 """
 
 import hashlib
@@ -20,9 +21,9 @@ import torch
 from tqdm import tqdm
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.disk.checksums import sum_bytes
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
+from growkern.publish.manifest import checksum, write_manifest
 from growkern.train.cached_teacher.header import (
     DTYPES,
     FORMAT,
@@ -255,10 +256,13 @@ def _write(
             (shard_file(new, number).name, start, end): int(first_E[end] - first_E[start])
             for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         }
-        _write_shards(model, examples, header, new, contents.keys_E, shards, journal, progress)
+        checksums = _write_shards(
+            model, examples, header, new, contents.keys_E, shards, journal, progress
+        )
     place.keep_only([name for name, _, _ in shards])
     write_header(new, header)
     _write_index(new, contents.keys_E, first_E, ends)
+    write_manifest(new, checksums)
 
 
 def _journal(place: workplace.Workplace, header: CacheHeader, overwrite: bool) -> Journal:
@@ -285,12 +289,9 @@ def _write_index(
     write_tensors(staging / INDEX_FILE, index)
 
 
-def _sum(file: Path) -> str | None:
-    """The checksum of a whole file, mapped, not read; None: it is missing or empty."""
-    try:
-        return sum_bytes(np.memmap(file, np.uint8, "r"))
-    except (FileNotFoundError, ValueError):
-        return None
+def _checksum(file: Path) -> str | None:
+    """The checksum of a whole file, or None if it is missing."""
+    return checksum(file) if file.is_file() else None
 
 
 def _write_shards(
@@ -302,12 +303,16 @@ def _write_shards(
     shards: Mapping[Mark, int],
     journal: Journal,
     progress: bool,
-) -> None:
+) -> dict[str, str]:
     """Run the teacher for every shard that the journal does not vouch for.
 
     Args:
         shards: (file, first example, past the last one) -> rows.
+
+    Returns:
+        The checksum of each file.
     """
+    checksums: dict[str, str] = {}
     training, use_cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
     model.config.use_cache = False
@@ -316,7 +321,9 @@ def _write_shards(
         for mark, rows in shards.items():
             name, start, end = mark
             file, noted = directory / name, journal.marks.get(mark)
-            if noted is None or _sum(file) != noted:
+            if noted is not None and _checksum(file) == noted:
+                checksums[name] = noted
+            else:
                 shard = [
                     kept_rows(model, batch, header, keys_E[first : first + size])
                     for batch, first, size in _placed(examples.batches(start, end), start)
@@ -326,12 +333,14 @@ def _write_shards(
                 bits = torch.uint32 if logprobs.element_size() == 4 else torch.uint16
                 stored = logprobs.view(bits).numpy()
                 write_tensors(file, {"ids": packed, "logprobs": stored})
-                journal.add({mark: _sum(file) or ""}, {})
+                checksums[name] = checksum(file)
+                journal.add({mark: checksums[name]}, {})
             bar.update(rows)
     finally:
         bar.close()
         model.train(training)
         model.config.use_cache = use_cache
+    return checksums
 
 
 def _placed(

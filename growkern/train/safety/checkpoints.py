@@ -8,7 +8,6 @@ the checksum of every file is written last, everything is synced, and one rename
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,21 +15,15 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.calls import exchange, remove, rename_new
+from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
 from growkern.whole import sync
 
-MANIFEST = "manifest.json"
-# a checkpoint has some ten files
-MOST_BYTES = 1_000_000
-ALGORITHM = "xxh3_128"
 STAGING = ".saving"
 DAMAGED = "damaged-{}"
-BLOCK = 1 << 24
 
 
 def step_of(checkpoint: Path) -> int:
@@ -50,68 +43,22 @@ def last_checkpoint(directory: Path) -> Path | None:
     return next((path for path in found if (path / MANIFEST).is_file()), None)
 
 
-# ------------------------------------------------------------------- manifest
-
-
-def write_manifest(directory: Path) -> None:
-    """Record the size and the checksum of every file below a directory.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest cannot be written.
-    """
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    record = {
-        "algorithm": ALGORITHM,
-        "files": {
-            path.relative_to(directory).as_posix(): {
-                "bytes": path.stat().st_size,
-                "checksum": _checksum(path),
-            }
-            for path in files
-        },
-    }
-    (directory / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
 def damage(directory: Path) -> str | None:
-    """Compare a directory with its manifest.
+    """Compare a checkpoint, or the directory of a run, with its manifest.
 
     Returns:
         The first difference as a phrase, or None if every file is as it was written.
     """
+    if not (directory / MANIFEST).exists():
+        return f"{MANIFEST} is missing"
     try:
-        if not (directory / MANIFEST).exists():
-            return f"{MANIFEST} is missing"
-        record = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
-        files = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
-        known = record["algorithm"] == ALGORITHM and TRAINER_STATE_NAME in files
-        known = known and all(map(stays_inside, files))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = read_manifest(directory)
+    except GrowthError:
         return f"{MANIFEST} cannot be read"
-    if not known:
+    if TRAINER_STATE_NAME not in manifest:
         return f"{MANIFEST} is not a manifest of a checkpoint"
-    for name, (size, checksum) in files.items():
-        path = directory / name
-        try:
-            if path.exists() and not path.is_file():
-                return f"{name} is not a regular file"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} of {size} bytes"
-            if _checksum(path) != checksum:
-                return f"{name} was changed"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name}: {error.strerror or error}"
-    return None
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    found = (damage_of(directory, name, manifest) for name in manifest)
+    return next((phrase for phrase in found if phrase is not None), None)
 
 
 # -------------------------------------------------------------------- reading

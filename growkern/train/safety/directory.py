@@ -12,7 +12,8 @@ from typing import Any
 from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.lock import LOCK_FILE
-from growkern.train.safety.checkpoints import MANIFEST, checkpoints_in, damage
+from growkern.publish.manifest import MANIFEST
+from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.whole import PARTIAL, write_whole
 
 MARKER = "run.json"

@@ -494,9 +494,23 @@ def without_step():
     return state
 
 
+def with_a_state_of_nothing():
+    state = state_of()
+    state["state"]["a"] = {}
+    return state
+
+
+def with_a_parameter_twice():
+    state = state_of()
+    state["param_groups"][0]["params"][1] = 0
+    return state
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
+        (with_a_state_of_nothing, "state for parameter 'a', which is in none of its groups"),
+        (with_a_parameter_twice, "parameter 0 is 2 times in the groups"),
         (lambda: {"state": {}}, 'no "state" and "param_groups"'),
         (lambda: state_of(lambda ps: torch.optim.SGD(ps, momentum=0.9)), "no rule .*momentum_buf"),
         (lambda: state_of(three_groups), "3 groups without param_names"),

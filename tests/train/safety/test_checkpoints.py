@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
+from growkern.publish.manifest import MANIFEST
 from growkern.train.safety import checkpoints
 from growkern.train.safety.checkpoints import (
-    MANIFEST,
     checkpoints_in,
     close_staging,
     damage,

@@ -9,8 +9,9 @@ import pytest
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
+from growkern.publish.manifest import MANIFEST
 from growkern.train.safety import trainer as safety
-from growkern.train.safety.checkpoints import MANIFEST, STAGING, checkpoints_in, damage
+from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 from tests.train.tiny import TinyTokenizer
 

@@ -1,0 +1,129 @@
+"""Records the size and the checksum of every file in a directory, and compares them later.
+
+Run checkpoints, the final model of a run, and teacher caches have such a `manifest.json`. It is
+written last, so a directory that has one was written to its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+
+from growkern.bounded import read_json, stays_inside
+from growkern.errors import GrowthError
+
+MANIFEST = "manifest.json"
+# an entry has 100 bytes; a teacher cache of 1 TB has 4,000 files
+MOST_BYTES = 16_000_000
+ALGORITHM = "xxh3_128"
+BLOCK = 1 << 24
+
+# path inside the directory -> its size in bytes and its checksum
+Manifest = dict[str, tuple[int, str]]
+
+
+def write_manifest(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Record the size and the checksum of every file below a directory.
+
+    Args:
+        directory: it has no manifest yet.
+        known: checksums of files that were computed when they were written.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    files = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        total = (known or {}).get(name) or checksum(path)
+        files[name] = {"bytes": path.stat().st_size, "checksum": total}
+    text = json.dumps({"algorithm": ALGORITHM, "files": files}, indent=1) + "\n"
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The recorded sizes and checksums.
+
+    Raises:
+        GrowthError: the manifest is missing, cannot be read, or names a file elsewhere.
+    """
+    file = directory / MANIFEST
+    try:
+        record = read_json(file, MOST_BYTES, "manifest")
+        found = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
+        is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, found))
+    except (OverflowError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GrowthError(f"{file}: not a manifest") from error
+    if not is_known:
+        raise GrowthError(f"{file}: not a manifest of files with {ALGORITHM} checksums")
+    return found
+
+
+def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:
+    """Compare one file with the manifest of its directory.
+
+    Returns:
+        The difference as a phrase, or None if the file is as it was written.
+    """
+    if name not in manifest:
+        return f"{name} is not in {MANIFEST}"
+    size, expected = manifest[name]
+    path = directory / name
+    try:
+        if path.exists() and not path.is_file():
+            return f"{name} is not a regular file"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if checksum(path) != expected:
+            return f"{name} was changed"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name}: {error.strerror or error}"
+    return None
+
+
+def differences(directory: Path) -> tuple[int, list[str]]:
+    """Compare a teacher cache, a checkpoint or a run with what was recorded when it was written.
+
+    Args:
+        directory: it has a manifest, or is of a run with checkpoints that have one.
+
+    Returns:
+        The number of files that were compared, and "file: reason" for every difference.
+
+    Raises:
+        GrowthError: there is no manifest, or one that cannot be read.
+    """
+    parts = [directory] if (directory / MANIFEST).exists() else []
+    parts += sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())
+    if not parts:
+        raise GrowthError(
+            f"{directory}: no {MANIFEST}; a teacher cache of an earlier version has none: it can "
+            "be read, but not checked"
+        )
+    count, found = 0, []
+    for part in parts:
+        manifest = read_manifest(part)
+        # a reader may take weights that were added for recorded ones
+        names = sorted({*manifest, *(path.name for path in part.glob("*.safetensors"))})
+        wrong = (damage_of(part, name, manifest) for name in names)
+        found += [f"{part}: {phrase}" for phrase in wrong if phrase is not None]
+        count += len(names)
+    return count, found
+
+
+def checksum(path: Path) -> str:
+    """The checksum of a file, read in blocks: 32 hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
