@@ -66,7 +66,7 @@ def parity(family: str) -> Iterator[dict[str, Any]]:
 
 def memory(processes: int) -> dict[str, Any]:
     """Memory of a process that starts a sharded run by growing, beyond its own parts."""
-    command = [sys.executable, "-m", "bench.shared.start_memory", str(processes)]
+    command = [sys.executable, "-m", "bench.distributed.start_memory", str(processes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout.splitlines()[-1])
     return {"what": "memory of a start by growing", "processes": processes, **facts}

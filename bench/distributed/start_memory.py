@@ -1,7 +1,8 @@
 """Measures the memory of a process that starts a sharded run by growing.
 
-`python -m bench.shared.start_memory N`: N CPU processes each build their part of a large Llama, and
-then the optimizer. Peaks are those of the system (VmHWM), over the memory after the imports.
+`python -m bench.distributed.start_memory N`: N CPU processes each build their part of a large
+Llama, and then the optimizer. Peaks are those of the system (VmHWM), over the memory after the
+imports.
 """
 
 import json

@@ -1,0 +1,1 @@
+"""Training on several processes: `python -m bench.distributed`."""
