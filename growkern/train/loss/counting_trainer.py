@@ -63,6 +63,7 @@ class CountingTrainer(Trainer):
             collator = self._get_collator_with_removed_columns(self.data_collator)
             with unchanged_random_state():
                 check_some_label(data, collator, self._train_batch_size, self.loss.row_weights)
+            self._unlabelled = None
 
     def _set_signature_columns_if_needed(self) -> None:
         """Like Trainer's, and the row weights are not removed from the data."""
