@@ -144,9 +144,13 @@ def test_memory_stays_within_its_limit(tmp_path):
     config.save_pretrained(tmp_path / "source")
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
+    # a tokenizer that is larger than the limit
+    with (tmp_path / "source" / "tokenizer.model").open("wb") as file:
+        file.truncate(300 << 20)
     how = {"hidden_size": 1024, "num_hidden_layers": 3}
     peak = measured(tmp_path / "source", tmp_path / "grown", "80MB", **how)
     assert (tmp_path / "grown" / "model.safetensors").stat().st_size > 300e6
+    assert (tmp_path / "grown" / "tokenizer.model").stat().st_size == 300 << 20
     assert peak < 80
 
 
