@@ -246,7 +246,7 @@ def carry_out(
         write_lineage(grown, settings, files, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        # last, so that it covers every file
+        # written last, so that the checksums cover every file
         write_checksums(directory, journal.source_sums, stream.tensor_sums())
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Training beside a kept teacher: the live one's losses, and what a cache does not fit."""
+"""Training with a cached teacher gives the live teacher's losses; a cache that does not fit is refused."""
 
 import copy
 

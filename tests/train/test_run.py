@@ -1,4 +1,4 @@
-"""`growkern train RUN.toml` from the file to the trained checkpoint, and on again."""
+"""`growkern train RUN.toml` from the file to the trained checkpoint, and resumed."""
 
 import json
 import os

@@ -38,7 +38,7 @@ class SourceReader:
     """Reads source tensors for several workers. Each is checked once, before its first use.
 
     Attributes:
-        sums: source tensor -> its sum, as far as they have been read.
+        checksums: source tensor -> its checksum, for tensors that have been read.
     """
 
     def __init__(self, source: Source, known: Mapping[str, str], allow_nonfinite: bool) -> None:
@@ -72,8 +72,8 @@ class SourceReader:
         total = sum_pieces(sums)
         if self._known.get(name, total) != total:
             raise GrowthError(
-                f"{header.file}: {name} is not what the interrupted run read; start over with "
-                "resume=False (--no-resume)"
+                f"{header.file}: {name} has changed since the interrupted run read it: start over "
+                "with resume=False (--no-resume)"
             )
         return total
 
@@ -85,8 +85,8 @@ class Stream:
     """One growth onto disk.
 
     Attributes:
-        reader: reads and sums the source.
-        sums: (tensor, first row, past the last row) -> sum of what is written.
+        reader: reads the source and computes its checksums.
+        checksums: (tensor, first row, past the last row) -> checksum of the written rows.
         bytes_kept: how much of it an interrupted run had written.
     """
 

@@ -112,8 +112,8 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
     if _is_coupled(group):
         raise GrowthError(
             f"{what} is of torch.optim.Adam with weight_decay={group['weight_decay']}, which is "
-            "added to the gradient; GrowthAdamW decays weights directly. To go on so, set the "
-            "group's decoupled_weight_decay to True"
+            "added to the gradient; GrowthAdamW decays weights directly. To continue with "
+            "decoupled decay, set the group's decoupled_weight_decay to True"
         )
     if group.get("differentiable"):
         raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks; set it False")

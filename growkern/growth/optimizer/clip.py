@@ -42,8 +42,8 @@ def growth_clip_norm_(
 ) -> Tensor:
     """Clip the gradients of a grown model, and return the norm that its source would have.
 
-    It replaces `torch.nn.utils.clip_grad_norm_` where training should go on as the source's would
-    have. Together with `growkern.GrowthAdamW`, clipped steps commute with growth wherever
+    It replaces `torch.nn.utils.clip_grad_norm_`, to continue training as the source would have.
+    Together with `growkern.GrowthAdamW`, clipped steps commute with growth wherever
     `moment_findings` says "exact". Elsewhere the norm is a weighted norm of the same size.
     Entries without a source, such as those of new layers, count with the mean weight of the others.
 

@@ -53,8 +53,8 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         # PyTorch's own message advises to unpickle such a file anyway, which can run any code
         raise GrowthError(
-            f"{file}: not a file of optimizer state: it is damaged, or holds more than tensors and "
-            "plain values, which is never unpickled"
+            f"{file}: not a file of optimizer state: it is damaged, or contains objects other than "
+            "tensors and plain values; these are never unpickled"
         ) from error
     except UNREADABLE as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__

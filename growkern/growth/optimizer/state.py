@@ -240,7 +240,7 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
 
 
 def _meta_model(spec: ModelSpec) -> Any:
-    """The model on the meta device; its parameters are those that an optimizer sees."""
+    """The model on the meta device; its parameters are the parameters that an optimizer gets."""
     with torch.device("meta"):
         model = untrained_model(spec)
     model.tie_weights()

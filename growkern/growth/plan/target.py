@@ -236,7 +236,8 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     family, source = small.family, small.config
     if target.model_type != family.model_type:
         raise GrowthError(
-            f"target_config is a {target.model_type}, the source a {family.model_type}"
+            f"target_config is a {target.model_type}, but the source's config is a "
+            f"{family.model_type}"
         )
     if bool(source.tie_word_embeddings) and not bool(target.tie_word_embeddings):
         raise GrowthError(

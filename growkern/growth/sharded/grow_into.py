@@ -225,7 +225,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
             raise GrowthError(f"the model has no parameter {task.name}; pass the whole model")
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
-                f"{task.name} is {list(parameter.shape)} in the model, its config says "
+                f"{task.name} has shape {list(parameter.shape)}, but its config says "
                 f"{list(task.shape)}"
             )
         targets[task.name] = parameter

@@ -75,7 +75,7 @@ def check_names_and_shapes(
             raise GrowthError(f"{where}: no rule for tensor {name} {list(shape)}")
         if shape != expected[name]:
             raise GrowthError(
-                f"{where}: {name} is {list(shape)}, config.json says {list(expected[name])}"
+                f"{where}: {name} has shape {list(shape)}, but its config says {list(expected[name])}"
             )
 
 

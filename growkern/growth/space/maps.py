@@ -16,7 +16,7 @@ from growkern.errors import UnfitError
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
-    """A random generator of its own for each purpose; the order of calls does not matter.
+    """A separate random generator for each purpose; the order of calls does not matter.
 
     Args:
         seed: the growth's seed.

@@ -148,7 +148,7 @@ def _check_num_items(num_items: Any, reduction: str) -> None:
     if num_items is None:
         return
     if reduction != "mean":
-        raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+        raise GrowthError(f"num_items works only with reduction='mean', got {reduction!r}")
     counts = num_items if isinstance(num_items, (tuple, list)) else (num_items,) * 2
     # the value of a tensor is not read: that would wait for a GPU
     right = [

@@ -30,7 +30,7 @@ def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
         GrowthError: only some of the three are given, or `start` is negative.
     """
     if group is None:
-        raise GrowthError("vocab_start belongs to a group: pass group= as well")
+        raise GrowthError("vocab_start needs group=")
     if start is None or vocab_size is None:
         raise GrowthError(
             "group= needs vocab_start= (this rank's first column) and vocab_size= (columns of all "
