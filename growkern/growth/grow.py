@@ -239,7 +239,7 @@ def carry_out(
             stream.run(workers, progress=progress)
         files = source_files(grown.source)
         if files != made_of["source"] or file_stamps(grown.source) != stamps:
-            raise GrowthError(f"{source_dir} was changed while it was grown; start over")
+            raise GrowthError(f"{source_dir} was changed while it was grown: start over")
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         complete(directory, grown.large, grown.dtype, layout, source_dir)
@@ -247,7 +247,7 @@ def carry_out(
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
         # written last, so that the checksums cover every file
-        write_checksums(directory, journal.source_sums, stream.tensor_sums())
+        write_checksums(directory, journal.source_checksums, stream.tensor_checksums())
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

@@ -117,11 +117,13 @@ def open_ours(path: Path, *, private: bool) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        raise GrowthError(f"{path} must be a directory, but is a link or a file: remove it") from error
+        raise GrowthError(
+            f"{path} must be a directory, but is a link or a file: remove it"
+        ) from error
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() and found.st_uid != _owner_of_ours(path.parent):
-            raise GrowthError(f"{path} belongs to another user; give another directory")
+            raise GrowthError(f"{path} belongs to another user: give another directory")
         if private and stat.S_IMODE(found.st_mode) & 0o077:
             # where the mount decides on modes, they cannot be changed
             with contextlib.suppress(PermissionError):

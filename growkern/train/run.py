@@ -303,8 +303,8 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     for file in files:
         if file.suffix in NOT_TEXT:
             raise GrowthError(
-                f"{file} would be trained on as plain text, with its {file.suffix} syntax: write its texts to "
-                "plain text files"
+                f"{file} would be trained on as plain text, with its {file.suffix} syntax: "
+                "write its texts to plain text files"
             )
     return files
 

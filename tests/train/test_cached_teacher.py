@@ -1,4 +1,4 @@
-"""Training with a cached teacher gives the live teacher's losses; a cache that does not fit is refused."""
+"""A cached teacher gives the live teacher's losses. A cache that does not fit is refused."""
 
 import copy
 

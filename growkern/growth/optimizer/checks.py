@@ -40,12 +40,12 @@ def check_state_dict(state_dict: Any) -> None:
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise GrowthError(
-            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
+            'the optimizer state has no "state" and "param_groups": pass optimizer.state_dict()'
         )
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict[key], kind):
             raise GrowthError(
-                f"the optimizer's {key!r} is a {type(state_dict[key]).__name__}; pass "
+                f"the optimizer's {key!r} is a {type(state_dict[key]).__name__}: pass "
                 "optimizer.state_dict() as it is"
             )
     for number, group in enumerate(state_dict["param_groups"]):
@@ -54,7 +54,7 @@ def check_state_dict(state_dict: Any) -> None:
 
 def _check_group(what: str, group: Any) -> None:
     if not isinstance(group, Mapping) or "params" not in group:
-        raise GrowthError(f'{what} has no "params"; pass optimizer.state_dict() as it is')
+        raise GrowthError(f'{what} has no "params": pass optimizer.state_dict() as it is')
     for key, kinds in (("params", (int, str)), ("param_names", (str,))):
         keys = group.get(key, [])
         is_list = isinstance(keys, (list, tuple))
@@ -93,7 +93,7 @@ def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
             raise GrowthError(
                 f"the optimizer's group {number} is of torch.optim.Adam with weight_decay="
                 f"{group['weight_decay']}: it adds the decay to the gradients, so its moments "
-                'cannot be grown; use moments="reset" (--moments reset), and AdamW from here on'
+                'cannot be grown: use moments="reset" (--moments reset), and AdamW from here on'
             )
 
 
@@ -116,10 +116,10 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
             "decoupled decay, set the group's decoupled_weight_decay to True"
         )
     if group.get("differentiable"):
-        raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks; set it False")
+        raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks: set it False")
     if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
         raise GrowthError(
-            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq; set amsgrad to False, "
+            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq: set amsgrad to False, "
             "or load the state of an optimizer that was made with amsgrad=True"
         )
 
@@ -162,7 +162,7 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
         if key not in entry:
             what = "step count" if key == "step" else key
             raise GrowthError(
-                f"{name}: no {what} in the optimizer's state; save it with optimizer.state_dict()"
+                f"{name}: no {what} in the optimizer's state: save it with optimizer.state_dict()"
             )
 
 

@@ -28,7 +28,7 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     name = name.replace("_orig_mod.", "").removeprefix("module.")
     if name not in factors:
         raise GrowthError(
-            f"the plan has no parameter {name}; pass the parameters of the grown model"
+            f"the plan has no parameter {name}: pass the parameters of the grown model"
         )
     found = factors[name]
     shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))

@@ -76,7 +76,7 @@ def grow_optimizer_into(
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
         raise GrowthError(
-            "the model has no growth_plan; call growkern.grow_into first or give plan"
+            "the model has no growth_plan: call growkern.grow_into first or give plan"
         )
     targets = list(_targets(plan, model, optimizer))
     state = _open_state(plan, source, moments)
@@ -123,8 +123,8 @@ def _targets(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in named:
             raise GrowthError(
-                f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does "
-                "not have: make the optimizer after fully_shard and grow_into"
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that the model "
+                "does not have: make the optimizer after fully_shard and grow_into"
             )
         task = tasks[named[id(parameter)]]
         if tuple(parameter.shape) != task.shape:
@@ -162,5 +162,5 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
         if state and bool(group["amsgrad"]) != has:
             raise GrowthError(
                 f"the optimizer's amsgrad is {group['amsgrad']}, the source's state "
-                f"{'has' if has else 'lacks'} {largest}; make it with amsgrad={has}"
+                f"{'has' if has else 'lacks'} {largest}: make it with amsgrad={has}"
             )

@@ -240,7 +240,7 @@ def check_values(name: str, key: str, values: Tensor) -> None:
     else:
         return
     raise GrowthError(
-        f"{name}: {key} holds {wrong}; use an optimizer state that was saved earlier, or start "
+        f"{name}: {key} holds {wrong}: use an optimizer state that was saved earlier, or start "
         'from zero with moments="reset" (--moments reset)'
     )
 

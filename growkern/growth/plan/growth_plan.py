@@ -147,7 +147,9 @@ def plan_growth(
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
-        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result afterwards")
+        raise GrowthError(
+            f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
+        )
 
     def make(large: ModelSpec) -> GrowthPlan:
         return _plan_for(opened, options, large, dtype)

@@ -160,7 +160,7 @@ def unwrapped(model: Any) -> Any:
             inner = model.module
         if inner is None:
             raise GrowthError(
-                f"model is a {type(model).__name__}; pass the transformers.PreTrainedModel that it "
+                f"model is a {type(model).__name__}: pass the transformers.PreTrainedModel that it "
                 "wraps"
             )
         model = inner
@@ -178,7 +178,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in tensors:
         if "_fsdp_wrapped_module" in name or "_flat_param" in name:
             raise GrowthError(
-                f"{name} is flattened by FullyShardedDataParallel; shard the model with "
+                f"{name} is flattened by FullyShardedDataParallel: shard the model with "
                 "torch.distributed.fsdp.fully_shard"
             )
         for wrapper in WRAPPER_NAMES:
@@ -193,24 +193,24 @@ def _plan_for(
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
         raise GrowthError(
-            f"the model is a {type(model).__name__}, the source a {opened.class_name}; build a "
+            f"the model is a {type(model).__name__}, the source a {opened.class_name}: build a "
             f"transformers.{opened.class_name}(config)"
         )
     if getattr(model.config, "quantization_config", None) is not None:
-        raise GrowthError("the model is quantised; grow a full-precision model and quantise that")
+        raise GrowthError("the model is quantised: grow a full-precision model and quantise that")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
-        raise GrowthError(f"the model's parameters have several dtypes: {named}; build it in one")
+        raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
     (dtype,) = dtypes
     grown = plan_growth(opened, options, {}, model.config, dtype)
     for field in followed_fields(grown.small.family):
         found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
         if found != expected:
             raise GrowthError(
-                f"the model was built with {field}={found}, this growth needs {expected}; build it "
+                f"the model was built with {field}={found}, this growth needs {expected}: build it "
                 "from growkern.plan(source, ...).target_config"
             )
     return grown
@@ -222,7 +222,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
     for task in grown.tasks:
         parameter = parameters.get(task.name)
         if parameter is None:
-            raise GrowthError(f"the model has no parameter {task.name}; pass the whole model")
+            raise GrowthError(f"the model has no parameter {task.name}: pass the whole model")
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
                 f"{task.name} has shape {list(parameter.shape)}, but its config says "
@@ -237,7 +237,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
             raise GrowthError(f"no rule for the model's parameter {name} {list(parameter.shape)}")
         if parameter is not targets[owner]:
             raise GrowthError(
-                f"{name} and {owner} are one tensor in the source and two in the model; tie them "
+                f"{name} and {owner} are one tensor in the source and two in the model: tie them "
                 "(model.tie_weights(), or assign one to the other) before fully_shard"
             )
     return targets

@@ -148,7 +148,7 @@ def _weights_file(directory: Path) -> Path:
         return file
     if any(directory.glob("*.bin")):
         raise GrowthError(
-            f"{directory}: only pickled weights (*.bin); save the model as safetensors first: "
+            f"{directory}: only pickled weights (*.bin): save the model as safetensors first with "
             "model.save_pretrained(directory)"
         )
     raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
@@ -220,8 +220,8 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
         raise GrowthError(
-            f"{file}: {name} has dtype {code}: a quantised checkpoint; convert it to BF16 first "
-            f"({HANDLED})"
+            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: convert it to BF16 "
+            f"first ({HANDLED})"
         )
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")

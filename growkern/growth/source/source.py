@@ -136,7 +136,7 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
 def _refuse_quantised(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise GrowthError(
-            "the checkpoint is quantised; grow the full-precision one and quantise the result"
+            "the checkpoint is quantised: grow the full-precision one and quantise the result"
         )
 
 
@@ -173,7 +173,7 @@ def _read_spec(directory: Path) -> ModelSpec:
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
         raise GrowthError(
-            f'{directory / "config.json"}: no "architectures"; add the model class, for example '
+            f'{directory / "config.json"}: no "architectures": add the model class, for example '
             f'"architectures": ["{some_class}"]'
         )
     spec = ModelSpec.of(config, config.architectures[0])

@@ -77,7 +77,7 @@ def grouped_heads(
     if lost:
         raise UnfitError(
             f"{q_source} query / {kv_source} key-value heads cannot become {q_target} / "
-            f"{kv_target}: query heads {lost} would have no copy; raise num_attention_heads or "
+            f"{kv_target}: query heads {lost} would have no copy: raise num_attention_heads or "
             f"lower num_key_value_heads so that every group keeps {group_source} query heads"
         )
     return torch.tensor(q_map), kv_map

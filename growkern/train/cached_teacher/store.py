@@ -148,7 +148,7 @@ def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]])
             raise ValueError(f"it has {file.stat().st_size} bytes, its header says {end}")
         return arrays
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrowthError(f"{file}: truncated or corrupt: {error}; make the cache again") from error
+        raise GrowthError(f"{file}: truncated or corrupt: {error}: make the cache again") from error
 
 
 def _map(
@@ -313,8 +313,8 @@ class TeacherCache:
         stored = torch.from_numpy(np.concatenate(logprobs)).view(DTYPES[header.dtype])
         if (ids_Rk >= header.vocab_size).any() or stored.isnan().any():
             raise GrowthError(
-                f"{self.directory} is damaged: it holds NaN, or tokens beyond its vocabulary; make "
-                "the cache again"
+                f"{self.directory} is damaged (it holds NaN, or tokens beyond its vocabulary): "
+                "make the cache again"
             )
         return ids_Rk, stored
 
@@ -342,8 +342,8 @@ class TeacherCache:
         counts = first_row[examples + 1] - first_row[examples]
         if not np.array_equal(kept_BS.sum(1).numpy(), counts):
             raise GrowthError(
-                f"{self.directory / INDEX_FILE} is damaged: an example has another number of rows; "
-                "make the cache again"
+                f"{self.directory / INDEX_FILE} is damaged (an example has another number of "
+                "rows): make the cache again"
             )
         ids_Rk, logprobs_Rk = self.rows(examples)
         shape = (*kept_BS.shape, self.header.k)

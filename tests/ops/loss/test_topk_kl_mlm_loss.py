@@ -626,7 +626,7 @@ GOOD = {
         ({"tail": "renormalise", "divergence": "reverse"}, "infinite with tail='renormalise'"),
         ({"teacher_weights": [0.5, 0.5]}, "teacher_weights must be 1 numbers"),
         ({"vocab_tile": 0}, "vocab_tile must be a positive"),
-        ({"vocab_start": 3}, "vocab_start belongs to a group"),
+        ({"vocab_start": 3}, "vocab_start needs group="),
         (
             {
                 "teacher_topk_ids": [torch.tensor([[1, 8]] * 4), torch.tensor([[1]] * 4)],

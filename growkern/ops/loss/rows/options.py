@@ -175,7 +175,7 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
     beta = 0.5 if beta is None else float(beta)
     if not 0 < beta < 1:
         raise GrowthError(
-            f"beta must lie between 0 and 1, got {beta}: at both ends the divergence is 0; "
+            f"beta must lie between 0 and 1, got {beta} (at both ends the divergence is 0): "
             "use 'forward' or 'reverse'"
         )
     return beta

@@ -59,8 +59,8 @@ def shard_of(weight: Any) -> tuple[Any, int, int]:
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0):
         raise GrowthError(
-            f"a head is a DTensor with placements {placements} on {mesh}: it must be Shard(0), the "
-            "vocabulary, on a mesh of one dimension; pass full_tensor() of anything else"
+            f"a head is a DTensor with placements {placements} on {mesh}, but must be Shard(0), "
+            "the vocabulary, on a mesh of one dimension: pass full_tensor() of anything else"
         )
     V = weight.shape[0]
     each = -(-V // mesh.size())
