@@ -113,7 +113,11 @@ class Refusal:
     why: str
 
     def check(self, config: Any) -> None:
-        """GrowthError if the config has this value."""
+        """Refuse a config that has this value.
+
+        Raises:
+            GrowthError: the config has it.
+        """
         if getattr(config, self.field, None) == self.value:
             raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
 

@@ -100,8 +100,7 @@ class Workplace:
 
         Raises:
             GrowthError: another process has the lock; the private directory is not ours or cannot
-                be written to; the interrupted replacement of the
-                target cannot be finished or undone.
+                be written to; an interrupted replacement cannot be finished or undone.
         """
         self.target, self.kind = target, kind
         self.directory = workplace_of(target, kind)

@@ -69,7 +69,11 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def refusing(target: Path) -> Iterator[None]:
-    """Turn the system's errors about a target into `GrowthError`, before any work is done."""
+    """Turn the system's errors about a target into `GrowthError`, before any work is done.
+
+    Raises:
+        GrowthError: the system refused access to the target, or its disk failed.
+    """
     try:
         yield
     except OSError as error:

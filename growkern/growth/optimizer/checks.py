@@ -28,7 +28,11 @@ NEEDED = ("step", "exp_avg", "exp_avg_sq")
 
 
 def check_moments(moments: str) -> None:
-    """Raise GrowthError unless `moments` is one of `CHOICES`."""
+    """Refuse a `moments` that is not one of `CHOICES`.
+
+    Raises:
+        GrowthError: it is none of them.
+    """
     if moments not in CHOICES:
         raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
 

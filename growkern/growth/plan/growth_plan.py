@@ -143,6 +143,9 @@ def plan_growth(
 
     Args:
         dims: target sizes by the config's own names; empty if `target_config` is given.
+
+    Raises:
+        GrowthError: a dtype that growth does not write, or sizes that do not fit.
     """
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:

@@ -153,7 +153,11 @@ def _part_reader(
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel."""
+    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel.
+
+    Raises:
+        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
+    """
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -171,6 +175,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 
     A tied tensor appears under each of its names.
+
+    Raises:
+        GrowthError: FullyShardedDataParallel (version 1) has flattened a tensor.
     """
     free_gathered(model)
     named = {}

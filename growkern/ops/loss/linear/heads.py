@@ -127,7 +127,11 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
 def check_logits_dtype(
     asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
 ) -> torch.dtype:
-    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits."""
+    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits.
+
+    Raises:
+        GrowthError: `asked` is narrower than sums must be, or no float dtype.
+    """
     least = acc_torch_dtype(student_NH)
     if asked not in (None, least, torch.float64):
         raise GrowthError(

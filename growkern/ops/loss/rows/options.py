@@ -274,7 +274,7 @@ def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
 
 
 def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Row weights as (N,)."""
+    """Row weights as (N,); a GrowthError if they do not fit the labels."""
     if weights is None:
         return None
     if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:

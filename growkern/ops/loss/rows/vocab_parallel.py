@@ -55,7 +55,11 @@ def refuse_reference(backend: str) -> None:
 
 
 def shard_of(weight: Any) -> tuple[Any, int, int]:
-    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V."""
+    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V.
+
+    Raises:
+        GrowthError: `weight` is not sharded along V alone.
+    """
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0):
         raise GrowthError(
