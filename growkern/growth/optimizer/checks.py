@@ -38,9 +38,12 @@ def check_moments(moments: str) -> None:
 
 
 def check_state_dict(state_dict: Any) -> None:
-    """Raise GrowthError unless this has the form of `optimizer.state_dict()`.
+    """Refuse a state that is not in the form of `optimizer.state_dict()`.
 
-    The states of single parameters are checked by `check_entries`.
+    `check_entries` checks the states of single parameters.
+
+    Raises:
+        GrowthError: it has another form.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise GrowthError(
@@ -134,10 +137,13 @@ def _is_coupled(group: Mapping[str, Any]) -> bool:
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
-    """Raise GrowthError unless every state is one of Adam and fits its parameter.
+    """Refuse a state that is not one of Adam, or does not fit its parameter.
 
     Args:
         state: state of each source parameter, by the parameter's name.
+
+    Raises:
+        GrowthError: there is such a state.
     """
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
