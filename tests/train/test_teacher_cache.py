@@ -434,7 +434,7 @@ def test_a_changed_log_prob_is_refused(tmp_path, shard):
     flip(tmp_path / "c" / shard, -2)
     cache = TeacherCache(tmp_path / "c")
     for _ in range(2):
-        with pytest.raises(GrowthError, match=f"{shard} was changed; make the cache again"):
+        with pytest.raises(GrowthError, match=f"{shard} was changed: make the cache again"):
             cache.batch(batch_of_all(blocks_of()))
 
 

@@ -84,7 +84,7 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
         if key not in counts:
             raise GrowthError(
                 f"the optimizer has state for parameter {reprlib.repr(key)}, which is in none of "
-                "its groups; pass optimizer.state_dict() as it is"
+                "its groups: pass optimizer.state_dict() as it is"
             )
 
 

@@ -227,7 +227,7 @@ class TeacherCache:
         self._open(Path(directory))
         if self._manifest is None:
             warnings.warn(
-                f"{directory} has no {MANIFEST}, so changed values in it would go unseen; make the "
+                f"{directory} has no {MANIFEST}, so changed values in it would go unseen: make the "
                 "cache again to get checksums",
                 GrowthWarning,
                 stacklevel=2,
@@ -255,7 +255,7 @@ class TeacherCache:
     def _check_file(self, name: str) -> None:
         wrong = self._manifest and damage_of(self.directory, name, self._manifest)
         if wrong:
-            raise GrowthError(f"{self.directory} is damaged: {wrong}; make the cache again")
+            raise GrowthError(f"{self.directory} is damaged: {wrong}: make the cache again")
 
     def _check_shard(self, number: int) -> None:
         if not self._is_checked[number]:
