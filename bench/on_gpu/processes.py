@@ -40,7 +40,7 @@ def die_when(ended: Callable[[], Any]) -> None:
     """Kill this process and its session as soon as `ended` returns.
 
     prctl(PR_SET_PDEATHSIG) would kill only this process. The compilers and tests that it started
-    would go on.
+    would continue.
     """
 
     def wait() -> None:

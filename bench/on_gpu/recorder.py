@@ -72,7 +72,7 @@ class Recorder:
         self.flush()
 
     def fail(self, why: str) -> None:
-        """Record a failure. The piece goes on, and its status will be "failed"."""
+        """Record a failure. The piece continues, and its status will be "failed"."""
         self.document["failures"].append(why)
         self.flush()
 

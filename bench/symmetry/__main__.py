@@ -6,7 +6,7 @@
 
 Byte-level GPT-2, Llama and BERT models are trained on Python's standard library, grown to twice
 their width and trained further. Every run is one line of JSON in the output folder, written as soon
-as the run ends. Start the command again after an interruption, and it goes on with the next run.
+as the run ends. Start the command again after an interruption, and it resumes with the next run.
 """
 
 from __future__ import annotations

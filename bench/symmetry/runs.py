@@ -22,7 +22,7 @@ from growkern.whole import write_whole
 
 SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
 # in the last third of its steps, the source's learning rate falls linearly to this share: training
-# goes on at the rate at which it ended, so that a rise of the loss is due to growth
+# continues at the rate at which it ended, so that a rise of the loss is due to growth
 SOURCE_FALLS_TO = 0.5
 # steps of a run that is more than the choice of a learning rate
 LONG = 2000

@@ -153,7 +153,7 @@ void pack(const void* x, int32_t type, int64_t first, int64_t n, int64_t stride,
 
 // ------------------------------------------------------------------- blocks
 
-// rows and columns of c that are there; the packed factors are 0 beyond
+// rows and columns of c that exist; the packed factors are 0 beyond
 template <class P>
 struct Tile {
     typename P::Sum* c;

@@ -2,7 +2,7 @@
 
 Exit codes: 0 for success, 1 for a failed check, 2 for wrong usage or wrong input. With code 2 the
 reason is one line on stderr. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; one line says how to
-go on.
+resume.
 """
 
 import os
@@ -46,7 +46,7 @@ def _stopped(number: int, arguments: list[str]) -> str:
     again = shlex.join(["growkern", *(a for a in arguments if a != "--no-resume")])
     name = signal.Signals(number).name
     if arguments and arguments[0] in RESUMING:
-        return f"growkern: {name}: finished work is kept; to go on: {again}"
+        return f"growkern: {name}: finished work is kept; to resume: {again}"
     return f"growkern: {name}: stopped; to start again: {again}"
 
 

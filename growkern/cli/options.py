@@ -16,8 +16,10 @@ from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 OTHER_OPTIONS = {
     "noise": "Size of the noise that makes copies differ, relative to each weight.",
     "routing": "Amplitude of the routing; 1 gives every weight whole to one copy.",
-    "carry": "Mean that extra coordinates carry through a post-norm; 0 for none.",
-    "identity_gain": "Size of the values between the norms of inserted post-norm blocks.",
+    "carry": "How strongly extra coordinates carry the mean past LayerNorm (uneven widths). "
+    "Smaller is more exact; 0 turns it off.",
+    "identity_gain": "Scale inside inserted identity blocks (post-norm models). "
+    "Smaller is more exact.",
     "seed": "Seed of all random choices.",
 }
 

@@ -15,19 +15,24 @@ def cache_teacher(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="UTF-8 text files.")],
     out: Annotated[Path, typer.Option(help="Directory of the new cache.")],
     k: Annotated[int, typer.Option("--k", help="Tokens stored per row.")],
-    temperature: Annotated[float, typer.Option(help="Softmax temperature; as in the run.")],
+    temperature: Annotated[
+        float,
+        typer.Option(help="Softmax temperature; must equal inheritance.temperature of the run."),
+    ],
     rows: Annotated[
-        str, typer.Option(help="Rows to store: labels | all (every real token).")
+        str, typer.Option(help="Rows to store: labels | all (every token except padding).")
     ] = "labels",
     dtype: Annotated[
         str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")
     ] = "float16",
     sequence_length: Annotated[int, typer.Option(help="data.sequence_length of the run.")] = 128,
     masking_probability: Annotated[
-        float, typer.Option(help="As in the run (masked models).")
+        float, typer.Option(help="Share of tokens to mask; must equal the run's (masked models).")
     ] = 0.15,
     seed: Annotated[int, typer.Option(help="Seed of the masks: training.seed of the run.")] = 0,
-    epochs: Annotated[int, typer.Option(help="Maskings per block (masked models).")] = 1,
+    epochs: Annotated[
+        int, typer.Option(help="Number of different maskings per block (masked models).")
+    ] = 1,
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer; default: SRC.")] = None,
     batch_size: Annotated[int, typer.Option(help="Blocks per call of the teacher.")] = 32,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache.")] = False,

@@ -84,7 +84,7 @@ def train_model(
     trainer.save_model()
     trainer.save_state()
     for left in directory.glob("checkpoint-*"):
-        # its state first: without that, a partly deleted checkpoint is not resumed from
+        # delete the state first: without it, a partly deleted checkpoint is not resumed from
         (left / TRAINER_STATE_NAME).unlink(missing_ok=True)
         shutil.rmtree(left)
     return curve_of(trainer.state.log_history, title)

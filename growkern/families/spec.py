@@ -32,18 +32,25 @@ Its sections:
                 size that transformers makes a cache of keys and values for, if a stack of
                 more layers cannot use it
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block
-    [tensors.*] name -> the tensor's axes, in order. "write:S" is an output axis of space S,
-                "read:S" an input axis, "write:q|k|v" several spaces one after another, anything
-                else a size of [config]. `norm = "A>B"`: the weight (and bias) of a norm from
-                space A to space B. `into`: the norm that a written vector enters. `extra`: the
-                output of that norm at coordinates beyond whole copies. `tied`: the tensor whose
-                storage this one shares under tie_word_embeddings. `when`: the condition under
-                which it exists ("flag", "!flag", "field != field"). `only`: the layers that have
-                it. `scale`: a factor of the model that growth must undo (`scale_when`: under
-                this flag). `fallback`: the tensor to grow if the source has no such tensor.
-                `stored`: its full name in files if transformers renames it. Several rows under
-                one name: the first whose condition holds. No rows, `[]`: a tensor of the
-                extended table that this family never has
+    [tensors.*] name -> the tensor's axes, in order:
+                "write:S"       an output axis of space S
+                "read:S"        an input axis of space S
+                "write:q|k|v"   several spaces one after another
+                anything else   a size of [config]
+                Keys beside the axes:
+                `norm`      "A>B": the weight (and bias) of a norm from space A to space B
+                `into`      the norm that a written vector enters
+                `extra`     the output of that norm at coordinates beyond whole copies
+                `tied`      the tensor whose storage this one shares under tie_word_embeddings
+                `when`      the condition under which it exists: "flag", "!flag" or
+                            "field != field"
+                `only`      the layers that have it
+                `scale`     a factor of the model that growth must undo
+                `scale_when`  the flag under which it must
+                `fallback`  the tensor to grow if the source has no such tensor
+                `stored`    its full name in files if transformers renames it
+                Several rows may have one name: the first whose condition holds counts. No rows,
+                `[]`: a tensor of the extended table that this family never has
     [refuse]    config fields with a value that the table does not cover, and why
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
@@ -113,7 +120,11 @@ class Refusal:
     why: str
 
     def check(self, config: Any) -> None:
-        """GrowthError if the config has this value."""
+        """Refuse a config that has this value.
+
+        Raises:
+            GrowthError: the config has it.
+        """
         if getattr(config, self.field, None) == self.value:
             raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
 

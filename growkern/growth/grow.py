@@ -210,6 +210,9 @@ def carry_out(
         make_plan: makes the plan; called after the target directory was checked.
         settings: further settings that decide the target's bytes.
         source_dir, ..., moments: as in `grow_checkpoint`.
+
+    Raises:
+        GrowthError: as in `grow_checkpoint`.
     """
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
@@ -239,15 +242,15 @@ def carry_out(
             stream.run(workers, progress=progress)
         files = source_files(grown.source)
         if files != made_of["source"] or file_stamps(grown.source) != stamps:
-            raise GrowthError(f"{source_dir} was changed while it was grown; start over")
+            raise GrowthError(f"{source_dir} was changed while it was grown: start over")
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         complete(directory, grown.large, grown.dtype, layout, source_dir)
         write_lineage(grown, settings, files, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        # last, so that it covers every file
-        write_checksums(directory, journal.source_sums, stream.tensor_sums())
+        # written last, so that the checksums cover every file
+        write_checksums(directory, journal.source_checksums, stream.tensor_checksums())
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

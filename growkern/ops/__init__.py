@@ -1,1 +1,1 @@
-"""Kernels: they know tensors, never models. One op, one file, one name."""
+"""The kernels. They know tensors, never models."""

@@ -14,7 +14,7 @@ from growkern.errors import GrowthError
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 # of renameat2: the kernel, or the file system, does not know the call or its flag
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# of rename(2), for directories: the new name is taken
+# errors of rename(2) when the new name already exists
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -117,11 +117,13 @@ def open_ours(path: Path, *, private: bool) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        raise GrowthError(f"{path} is a link or a file where growkern works; remove it") from error
+        raise GrowthError(
+            f"{path} must be a directory, but is a link or a file: remove it"
+        ) from error
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() and found.st_uid != _owner_of_ours(path.parent):
-            raise GrowthError(f"{path} belongs to another user; give another directory")
+            raise GrowthError(f"{path} belongs to another user: give another directory")
         if private and stat.S_IMODE(found.st_mode) & 0o077:
             # where the mount decides on modes, they cannot be changed
             with contextlib.suppress(PermissionError):

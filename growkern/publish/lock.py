@@ -54,7 +54,7 @@ class Lock:
         except BlockingIOError:
             holder = _holder(self._descriptor)
             raise GrowthError(
-                f"{target}: {holder} is {doing} it now; wait for it or stop it"
+                f"{target}: {holder} is {doing} it now: wait for it or stop it"
             ) from None
         # the process that had the lock may have removed the file since it was opened here
         try:

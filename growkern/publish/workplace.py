@@ -2,18 +2,17 @@
 
 The contents are made in a private directory beside the target, `.NAME.KIND`:
 
-    lock           held by the process at work; it names the process
-    journal.jsonl  the caller's notes on what is done, see `growkern.growth.disk.journal`
-    new/           the new contents; becomes the target by one rename
-    swap           during a replacement: the inode of new/, which tells it from the old contents
+    lock           held by the working process; contains its number
+    journal.jsonl  the caller's record of finished work, see `growkern.growth.disk.journal`
+    new/           the new contents; one rename makes it the target
+    swap           exists during a replacement; contains the inode of new/, which identifies it
     old/           the old contents, until they are confirmed to be replaceable
     trash/         old contents that are being deleted
 
 A rename never replaces a target that another process created meanwhile. With `overwrite` the new
 and the old contents change places in one step (RENAME_EXCHANGE), so there is a whole target at any
-moment. Where the system or the file system cannot do that, two plain renames do it: for a moment
-there is no target, and the next start puts the old contents back if the process was killed just
-then.
+moment. Where the system or the file system cannot do that, two plain renames do it. Between them
+there is no target. If the process is killed just then, the next start puts the old contents back.
 
 Nothing here follows a link: others may be allowed to write to the folder that holds the target.
 """
@@ -42,7 +41,7 @@ def workplace_of(target: Path, kind: str) -> Path:
 
 
 def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
-    """Finish or undo what a killed process left half done beside a target, and tidy up.
+    """Finish or undo the unfinished work of a killed process beside a target, and tidy up.
 
     Unfinished new contents are kept for a resume.
 
@@ -91,7 +90,7 @@ class Workplace:
     def __init__(
         self, target: Path, kind: str, may_replace: Callable[[Path], bool], *, resume: bool = True
     ) -> None:
-        """Take the lock, and finish or undo what a killed process left half done.
+        """Take the lock, and finish or undo the unfinished work of a killed process.
 
         Args:
             target: the directory to be made, an absolute path.
@@ -101,7 +100,7 @@ class Workplace:
 
         Raises:
             GrowthError: another process has the lock; the private directory is not ours or cannot
-                be written to; the target was half replaced and cannot be put right.
+                be written to; an interrupted replacement cannot be finished or undone.
         """
         self.target, self.kind = target, kind
         self.directory = workplace_of(target, kind)
@@ -159,7 +158,7 @@ class Workplace:
         except FileNotFoundError:
             return False
         except OSError:
-            # a repeat finds out
+            # the next run detects it
             return True
 
     def close(self, *, keep: bool = False) -> None:
@@ -170,7 +169,7 @@ class Workplace:
         """
         if not self._lock.is_held:
             return
-        # what cannot be removed is swept at the next start
+        # files that cannot be removed now are removed at the next start
         with contextlib.suppress(OSError), self._descriptors:
             # until it is settled which contents are the old ones, nothing is removed
             if keep or exists(SWAP, self._here):
@@ -197,7 +196,7 @@ class Workplace:
         return self.new
 
     def clear(self) -> None:
-        """Remove what an earlier run left; call it before `open_new`."""
+        """Remove the unfinished work of a killed process; call it before `open_new`."""
         remove(JOURNAL, self._here)
         remove(NEW, self._here)
         self._is_resumed = False

@@ -36,7 +36,7 @@ class LoopCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give every parameter its optimizer state."""
-        # a checkpoint brings the intervals it was saved with
+        # a checkpoint restores the intervals that it was saved with
         state.compute_steps(args, state.max_steps)
         optimizer = kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):

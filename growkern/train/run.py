@@ -80,7 +80,7 @@ def train(
         Terminated: SIGTERM ended the run.
     """
     command = resume_command(Path(path))
-    with SignalWatch(f"stopped between two steps; to go on: {command}"):
+    with SignalWatch(f"stopped between two steps; to resume: {command}"):
         return _train(Path(path), command, overwrite=overwrite, progress=progress)
 
 
@@ -303,8 +303,8 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     for file in files:
         if file.suffix in NOT_TEXT:
             raise GrowthError(
-                f"{file} would be read as prose, {file.suffix} syntax included: write its texts to "
-                "plain text files"
+                f"{file} would be trained on as plain text, with its {file.suffix} syntax: "
+                "write its texts to plain text files"
             )
     return files
 

@@ -32,7 +32,8 @@ MOST_LEVELS = 20
 MOST_WORD = 200
 # TOML has integers of 64 bits
 INTEGERS = range(-(1 << 63), 1 << 63)
-# texts and comments, up to the end of the file where they have none: so none is looked at twice
+# texts and comments. An unterminated text runs to the end of the file, so every character is
+# scanned once
 TEXTS = re.compile(
     r'''"""(?:\\.?|[^\\])*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)'''
     r"""|"(?:\\[^\n]?|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",

@@ -1,4 +1,4 @@
-"""The whole demo on models of a few thousand weights: its numbers, and going on after a kill."""
+"""The whole demo on models of a few thousand weights: its numbers, and a resume after a kill."""
 
 import dataclasses
 import io

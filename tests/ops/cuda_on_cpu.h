@@ -56,7 +56,7 @@ struct Copy {
 };
 
 struct Fibre {
-    ucontext_t context;  // where it starts; from then on `place` is where it goes on
+    ucontext_t context;  // where it starts; later `place` is where it resumes
     jmp_buf place;
     bool started;
     std::vector<char> stack;

@@ -70,7 +70,7 @@ def files_run_by(act: Callable[[], None]) -> set[str]:
         if event == "call" and path.is_relative_to(OPS) and frame.f_code.co_name != "<module>":
             found.add(path.relative_to(OPS).as_posix())
 
-    act()  # what is made once is made here
+    act()  # the first call fills caches
     sys.setprofile(note)
     try:
         act()

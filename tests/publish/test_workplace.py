@@ -245,7 +245,7 @@ def test_the_second_process_is_told_who_is_at_work(target):
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "ready\n"
     who = f"process {holder.pid} on {re.escape(socket.gethostname())} is making it now"
-    with pytest.raises(GrowthError, match=f"{target}: {who}; wait for it or stop it"):
+    with pytest.raises(GrowthError, match=f"{target}: {who}: wait for it or stop it"):
         work(target)
     holder.kill()
     holder.communicate()

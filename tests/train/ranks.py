@@ -1,6 +1,6 @@
 """The work of one of several processes: `python -m tests.forked_ranks N tests.train.ranks FOLDER`.
 
-Trains on the rows that the other process does not have, evaluates, stops, goes on, and leaves what
+Trains on the rows that the other process does not have, evaluates, stops, resumes, and leaves what
 it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere.
 """
 

@@ -1,4 +1,4 @@
-"""Training beside a kept teacher: the live one's losses, and what a cache does not fit."""
+"""A cached teacher gives the live teacher's losses. A cache that does not fit is refused."""
 
 import copy
 
@@ -59,7 +59,7 @@ def test_a_changed_log_prob_is_not_trained_on(workers, tmp_path):
     raw = bytearray(file.read_bytes())
     raw[-2] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(GrowthError, match=f"{file.name} was changed; make the cache again"):
+    with pytest.raises(GrowthError, match=f"{file.name} was changed: make the cache again"):
         train_with(
             tmp_path / "a", "bert", TeacherCache(tmp_path / "c"), dataloader_num_workers=workers
         )

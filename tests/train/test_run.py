@@ -1,4 +1,4 @@
-"""`growkern train RUN.toml` from the file to the trained checkpoint, and on again."""
+"""`growkern train RUN.toml` from the file to the trained checkpoint, and resumed."""
 
 import json
 import os
@@ -178,7 +178,7 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
 def test_records_are_not_read_as_prose(workplace):
     (workplace / "text" / "c.jsonl").write_text('{"text": "w1 w2"}')
     (workplace / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
-    with pytest.raises(GrowthError, match=r"c.jsonl would be read as prose"):
+    with pytest.raises(GrowthError, match=r"c.jsonl would be trained on as plain text"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
 

@@ -1,4 +1,4 @@
-"""A teacher's kept rows: what is on disk, who may read it, and what survives a kill."""
+"""A teacher's cached rows: the files on disk, their readers, and the state after a kill."""
 
 import errno
 import json
@@ -434,7 +434,7 @@ def test_a_changed_log_prob_is_refused(tmp_path, shard):
     flip(tmp_path / "c" / shard, -2)
     cache = TeacherCache(tmp_path / "c")
     for _ in range(2):
-        with pytest.raises(GrowthError, match=f"{shard} was changed; make the cache again"):
+        with pytest.raises(GrowthError, match=f"{shard} was changed: make the cache again"):
             cache.batch(batch_of_all(blocks_of()))
 
 
@@ -573,7 +573,7 @@ def test_a_model_in_training_is_asked_without_dropout_and_left_as_it_was(tmp_pat
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_all_of_the_vocabulary_kept_is_the_live_teacher(family, tmp_path):
-    """The loss of kept rows is the loss of the model that made them, as training calls both."""
+    """The loss of cached rows is the loss of the model that made them, as training calls both."""
     teacher, student = build(family, layers=1, width=8), build(family, layers=2, width=12, seed=1)
     make(tmp_path / "c", family, model=teacher, k=VOCAB, dtype="float32")
     blocks, causal = blocks_of(), is_causal(family)

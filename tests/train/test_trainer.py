@@ -1,4 +1,4 @@
-"""The trainer against a loop of its own, and against what must not move."""
+"""The trainer against a plain training loop; frozen and finished parts must not change."""
 
 import copy
 

@@ -37,7 +37,7 @@ MOST_PIECE_BYTES = 1 << 28
 RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
-def sum_bytes(data: Any) -> str:
+def checksum_bytes(data: Any) -> str:
     """The checksum of some bytes, 32 hexadecimal digits."""
     # imported here, because a model in memory grows without the package
     import xxhash
@@ -45,20 +45,20 @@ def sum_bytes(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def sum_rows(rows: Tensor) -> str:
+def checksum_rows(rows: Tensor) -> str:
     """The checksum of a contiguous tensor's bytes."""
-    return sum_bytes(rows.reshape(-1).view(torch.uint8).numpy())
+    return checksum_bytes(rows.reshape(-1).view(torch.uint8).numpy())
 
 
-def sum_pieces(sums: Iterable[str]) -> str:
+def checksum_pieces(checksums: Iterable[str]) -> str:
     """The checksum of a tensor, from those of its pieces in their order."""
-    return sum_bytes("".join(sums).encode())
+    return checksum_bytes("".join(checksums).encode())
 
 
-def sum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str:
+def checksum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str:
     """The checksum of a stored tensor. One piece at a time is in memory."""
     blocks = row_blocks(tensor.shape, tensor.dtype.itemsize, piece_bytes)
-    return sum_pieces(sum_rows(tensor.rows(*block)) for block in blocks)
+    return checksum_pieces(checksum_rows(tensor.rows(*block)) for block in blocks)
 
 
 # ----------------------------------------------------------- the record on disk
@@ -73,7 +73,7 @@ def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[
     record = {
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
-        "files": {name: sum_file(directory / name) for name in files_within(directory)},
+        "files": {name: checksum_file(directory / name) for name in files_within(directory)},
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
@@ -87,14 +87,14 @@ def files_within(directory: Path) -> list[str]:
     return sorted(file.relative_to(directory).as_posix() for file in files)
 
 
-def sum_file(file: Path) -> str:
+def checksum_file(file: Path) -> str:
     """The checksum of a file; for a safetensors file, of its header only.
 
     Raises:
         ValueError, OSError: the file cannot be read.
     """
     if file.suffix == ".safetensors":
-        return sum_bytes(read_header_bytes(file))
+        return checksum_bytes(read_header_bytes(file))
     import xxhash
 
     total = xxhash.xxh3_128()
@@ -160,35 +160,35 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
 def _wrong_tensors(
     directory: Path,
     headers: Mapping[str, StoredTensor],
-    sums: Mapping[str, str],
+    checksums: Mapping[str, str],
     piece_bytes: int,
 ) -> Iterator[str]:
-    for name, expected in sums.items():
+    for name, expected in checksums.items():
         if name not in headers:
             yield f"{directory}: {name} is missing"
-        elif sum_stored(headers[name], piece_bytes) != expected:
+        elif checksum_stored(headers[name], piece_bytes) != expected:
             yield f"{headers[name].file}: {name}"
 
 
-def _wrong_files(directory: Path, sums: Mapping[str, str]) -> Iterator[str]:
-    for name, expected in sums.items():
+def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]:
+    for name, expected in checksums.items():
         file = directory / name
         if not file.is_file():
             yield f"{file} is missing"
             continue
         try:
-            found = sum_file(file)
+            found = checksum_file(file)
         except (OSError, ValueError) as error:
             found = str(error)
         if found != expected:
             what = "header" if file.suffix == ".safetensors" else "file"
             yield f"{file}: the {what} was changed"
     for name in NEVER_WITHOUT:
-        if name not in sums:
+        if name not in checksums:
             yield f"{directory / name} is not in the record"
     for file in sorted(directory.iterdir()):
         is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
-        if is_weights and file.name not in sums:
+        if is_weights and file.name not in checksums:
             yield f"{file}: weights were added"
 
 

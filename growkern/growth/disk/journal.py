@@ -42,7 +42,7 @@ class Journal:
 
     Attributes:
         marks: (tensor, first row, past the last row) -> checksum, for rows that earlier runs wrote.
-        source_sums: source tensor -> its checksum, for the tensors noted on disk.
+        source_checksums: source tensor -> its checksum, for the tensors noted on disk.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Journal:
             OSError: the disk failed.
         """
         self.marks: dict[Mark, str] = {}
-        self.source_sums: dict[str, str] = {}
+        self.source_checksums: dict[str, str] = {}
         self._appending = threading.Lock()
         self._error: OSError | None = None
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
@@ -87,18 +87,18 @@ class Journal:
             elif kind == "lost":
                 self.marks.pop((name, *fields), None)
             else:
-                self.source_sums[name] = fields[0]
+                self.source_checksums[name] = fields[0]
 
-    def add(self, marks: Mapping[Mark, str], source_sums: Mapping[str, str]) -> None:
+    def add(self, marks: Mapping[Mark, str], source_checksums: Mapping[str, str]) -> None:
         """Note rows that are on disk, and the source tensors they were made of.
 
         Raises:
             OSError: the disk failed, now or at an earlier append.
         """
-        sources = [["source", *item] for item in source_sums.items()]
+        sources = [["source", *item] for item in source_checksums.items()]
         self._append([*sources, *(["target", *mark, total] for mark, total in marks.items())])
         # only now that it is on disk: callers do not note a tensor again that is in here
-        self.source_sums.update(source_sums)
+        self.source_checksums.update(source_checksums)
 
     def lose(self, mark: Mark) -> None:
         """Note that rows of an earlier run are damaged, before they are written again.
@@ -161,7 +161,7 @@ def _check_same(
         if found.get(what) != wanted.get(what):
             detail = _difference(found.get(what), wanted.get(what))
             raise GrowthError(
-                f"{file.parent} holds unfinished work with another {what}{detail}; repeat the run "
+                f"{file.parent} holds unfinished work with another {what}{detail}: repeat the run "
                 f"that began it, or start over with {start_over}"
             )
 

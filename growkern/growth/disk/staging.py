@@ -50,17 +50,17 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     source = source.resolve()
     if source in target.parents:
         raise GrowthError(
-            f"{target} is inside the source {source} and would become part of it; give a "
+            f"{target} is inside the source {source} and would become part of it: give a "
             "directory beside it"
         )
     if target.exists() and not overwrite:
-        raise GrowthError(f"{target} exists; give another directory or overwrite (--overwrite)")
+        raise GrowthError(f"{target} exists: give another directory or overwrite (--overwrite)")
     if not target.exists():
         return
     if not target.is_dir():
-        raise GrowthError(f"{target} is a file; give a directory")
+        raise GrowthError(f"{target} is a file: give a directory")
     if source == target or target in source.parents:
-        raise GrowthError(f"{target} holds the source itself; give another directory")
+        raise GrowthError(f"{target} holds the source itself: give another directory")
     if not may_replace(target):
         raise GrowthError(
             f"{target} holds something other than a checkpoint; only a checkpoint is replaced"
@@ -69,11 +69,15 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def refusing(target: Path) -> Iterator[None]:
-    """Turn the system's errors about a target into `GrowthError`, before any work is done."""
+    """Turn the system's errors about a target into `GrowthError`, before any work is done.
+
+    Raises:
+        GrowthError: the system refused access to the target, or its disk failed.
+    """
     try:
         yield
     except OSError as error:
-        raise GrowthError(f"{target}: {error.strerror or error}; give another directory") from error
+        raise GrowthError(f"{target}: {error.strerror or error}: give another directory") from error
 
 
 def check_space(target: Path, size: int) -> None:

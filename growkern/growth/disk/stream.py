@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.growth.disk.checksums import sum_pieces, sum_rows
+from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.disk.target_file import Buffer, TargetFile
@@ -38,11 +38,11 @@ class SourceReader:
     """Reads source tensors for several workers. Each is checked once, before its first use.
 
     Attributes:
-        sums: source tensor -> its sum, as far as they have been read.
+        checksums: source tensor -> its checksum, for tensors that have been read.
     """
 
     def __init__(self, source: Source, known: Mapping[str, str], allow_nonfinite: bool) -> None:
-        self.sums: dict[str, str] = {}
+        self.checksums: dict[str, str] = {}
         self._headers, self._known = source.headers, known
         self._allow_nonfinite = allow_nonfinite
         self._locks = {name: threading.Lock() for name in source.headers}
@@ -58,22 +58,22 @@ class SourceReader:
             GrowthError: NaN or Inf; other bytes than an interrupted run read.
         """
         with self._locks[name]:
-            if name not in self.sums:
-                self.sums[name] = self._scan(name)
+            if name not in self.checksums:
+                self.checksums[name] = self._scan(name)
 
     def _scan(self, name: str) -> str:
         header = self._headers[name]
-        sums = []
+        checksums = []
         for block in row_blocks(header.shape, header.dtype.itemsize):
             rows = header.rows(*block)
             if not self._allow_nonfinite:
                 refuse_nonfinite(name, rows)
-            sums.append(sum_rows(rows))
-        total = sum_pieces(sums)
+            checksums.append(checksum_rows(rows))
+        total = checksum_pieces(checksums)
         if self._known.get(name, total) != total:
             raise GrowthError(
-                f"{header.file}: {name} is not what the interrupted run read; start over with "
-                "resume=False (--no-resume)"
+                f"{header.file}: {name} has changed since the interrupted run read it: start over "
+                "with resume=False (--no-resume)"
             )
         return total
 
@@ -85,8 +85,8 @@ class Stream:
     """One growth onto disk.
 
     Attributes:
-        reader: reads and sums the source.
-        sums: (tensor, first row, past the last row) -> sum of what is written.
+        reader: reads the source and computes its checksums.
+        checksums: (tensor, first row, past the last row) -> checksum of the written rows.
         bytes_kept: how much of it an interrupted run had written.
     """
 
@@ -103,8 +103,8 @@ class Stream:
         self.plan, self.layout, self.directory, self.journal = plan, layout, directory, journal
         self.backend = backend
         self._may_overflow = bool(plan.narrowed_tensors) and not allow_nonfinite
-        self.reader = SourceReader(plan.source, journal.source_sums, allow_nonfinite)
-        self.sums: dict[Mark, str] = {}
+        self.reader = SourceReader(plan.source, journal.source_checksums, allow_nonfinite)
+        self.checksums: dict[Mark, str] = {}
         self.bytes_kept = 0
         self._has_lost = False
         self._files: dict[str, TargetFile] = {}
@@ -129,7 +129,7 @@ class Stream:
             pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
             stack.enter_context(pool)
             # pieces of an interrupted run are kept, so their source tensors must be unchanged
-            read_before = self.journal.source_sums.keys() & self.plan.source.headers.keys()
+            read_before = self.journal.source_checksums.keys() & self.plan.source.headers.keys()
             list(pool.map(self.reader.check, read_before))
             self._collect(pieces, pool, committer, bar)
 
@@ -147,7 +147,7 @@ class Stream:
             written.extend(pool.submit(self._write, piece) for piece in pieces)
             for future in as_completed(written):
                 piece, total, was_built = future.result()
-                self.sums[piece.mark] = total
+                self.checksums[piece.mark] = total
                 if was_built:
                     new[piece.mark] = total
                 else:
@@ -161,7 +161,7 @@ class Stream:
             pool.shutdown(cancel_futures=True)
             done = [f for f in written if f.done() and not f.cancelled() and not f.exception()]
             late = {piece.mark: total for piece, total, _ in (f.result() for f in done)}
-            new |= {mark: total for mark, total in late.items() if mark not in self.sums}
+            new |= {mark: total for mark, total in late.items() if mark not in self.checksums}
             committer.submit(self._commit, new).result()
             commit.result()
 
@@ -175,19 +175,21 @@ class Stream:
         try:
             for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
                 self._files[file].sync()
-            known = self.journal.source_sums
-            sources = {name: s for name, s in list(self.reader.sums.items()) if name not in known}
+            known = self.journal.source_checksums
+            sources = {
+                name: s for name, s in list(self.reader.checksums.items()) if name not in known
+            }
             self.journal.add(marks, sources)
         except OSError:
             self._has_lost = True
             raise
 
-    def tensor_sums(self) -> dict[str, str]:
+    def tensor_checksums(self) -> dict[str, str]:
         """The checksum of every tensor, once all pieces are written."""
         tensors = {}
         for task in self.plan.tasks:
             blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
-            tensors[task.name] = sum_pieces(self.sums[task.name, a, b] for a, b in blocks)
+            tensors[task.name] = checksum_pieces(self.checksums[task.name, a, b] for a, b in blocks)
         return tensors
 
     # ---- a piece
@@ -206,7 +208,7 @@ class Stream:
         before = self.journal.marks.get(piece.mark)
         if before is not None:
             stored = dataclasses.replace(header, file=str(self.directory / header.file))
-            if sum_rows(stored.rows(*piece.rows)) == before:
+            if checksum_rows(stored.rows(*piece.rows)) == before:
                 return piece, before, False
             self.journal.lose(piece.mark)
         start, stop = piece.rows
@@ -224,7 +226,7 @@ class Stream:
         )
         if self._may_overflow:
             refuse_overflow(piece.task.name, built)
-        total = sum_rows(data)
+        total = checksum_rows(data)
         self._files[header.file].write(data, at)
         return piece, total, True
 

@@ -113,7 +113,11 @@ def _open_direct(path: Path) -> int | None:
 
 
 def reserve(file: int, size: int) -> None:
-    """Give an open file its size, and its space too, so that a full disk shows at the start."""
+    """Give an open file its size, and its space too, so that a full disk shows at the start.
+
+    Raises:
+        OSError: the disk is full, or failed.
+    """
     os.ftruncate(file, size)
     # not posix_fallocate: where the file system cannot reserve, it writes every block once
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)

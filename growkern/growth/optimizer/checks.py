@@ -28,24 +28,31 @@ NEEDED = ("step", "exp_avg", "exp_avg_sq")
 
 
 def check_moments(moments: str) -> None:
-    """Raise GrowthError unless `moments` is one of `CHOICES`."""
+    """Refuse a `moments` that is not one of `CHOICES`.
+
+    Raises:
+        GrowthError: it is none of them.
+    """
     if moments not in CHOICES:
         raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
 
 
 def check_state_dict(state_dict: Any) -> None:
-    """Raise GrowthError unless this has the form of `optimizer.state_dict()`.
+    """Refuse a state that is not in the form of `optimizer.state_dict()`.
 
-    The states of single parameters are checked by `check_entries`.
+    `check_entries` checks the states of single parameters.
+
+    Raises:
+        GrowthError: it has another form.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise GrowthError(
-            'the optimizer state has no "state" and "param_groups"; pass optimizer.state_dict()'
+            'the optimizer state has no "state" and "param_groups": pass optimizer.state_dict()'
         )
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict[key], kind):
             raise GrowthError(
-                f"the optimizer's {key!r} is a {type(state_dict[key]).__name__}; pass "
+                f"the optimizer's {key!r} is a {type(state_dict[key]).__name__}: pass "
                 "optimizer.state_dict() as it is"
             )
     for number, group in enumerate(state_dict["param_groups"]):
@@ -54,7 +61,7 @@ def check_state_dict(state_dict: Any) -> None:
 
 def _check_group(what: str, group: Any) -> None:
     if not isinstance(group, Mapping) or "params" not in group:
-        raise GrowthError(f'{what} has no "params"; pass optimizer.state_dict() as it is')
+        raise GrowthError(f'{what} has no "params": pass optimizer.state_dict() as it is')
     for key, kinds in (("params", (int, str)), ("param_names", (str,))):
         keys = group.get(key, [])
         is_list = isinstance(keys, (list, tuple))
@@ -77,7 +84,7 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
         if key not in counts:
             raise GrowthError(
                 f"the optimizer has state for parameter {reprlib.repr(key)}, which is in none of "
-                "its groups; pass optimizer.state_dict() as it is"
+                "its groups: pass optimizer.state_dict() as it is"
             )
 
 
@@ -93,7 +100,7 @@ def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
             raise GrowthError(
                 f"the optimizer's group {number} is of torch.optim.Adam with weight_decay="
                 f"{group['weight_decay']}: it adds the decay to the gradients, so its moments "
-                'cannot be grown; use moments="reset" (--moments reset), and AdamW from here on'
+                'cannot be grown: use moments="reset" (--moments reset), and AdamW from here on'
             )
 
 
@@ -112,14 +119,14 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
     if _is_coupled(group):
         raise GrowthError(
             f"{what} is of torch.optim.Adam with weight_decay={group['weight_decay']}, which is "
-            "added to the gradient; GrowthAdamW decays weights directly. To go on so, set the "
-            "group's decoupled_weight_decay to True"
+            "added to the gradient; GrowthAdamW decays weights directly. To continue with "
+            "decoupled decay, set the group's decoupled_weight_decay to True"
         )
     if group.get("differentiable"):
-        raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks; set it False")
+        raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks: set it False")
     if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
         raise GrowthError(
-            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq; set amsgrad to False, "
+            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq: set amsgrad to False, "
             "or load the state of an optimizer that was made with amsgrad=True"
         )
 
@@ -130,10 +137,13 @@ def _is_coupled(group: Mapping[str, Any]) -> bool:
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
-    """Raise GrowthError unless every state is one of Adam and fits its parameter.
+    """Refuse a state that is not one of Adam, or does not fit its parameter.
 
     Args:
         state: state of each source parameter, by the parameter's name.
+
+    Raises:
+        GrowthError: there is such a state.
     """
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
@@ -162,7 +172,7 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
         if key not in entry:
             what = "step count" if key == "step" else key
             raise GrowthError(
-                f"{name}: no {what} in the optimizer's state; save it with optimizer.state_dict()"
+                f"{name}: no {what} in the optimizer's state: save it with optimizer.state_dict()"
             )
 
 

@@ -42,8 +42,8 @@ def growth_clip_norm_(
 ) -> Tensor:
     """Clip the gradients of a grown model, and return the norm that its source would have.
 
-    It replaces `torch.nn.utils.clip_grad_norm_` where training should go on as the source's would
-    have. Together with `growkern.GrowthAdamW`, clipped steps commute with growth wherever
+    It replaces `torch.nn.utils.clip_grad_norm_`, to continue training as the source would have.
+    Together with `growkern.GrowthAdamW`, clipped steps commute with growth wherever
     `moment_findings` says "exact". Elsewhere the norm is a weighted norm of the same size.
     Entries without a source, such as those of new layers, count with the mean weight of the others.
 
@@ -70,7 +70,7 @@ def growth_clip_norm_(
     model = unwrapped(model)
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
-        raise GrowthError("the model has no growth_plan; give plan")
+        raise GrowthError("the model has no growth_plan: give plan")
     weights = _weights_of(model, plan)
     norm = _norm({p: weights[p] for p in model.parameters() if p.grad is not None})
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -150,7 +150,7 @@ def _norm(weights: Mapping[Tensor, _Weights]) -> Tensor:
         gradient = p.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
-            raise GrowthError("a gradient is sparse; make the embedding with sparse=False")
+            raise GrowthError("a gradient is sparse: make the embedding with sparse=False")
         if isinstance(p, DTensor) and isinstance(gradient, DTensor):
             gradient = gradient.redistribute(placements=p.placements)
             where = p.device_mesh, tuple(not x.is_replicate() for x in p.placements)

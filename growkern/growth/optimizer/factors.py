@@ -28,12 +28,12 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     name = name.replace("_orig_mod.", "").removeprefix("module.")
     if name not in factors:
         raise GrowthError(
-            f"the plan has no parameter {name}; pass the parameters of the grown model"
+            f"the plan has no parameter {name}: pass the parameters of the grown model"
         )
     found = factors[name]
     shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))
     if shape != tuple(p.shape):
-        raise GrowthError(f"{name} is {list(p.shape)}, in the plan {list(shape)}")
+        raise GrowthError(f"{name} has shape {list(p.shape)}, but the plan says {list(shape)}")
     part = local_part(name, p)
     device = p.to_local().device if isinstance(p, DTensor) else p.device
 

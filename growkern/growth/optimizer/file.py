@@ -53,8 +53,8 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         # PyTorch's own message advises to unpickle such a file anyway, which can run any code
         raise GrowthError(
-            f"{file}: not a file of optimizer state: it is damaged, or holds more than tensors and "
-            "plain values, which is never unpickled"
+            f"{file}: not a file of optimizer state: it is damaged, or contains objects other than "
+            "tensors and plain values; these are never unpickled"
         ) from error
     except UNREADABLE as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -82,12 +82,12 @@ def check_archive(file: Path) -> None:
             damaged = archive.testzip() if any(record.CRC for record in records) else None
     except (OSError, *UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise GrowthError(
-            f"{file}: cannot be streamed: {error}; save it again with "
+            f"{file}: cannot be streamed: {error}: save it again with "
             "torch.save(torch.load(...), ...)"
         ) from error
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise GrowthError(
-            f"{file}: its records are compressed, and cannot be mapped; save it again: "
+            f"{file}: its records are compressed, and cannot be mapped: save it again with "
             "torch.save(torch.load(...), ...)"
         )
     if damaged is not None:
@@ -95,7 +95,7 @@ def check_archive(file: Path) -> None:
     orders = [record for record in records if record.filename.endswith("/byteorder")]
     # the record holds "big" or "little", so its length tells which
     if any(record.file_size != len(sys.byteorder) for record in orders):
-        raise GrowthError(f"{file}: saved on a machine of another byte order; save it again here")
+        raise GrowthError(f"{file}: saved on a machine of another byte order: save it again here")
 
 
 def release_pages(mapped: Tensor) -> None:

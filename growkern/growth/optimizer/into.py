@@ -54,10 +54,13 @@ def grow_optimizer_into(
         model: the grown model, as in `growkern.grow_into`.
         optimizer: `torch.optim.Adam`, `AdamW` or `growkern.GrowthAdamW` over parameters of the
             model. Its groups and their settings stay, its state is replaced.
-        source: one of: the state dict of the source's optimizer, as in `growkern.grow_optimizer`;
-            the path of the Trainer's `optimizer.pt`, or of its directory; the path of a checkpoint
-            of `torch.distributed.checkpoint`, saved by any number of ranks, with the result of
-            `get_optimizer_state_dict`, alone or beside the model.
+        source: one of
+
+            - the state dict of the source's optimizer, as in `growkern.grow_optimizer`;
+            - the path of the Trainer's `optimizer.pt`, or of its directory;
+            - the path of a checkpoint of `torch.distributed.checkpoint` with the result of
+              `get_optimizer_state_dict`, alone or beside the model. Any number of ranks may have
+              saved it.
         plan: the growth of the weights; default: the model's `growth_plan`.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
 
@@ -73,7 +76,7 @@ def grow_optimizer_into(
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
         raise GrowthError(
-            "the model has no growth_plan; call growkern.grow_into first or give plan"
+            "the model has no growth_plan: call growkern.grow_into first or give plan"
         )
     targets = list(_targets(plan, model, optimizer))
     state = _open_state(plan, source, moments)
@@ -120,13 +123,14 @@ def _targets(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in named:
             raise GrowthError(
-                f"the optimizer has a parameter {list(parameter.shape)} that is none of the "
-                "model's; make the optimizer after fully_shard and grow_into"
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that the model "
+                "does not have: make the optimizer after fully_shard and grow_into"
             )
         task = tasks[named[id(parameter)]]
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
-                f"{task.name} is {list(parameter.shape)}, in the plan {list(task.shape)}"
+                f"{task.name} has shape {list(parameter.shape)}, but the plan says "
+                f"{list(task.shape)}"
             )
         yield task, parameter
 
@@ -158,5 +162,5 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
         if state and bool(group["amsgrad"]) != has:
             raise GrowthError(
                 f"the optimizer's amsgrad is {group['amsgrad']}, the source's state "
-                f"{'has' if has else 'lacks'} {largest}; make it with amsgrad={has}"
+                f"{'has' if has else 'lacks'} {largest}: make it with amsgrad={has}"
             )

@@ -240,7 +240,7 @@ def check_values(name: str, key: str, values: Tensor) -> None:
     else:
         return
     raise GrowthError(
-        f"{name}: {key} holds {wrong}; use an optimizer state that was saved earlier, or start "
+        f"{name}: {key} holds {wrong}: use an optimizer state that was saved earlier, or start "
         'from zero with moments="reset" (--moments reset)'
     )
 
@@ -299,14 +299,14 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if "kv_heads" in family.config:
         old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
         if old != new:
-            why = f"{new} query heads share a key head, in the source {old}"
+            why = f"{new} query heads share a key head; in the source it was {old}"
             found.append(Finding("approximate", "keys and values", why))
     if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
         why = "the new entries of keys are 0 but get gradients from the queries"
         found.append(Finding("approximate", "keys", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):
         why = (
-            "symmetry='split': nothing tells their copies' shares of the gradient; their moments "
+            "symmetry='split': the copies' shares of the gradient are unknown; their moments "
             "and step counts start at 0"
         )
         found.append(Finding("changed", "weights that write the residual stream or heads", why))

@@ -186,7 +186,7 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     if counts != expected:
         raise GrowthError(
             f"the optimizer's groups hold {counts} parameters, {plan.small.class_name} has "
-            f"{expected}; make the optimizer from named parameters: "
+            f"{expected}: make the optimizer from named parameters, as in "
             "AdamW(model.named_parameters())"
         )
     known = known_names(plan)
@@ -213,7 +213,7 @@ def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
     if groups != 2:
         raise GrowthError(
             f"the optimizer has {groups} groups without param_names; growkern knows the order of "
-            "the one group of model.parameters() and of the two groups of transformers.Trainer; "
+            "the one group of model.parameters() and of the two groups of transformers.Trainer: "
             "make the optimizer from named parameters"
         )
     decays = decay_names(model)
@@ -240,7 +240,7 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
 
 
 def _meta_model(spec: ModelSpec) -> Any:
-    """The model on the meta device; its parameters are those that an optimizer sees."""
+    """The model on the meta device; its parameters are the parameters that an optimizer gets."""
     with torch.device("meta"):
         model = untrained_model(spec)
     model.tie_weights()

@@ -23,7 +23,7 @@ from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer, Layout
 
-# stand for a tensor that the source lacks, by what it computes without that tensor: x, or 0
+# names for tensors that the source lacks. Without them a layer computes x (identity) or 0 (zero)
 MADE = ("identity", "zero")
 
 
@@ -170,7 +170,7 @@ def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpe
     layer = None if tensor.layer is None else blueprint.layer_maps[tensor.stack][tensor.layer]
     source = sources.get((tensor.template, layer))
     upper = None
-    # AKI moves whole heads with their norms; the norms of the stream stay
+    # AKI takes whole heads together with their norms, but not the norms of the stream
     spaces = blueprint.large.family.spaces
     moves = tensor.norm is None or spaces[tensor.norm[1]].kind == "heads"
     if blueprint.options.method == "aki" and layer is not None and moves:

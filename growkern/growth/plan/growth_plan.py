@@ -143,11 +143,16 @@ def plan_growth(
 
     Args:
         dims: target sizes by the config's own names; empty if `target_config` is given.
+
+    Raises:
+        GrowthError: a dtype that growth does not write, or sizes that do not fit.
     """
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
-        raise GrowthError(f"dtype={dtype}: growth writes {allowed}; convert the result afterwards")
+        raise GrowthError(
+            f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
+        )
 
     def make(large: ModelSpec) -> GrowthPlan:
         return _plan_for(opened, options, large, dtype)

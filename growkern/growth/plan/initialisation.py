@@ -62,7 +62,7 @@ def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
     unknown = [name for name, tensor in tensors.items() if id(tensor) not in found]
     if unknown:
         raise GrowthError(
-            f"{unknown[0]}: how {spec.class_name} initialises it is not known; use method='fpi'"
+            f"{unknown[0]}: how {spec.class_name} initialises it is not known: use method='fpi'"
         )
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
@@ -109,7 +109,7 @@ def _with_row(initial: Initial, base: Tensor, row: Tensor, row_initial: Initial)
     if row_initial != Initial(0.0) or row.shape != base.shape[1:]:
         raise GrowthError(
             "the model class initialises a part of a tensor to something other than a row of "
-            "zeros, which is not supported; use method='fpi'"
+            "zeros, which is not supported: use method='fpi'"
         )
     index = (row.storage_offset() - base.storage_offset()) // base.stride(0)
     zero_rows = (*initial.zero_rows, index)

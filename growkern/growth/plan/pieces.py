@@ -18,9 +18,10 @@ from growkern.growth.source.files import row_blocks
 MOST_WORKERS = 8
 # default limit of growth onto disk
 MEMORY_LIMIT = "1GiB"
-# bytes of a source tensor that are summed at a time; each such block also has a float64 copy
+# bytes of a source tensor that are read at once to compute row sums. Each such block also has a
+# float64 copy
 SUMMED_BYTES = 1 << 20
-# index maps, names, sums and the allocator's overhead
+# index maps, names, row sums and the allocator's overhead
 FIXED_BYTES = 32 << 20
 
 

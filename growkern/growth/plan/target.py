@@ -116,8 +116,8 @@ def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
         found, needed = getattr(given, name, None), getattr(large.config, name, None)
         if found not in (needed, getattr(small.config, name, None)):
             raise GrowthError(
-                f"target_config.{name}={found}: the source's function needs {needed}; set it so, "
-                "or give sizes instead of a config"
+                f"target_config.{name}={found}, but the source's function needs {needed}: set it "
+                "so, or give sizes instead of a config"
             )
 
 
@@ -134,13 +134,13 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     if new - new_pairs < old - pairs:
         raise UnfitError(
             f"head_dim={new} has no room for {new_pairs} entries that turn in pairs and "
-            f"{old - pairs} that do not; give a head_dim of {new + 1}"
+            f"{old - pairs} that do not: give a head_dim of {new + 1}"
         )
     # one set of parameters, or one per kind of layer
     for rope in [parameters] if "rope_type" in parameters else parameters.values():
         if rope["rope_type"] not in PLAIN_ROTARY:
             raise GrowthError(
-                f"rope_parameters {rope['rope_type']!r}: head_dim cannot go from {old} to {new}; "
+                f"rope_parameters {rope['rope_type']!r}: head_dim cannot go from {old} to {new}: "
                 "add heads instead"
             )
         if pair_step(*turning) is None:
@@ -236,11 +236,12 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     family, source = small.family, small.config
     if target.model_type != family.model_type:
         raise GrowthError(
-            f"target_config is a {target.model_type}, the source a {family.model_type}"
+            f"target_config is a {target.model_type}, but the source's config is a "
+            f"{family.model_type}"
         )
     if bool(source.tie_word_embeddings) and not bool(target.tie_word_embeddings):
         raise GrowthError(
-            "target_config.tie_word_embeddings=False unties the head of a tied source; "
+            "target_config.tie_word_embeddings=False unties the head of a tied source: "
             "set it to True"
         )
     # the whole family: sizes of stacks that this class lacks may differ, too

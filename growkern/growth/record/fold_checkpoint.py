@@ -137,7 +137,7 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
         found = tuple(grown.read(held).shape) if held in grown.dtypes else "missing"
         if found != origin.shape or small.shapes[name] != origin.source_shape:
             raise GrowthError(
-                f"{held} has shape {found}, but {file} says {origin.shape}; give its lineage"
+                f"{held} has shape {found}, but {file} says {origin.shape}: give its lineage"
             )
         if origin.next_layer:
             axis_folds(origin, partial(lineage.space, layer=origin.layer))

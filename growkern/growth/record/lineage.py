@@ -195,7 +195,11 @@ class Lineage:
         return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
 
     def space(self, name: str, layer: Layer) -> Space:
-        """The space that was used for tensors of this source layer."""
+        """The space that was used for tensors of this source layer.
+
+        Raises:
+            GrowthError: the record has no such map, or a damaged one.
+        """
         own = space_key(name, layer)
         try:
             return self._spaces(own if own in self.data["maps"] else name)

@@ -3,7 +3,7 @@
 Maps consist of few runs, so run lengths keep the file small:
 
     index    "0-11 0-5"        0, 1, ... 11, 0, 1, ... 5
-    values   "1.0x12 0.5x6"    1 twelve times, 0.5 six times; a value without a count stands once
+    values   "1.0x12 0.5x6"    1 twelve times, 0.5 six times; a value without a count occurs once
 
 Values read back bit for bit. This is a file format: keep old texts readable.
 """

@@ -52,7 +52,11 @@ def longest_of(model: ModelSpec) -> int:
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    """Raise GrowthError unless the tokens are (batch, length) ids that the source accepts."""
+    """Refuse tokens that are not (batch, length) ids, or that the source does not accept.
+
+    Raises:
+        GrowthError: they are not.
+    """
     vocabulary = source.spec.size("vocab")
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
         raise GrowthError(

@@ -182,7 +182,7 @@ def _own_plan(grown: Any) -> GrowthPlan:
     plan = getattr(grown, "growth_plan", None)
     if plan is None:
         raise GrowthError(
-            "the grown model has no growth_plan; pass the model that grow() returned or a "
+            "the grown model has no growth_plan: pass the model that grow() returned or a "
             "directory made by grow_checkpoint()"
         )
     return plan

@@ -153,14 +153,18 @@ def _part_reader(
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel."""
+    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel.
+
+    Raises:
+        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
+    """
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None:
             raise GrowthError(
-                f"model is a {type(model).__name__}; pass the transformers.PreTrainedModel that it "
+                f"model is a {type(model).__name__}: pass the transformers.PreTrainedModel that it "
                 "wraps"
             )
         model = inner
@@ -171,6 +175,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 
     A tied tensor appears under each of its names.
+
+    Raises:
+        GrowthError: FullyShardedDataParallel (version 1) has flattened a tensor.
     """
     free_gathered(model)
     named = {}
@@ -178,7 +185,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in tensors:
         if "_fsdp_wrapped_module" in name or "_flat_param" in name:
             raise GrowthError(
-                f"{name} is flattened by FullyShardedDataParallel; shard the model with "
+                f"{name} is flattened by FullyShardedDataParallel: shard the model with "
                 "torch.distributed.fsdp.fully_shard"
             )
         for wrapper in WRAPPER_NAMES:
@@ -193,24 +200,24 @@ def _plan_for(
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
         raise GrowthError(
-            f"the model is a {type(model).__name__}, the source a {opened.class_name}; build a "
+            f"the model is a {type(model).__name__}, the source a {opened.class_name}: build a "
             f"transformers.{opened.class_name}(config)"
         )
     if getattr(model.config, "quantization_config", None) is not None:
-        raise GrowthError("the model is quantised; grow a full-precision model and quantise that")
+        raise GrowthError("the model is quantised: grow a full-precision model and quantise that")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
-        raise GrowthError(f"the model's parameters have several dtypes: {named}; build it in one")
+        raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
     (dtype,) = dtypes
     grown = plan_growth(opened, options, {}, model.config, dtype)
     for field in followed_fields(grown.small.family):
         found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
         if found != expected:
             raise GrowthError(
-                f"the model was built with {field}={found}, this growth needs {expected}; build it "
+                f"the model was built with {field}={found}, this growth needs {expected}: build it "
                 "from growkern.plan(source, ...).target_config"
             )
     return grown
@@ -222,10 +229,10 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
     for task in grown.tasks:
         parameter = parameters.get(task.name)
         if parameter is None:
-            raise GrowthError(f"the model has no parameter {task.name}; pass the whole model")
+            raise GrowthError(f"the model has no parameter {task.name}: pass the whole model")
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
-                f"{task.name} is {list(parameter.shape)} in the model, its config says "
+                f"{task.name} has shape {list(parameter.shape)}, but its config says "
                 f"{list(task.shape)}"
             )
         targets[task.name] = parameter
@@ -237,7 +244,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
             raise GrowthError(f"no rule for the model's parameter {name} {list(parameter.shape)}")
         if parameter is not targets[owner]:
             raise GrowthError(
-                f"{name} and {owner} are one tensor in the source and two in the model; tie them "
+                f"{name} and {owner} are one tensor in the source and two in the model: tie them "
                 "(model.tie_weights(), or assign one to the other) before fully_shard"
             )
     return targets

@@ -44,7 +44,7 @@ def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
     if tuple(b - a for a, b in bounds) != found and 0 not in found:
         raise GrowthError(
             f"{name}: this rank holds {list(found)} of {list(parameter.shape)}, placed as "
-            f"{parameter.placements}; shard it with fully_shard and parallelize_module"
+            f"{parameter.placements}: shard it with fully_shard and parallelize_module"
         )
     return tuple(slice(a, b) for a, b in bounds)
 

@@ -36,7 +36,7 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     raise GrowthError(
         f"{name}: weights are beyond {torch.finfo(tensor.dtype).max:g}, the largest number of "
-        f"{dtype}; choose another dtype"
+        f"{dtype}: choose another dtype"
     )
 
 
@@ -75,7 +75,8 @@ def check_names_and_shapes(
             raise GrowthError(f"{where}: no rule for tensor {name} {list(shape)}")
         if shape != expected[name]:
             raise GrowthError(
-                f"{where}: {name} is {list(shape)}, config.json says {list(expected[name])}"
+                f"{where}: {name} has shape {list(shape)}, but its config says "
+                f"{list(expected[name])}"
             )
 
 
@@ -93,7 +94,7 @@ def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor])
         if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
             raise GrowthError(
                 f"{name} and {owner} differ, which config.tie_word_embeddings=True "
-                "makes one; set it to False where both are wanted"
+                "makes one: set it to False where both are wanted"
             )
 
 

@@ -130,7 +130,8 @@ def _check_code(file: Path, data: dict[str, Any]) -> None:
         for one in values:
             if one is not None and not (isinstance(one, str) and one.isidentifier()):
                 raise GrowthError(
-                    f"{file}: {name}={reprlib.repr(one)} names code outside transformers; remove it"
+                    f"{file}: {name}={reprlib.repr(one)} refers to code outside transformers: "
+                    "remove it"
                 )
 
 

@@ -224,7 +224,7 @@ def read_distributed_optimizer(
         some = ", ".join(list(stored)[:3])
         raise GrowthError(f"{directory}: no optimizer state of this model; it holds {some}")
     if len(found) > 1:
-        raise GrowthError(f"{directory}: several optimizers: {', '.join(found)}; save one")
+        raise GrowthError(f"{directory}: several optimizers ({', '.join(found)}): save one")
     return next(iter(found.values()))
 
 

@@ -92,7 +92,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# other dtypes of safetensors: named as what they are
+# names of the other dtypes, for error messages
 QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
@@ -148,7 +148,7 @@ def _weights_file(directory: Path) -> Path:
         return file
     if any(directory.glob("*.bin")):
         raise GrowthError(
-            f"{directory}: only pickled weights (*.bin); save the model as safetensors first: "
+            f"{directory}: only pickled weights (*.bin): save the model as safetensors first with "
             "model.save_pretrained(directory)"
         )
     raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
@@ -167,7 +167,7 @@ def read_header_bytes(file: Path) -> bytes:
         head = stream.read(LENGTH.size)
         (length,) = LENGTH.unpack(head)
         if length > min(size - len(head), MOST_HEADER_BYTES):
-            raise ValueError(f"its header is said to have {length} bytes, the file has {size}")
+            raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
         return head + stream.read(length)
 
 
@@ -208,7 +208,7 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         found = reprlib.repr(entry)
         raise ValueError(f"{name} needs dtype, shape and data_offsets, got {found}") from error
     if len(entry) > 3:
-        # other readers may refuse what stands there
+        # other readers may refuse extra fields
         raise ValueError(f"{name} has more than dtype, shape and data_offsets")
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name} has {len(shape)} axes")
@@ -220,8 +220,8 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
         raise GrowthError(
-            f"{file}: {name} has dtype {code}: a quantised checkpoint; convert it to BF16 first "
-            f"({HANDLED})"
+            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: convert it to BF16 "
+            f"first ({HANDLED})"
         )
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")

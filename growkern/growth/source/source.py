@@ -136,7 +136,7 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
 def _refuse_quantised(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise GrowthError(
-            "the checkpoint is quantised; grow the full-precision one and quantise the result"
+            "the checkpoint is quantised: grow the full-precision one and quantise the result"
         )
 
 
@@ -173,7 +173,7 @@ def _read_spec(directory: Path) -> ModelSpec:
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
         raise GrowthError(
-            f'{directory / "config.json"}: no "architectures"; add the model class, for example '
+            f'{directory / "config.json"}: no "architectures": add the model class, for example '
             f'"architectures": ["{some_class}"]'
         )
     spec = ModelSpec.of(config, config.architectures[0])
@@ -193,9 +193,12 @@ def _read_headers(directory: Path, model: ModelSpec) -> Mapping[str, StoredTenso
 def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> dict[str, str]:
     """The model's name -> the name in the file, for every stored tensor that models still read.
 
-    Names in files differ from the model's in four known ways: names that the table calls `stored`;
-    a head class saved without the prefix of its body, or a body saved with it; `gamma` and `beta`
-    for the norms; and buffers that are no longer stored.
+    Names in files differ from the model's in four known ways:
+
+    - the table gives another name as `stored`;
+    - a head class was saved without the prefix of its body, or a body was saved with it;
+    - norms have `gamma` and `beta`;
+    - the file has buffers that models no longer store.
     """
     renamed = {file: name for name, file in model.stored_names.items()}
     classes = model.family.classes

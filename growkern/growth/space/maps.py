@@ -16,7 +16,7 @@ from growkern.errors import UnfitError
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
-    """A random generator of its own for each purpose; the order of calls does not matter.
+    """A separate random generator for each purpose; the order of calls does not matter.
 
     Args:
         seed: the growth's seed.
@@ -77,7 +77,7 @@ def grouped_heads(
     if lost:
         raise UnfitError(
             f"{q_source} query / {kv_source} key-value heads cannot become {q_target} / "
-            f"{kv_target}: query heads {lost} would have no copy; raise num_attention_heads or "
+            f"{kv_target}: query heads {lost} would have no copy: raise num_attention_heads or "
             f"lower num_key_value_heads so that every group keeps {group_source} query heads"
         )
     return torch.tensor(q_map), kv_map

@@ -77,7 +77,8 @@ def gathered_rows(
             result = _new_token(plan, task, name, weight, dim)
             continue
         if role == "read":
-            # (3): the carry units reach only extra coordinates, so the copies' columns are 0
+            # by (3) the carry units write only extra coordinates; their entries in all other rows
+            # are 0
             is_copied = extra == (False, True)
             ones, carried = torch.ones(len(signs), dtype=torch.float64), delta * signs
             columns = torch.stack([ones, carried], 1)

@@ -161,7 +161,8 @@ def _unit_gain(plan: Blueprint) -> float:
 def _unit_norm(plan: Blueprint, task: Task) -> Tensor:
     if task.tensor.is_bias:
         return torch.zeros(task.shape, dtype=plan.dtype)
-    # the first norm of a chain normalises; the norms of inserted blocks must repeat their input
+    # Only the first norm of a chain normalises. The norms of inserted blocks must return their
+    # input unchanged
     is_first = (task.tensor.stack, task.tensor.layer) not in plan.inserted
     gain = plan.options.identity_gain if is_first else _unit_gain(plan)
     return torch.full(task.shape, gain, dtype=plan.dtype)

@@ -13,7 +13,7 @@ class AotCase(NamedTuple):
         name: of the launch, for people.
         kernel: the function under ``triton.jit``.
         signature: the type of every run-time argument: "*bf16", "i32", "fp32", or a tuple of such
-            types. In a tuple, None and 1 stand for themselves.
+            types. In a tuple, None and 1 mean these constants.
         constexprs: the value of every other argument: constants in capitals, strides that are 1,
             pointers that are None.
         unaligned: arguments that are not multiples of 16.

@@ -156,7 +156,11 @@ def check_expand(
 
 
 def check_ranges(call: ExpandCall) -> None:
-    """Raises GrowthError for an index out of range, on the CPU only: a GPU would have to wait."""
+    """Refuse an index out of range, on the CPU only: a GPU would have to wait.
+
+    Raises:
+        GrowthError: there is one.
+    """
     for name, size in zip(MAPS, call.weight.shape, strict=True):
         index = getattr(call, name)
         if index is None or index.device.type != "cpu" or not index.numel():
@@ -171,7 +175,11 @@ def check_ranges(call: ExpandCall) -> None:
 
 
 def _check_copies(copies: Tensor) -> None:
-    """Raises GrowthError for numbers of copies that are not below their count, on the CPU only."""
+    """Refuse numbers of copies that are not below their count, on the CPU only.
+
+    Raises:
+        GrowthError: there is one.
+    """
     if copies.device.type != "cpu" or not copies.numel():
         return
     number, count = copies.unbind(1)
@@ -182,7 +190,11 @@ def _check_copies(copies: Tensor) -> None:
 
 
 def check_no_overlap(call: ExpandCall) -> None:
-    """Raises GrowthError if writing the result would overwrite an input."""
+    """Refuse a result whose memory overlaps an input.
+
+    Raises:
+        GrowthError: writing it would overwrite that input.
+    """
     first, end = _span(call.out)
     for name, x in (("weight", call.weight), ("upper", call.upper)):
         if x is not None and first < _span(x)[1] and _span(x)[0] < end:

@@ -209,7 +209,8 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     x, noise_MN = _scaled(dout_MN.to(ctx.acc), call)
     x = x if noise_MN is None else x * (1 + noise_MN)
     x = x if call.routing is None else routed_gradient(x, call)
-    times = 2 if ctx.has_upper else 1  # the first quarter is then the weight's, the rest upper's
+    # with `upper` the first quarter belongs to the weight, the rest to `upper`
+    times = 2 if ctx.has_upper else 1
     if ctx.has_upper or call.cols is not None:
         x = folded(x, 1, _index(call.cols, N, x.device), times * C)
     if ctx.has_upper or call.rows is not None:

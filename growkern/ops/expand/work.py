@@ -17,7 +17,7 @@ from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand_call
 
-# of weights and results that wait for a launch: they stay in memory that long
+# most bytes of weights and results that may wait for a launch
 BYTES_AT_ONCE = 1 << 30
 
 

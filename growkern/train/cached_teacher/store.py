@@ -148,7 +148,7 @@ def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]])
             raise ValueError(f"it has {file.stat().st_size} bytes, its header says {end}")
         return arrays
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrowthError(f"{file}: truncated or corrupt: {error}; make the cache again") from error
+        raise GrowthError(f"{file}: truncated or corrupt: {error}: make the cache again") from error
 
 
 def _map(
@@ -227,7 +227,7 @@ class TeacherCache:
         self._open(Path(directory))
         if self._manifest is None:
             warnings.warn(
-                f"{directory} has no {MANIFEST}, so changed values in it would go unseen; make the "
+                f"{directory} has no {MANIFEST}, so changed values in it would go unseen: make the "
                 "cache again to get checksums",
                 GrowthWarning,
                 stacklevel=2,
@@ -255,7 +255,7 @@ class TeacherCache:
     def _check_file(self, name: str) -> None:
         wrong = self._manifest and damage_of(self.directory, name, self._manifest)
         if wrong:
-            raise GrowthError(f"{self.directory} is damaged: {wrong}; make the cache again")
+            raise GrowthError(f"{self.directory} is damaged: {wrong}: make the cache again")
 
     def _check_shard(self, number: int) -> None:
         if not self._is_checked[number]:
@@ -313,8 +313,8 @@ class TeacherCache:
         stored = torch.from_numpy(np.concatenate(logprobs)).view(DTYPES[header.dtype])
         if (ids_Rk >= header.vocab_size).any() or stored.isnan().any():
             raise GrowthError(
-                f"{self.directory} is damaged: it holds NaN, or tokens beyond its vocabulary; make "
-                "the cache again"
+                f"{self.directory} is damaged (it holds NaN, or tokens beyond its vocabulary): "
+                "make the cache again"
             )
         return ids_Rk, stored
 
@@ -342,8 +342,8 @@ class TeacherCache:
         counts = first_row[examples + 1] - first_row[examples]
         if not np.array_equal(kept_BS.sum(1).numpy(), counts):
             raise GrowthError(
-                f"{self.directory / INDEX_FILE} is damaged: an example has another number of rows; "
-                "make the cache again"
+                f"{self.directory / INDEX_FILE} is damaged (an example has another number of "
+                "rows): make the cache again"
             )
         ids_Rk, logprobs_Rk = self.rows(examples)
         shape = (*kept_BS.shape, self.header.k)

@@ -201,7 +201,7 @@ def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
     if not limit:
         return
     others = [p for p in checkpoints_in(newest.parent) if p not in (newest, keep)]
-    # by time: a run that is repeated finds later steps of the earlier run
+    # sort by time, because a repeated run may find later steps of an earlier run
     others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     kept = 2 if keep is not None and keep != newest and keep.exists() else 1
     for path in others[max(0, limit - kept) :]:

@@ -22,7 +22,11 @@ MOST_BYTES = 1_000_000
 
 
 def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
-    """Check that no input lies in the output directory, which overwriting would delete."""
+    """Check that no input lies in the output directory, which overwriting would delete.
+
+    Raises:
+        GrowthError: an input lies in it.
+    """
     inputs = [*models, *(file for files in texts.values() for file in files)]
     for path in inputs:
         if output.resolve() in (path.resolve(), *path.resolve().parents):

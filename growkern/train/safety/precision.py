@@ -22,9 +22,10 @@ HALF = (torch.bfloat16, torch.float16)
 def set_precision(model: Any, args: TrainingArguments, precision: str | None) -> str:
     """Give a model the weights that its training needs, and set the autocast of the arguments.
 
-    Training adds small numbers to large ones. bfloat16 has 8 bits: a step below 1/512 of a weight
-    is lost, and the weights of norms, which are about 1, never move. Weights in half precision
-    therefore become float32 here, in place. Other weights stay as they are.
+    Weights in half precision become float32 here, in place. Other weights stay as they are.
+
+    The cause: bfloat16 has 8 significant bits, so a step below 1/512 of a weight is lost. The
+    weights of norms are about 1 and would never change.
 
     Args:
         model: the model in training.

@@ -59,7 +59,7 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         if self._enabled and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # a process that its starter told to ignore a signal goes on ignoring it
+                # a process that its starter told to ignore a signal continues to ignore it
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
         return self

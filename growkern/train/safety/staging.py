@@ -15,7 +15,7 @@ from growkern.train.safety.checkpoints import STAGING, close_staging, open_stagi
 
 # in the messages of Rust code, such as the tokenizer's, which raises plain exceptions
 RUST_ERROR = re.compile(r"(.*) \(os error \d+\)$")
-# in the messages of the C++ code that torch.save writes with, whatever the disk said
+# in the messages of the C++ code that torch.save writes with, for every disk error
 TORCH_SAVE = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 
 

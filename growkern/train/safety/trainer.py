@@ -41,7 +41,7 @@ from growkern.train.safety.staging import write_together
 
 ON_NONFINITE = ("stop", "skip")
 FINAL = "model"
-# a model whose weights are broken would skip for ever
+# with broken weights every step would be skipped, without end
 MOST_SKIPPED_IN_A_ROW = 100
 
 
@@ -142,7 +142,7 @@ class SafeTrainer(ShardedTrainer):
         self._saved_at = time.monotonic()
         self._stop = self._skipped_in_a_row = 0
         self._report, self._step_loss = None, 0.0
-        message = f"stopped; to go on: {self.resume_hint}"
+        message = f"stopped; to resume: {self.resume_hint}"
         with SignalWatch(message, enabled=self.args.save_strategy != "no") as self._signals:
             return super().train(**options)
 
@@ -258,7 +258,7 @@ class SafeTrainer(ShardedTrainer):
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         message = (
             f"{Signals(self._stop).name} after step {self.state.global_step}: saved in "
-            f"{last_checkpoint(Path(self.args.output_dir))}; to go on: {self.resume_hint}"
+            f"{last_checkpoint(Path(self.args.output_dir))}; to resume: {self.resume_hint}"
         )
         if self.is_world_process_zero():
             print(message, file=sys.stderr, flush=True)
@@ -271,7 +271,7 @@ class SafeTrainer(ShardedTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Trainer's, in a staging folder that becomes the checkpoint when it is complete.
 
-        If the disk takes no more, training goes on with the earlier checkpoints and a warning.
+        If the disk is full, training continues with the earlier checkpoints and a warning.
         """
         if not all_finite(self.model):
             raise GrowthError(
@@ -303,7 +303,7 @@ class SafeTrainer(ShardedTrainer):
         if self._stop:
             raise GrowthError(f"{Signals(self._stop).name}: {message}")
         if self.is_world_process_zero():
-            warnings.warn(f"{message}; training goes on", GrowthWarning, stacklevel=2)
+            warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=2)
 
     def _best_checkpoint(self, run: Path) -> Path | None:
         """The checkpoint with the best metric so far; this one if the metric is this step's."""
@@ -356,6 +356,6 @@ class SafeTrainer(ShardedTrainer):
         )
         if failure is not None:
             raise GrowthError(
-                f"the model was not saved ({failure}); {self._last_save()}; to go on: "
+                f"the model was not saved ({failure}); {self._last_save()}; to resume: "
                 f"{self.resume_hint}"
             )

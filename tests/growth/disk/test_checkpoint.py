@@ -234,7 +234,10 @@ BREAKAGES = [
     (lambda d: edit_config(d, architectures=None), "architectures"),
     (lambda d: edit_config(d, architectures=["BertForSpeech"]), "supported: BertModel"),
     (lambda d: edit_config(d, quantization_config={"quant_method": "gptq"}), "quantised"),
-    (lambda d: edit_config(d, intermediate_size=41), r"is \[40.*\], config.json says \[41"),
+    (
+        lambda d: edit_config(d, intermediate_size=41),
+        r"has shape \[40.*\], but its config says \[41",
+    ),
     (lambda d: edit_config(d, num_hidden_layers=1), "no rule for tensor bert.encoder.layer.1"),
     (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
     (lambda d: edit_config(d, model_type=["bert"]), 'no "model_type"'),
@@ -311,7 +314,7 @@ def test_targets_that_the_system_refuses_are_refused(source, tmp_path, monkeypat
         return stat(self, **kwargs)
 
     monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(growkern.GrowthError, match="closed/grown: Permission denied; give another"):
+    with pytest.raises(growkern.GrowthError, match="closed/grown: Permission denied: give another"):
         grow(source, tmp_path / "closed" / "grown")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
@@ -329,10 +332,10 @@ def test_targets_inside_the_source_are_refused(source):
 def test_dtypes_that_growth_does_not_write_are_refused(source, tmp_path, dtype):
     for call in (growkern.plan, growkern.grow):
         with pytest.raises(
-            growkern.GrowthError, match=f"dtype={dtype}: growth writes torch.float32,"
+            growkern.GrowthError, match=f"dtype={dtype}, but growth writes torch.float32,"
         ):
             call(source, hidden_size=48, dtype=dtype)
-    with pytest.raises(growkern.GrowthError, match=r"growth writes .*torch\.float64; convert"):
+    with pytest.raises(growkern.GrowthError, match=r"growth writes .*torch\.float64: convert"):
         grow(source, tmp_path / "grown", dtype=dtype)
 
 

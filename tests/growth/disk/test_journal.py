@@ -26,16 +26,16 @@ def test_a_failed_append_is_not_taken_for_noted(tmp_path, monkeypatch, name):
             failing(patched, name)
             with pytest.raises(OSError, match="No space left"):
                 journal.add({}, {"source": "sum"})
-        assert journal.source_sums == {}
+        assert journal.source_checksums == {}
         for call in (lambda: journal.add(ROWS, {}), lambda: journal.lose(("w", 0, 3))):
             with pytest.raises(OSError, match="No space left"):
                 call()
     with Journal(tmp_path / "journal", IDENTITY) as journal:
         assert journal.marks == {}
         journal.add(ROWS, {"source": "sum"})
-        assert journal.source_sums == {"source": "sum"}
+        assert journal.source_checksums == {"source": "sum"}
     with Journal(tmp_path / "journal", IDENTITY) as journal:
-        assert journal.marks == ROWS and journal.source_sums == {"source": "sum"}
+        assert journal.marks == ROWS and journal.source_checksums == {"source": "sum"}
 
 
 def test_sources_stand_before_the_rows_made_of_them(tmp_path):
@@ -45,7 +45,7 @@ def test_sources_stand_before_the_rows_made_of_them(tmp_path):
     for size in range(len(whole)):
         (tmp_path / "journal").write_bytes(whole[:size])
         with Journal(tmp_path / "journal", IDENTITY) as journal:
-            assert journal.source_sums or not journal.marks
+            assert journal.source_checksums or not journal.marks
 
 
 def test_lost_rows_do_not_count_until_they_are_noted_again(tmp_path):
@@ -66,7 +66,7 @@ def test_the_disk_takes_a_line_in_bites(tmp_path, monkeypatch, bite):
     with Journal(tmp_path / "journal", IDENTITY) as journal:
         journal.add(ROWS, {"source": "sum"})
     with Journal(tmp_path / "journal", IDENTITY) as journal:
-        assert journal.marks == ROWS and journal.source_sums == {"source": "sum"}
+        assert journal.marks == ROWS and journal.source_checksums == {"source": "sum"}
 
 
 def test_a_disk_that_takes_nothing_ends_it(tmp_path, monkeypatch):

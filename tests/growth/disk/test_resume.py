@@ -255,7 +255,7 @@ def test_a_source_changed_unseen_is_noticed_when_it_is_read(source, tmp_path, mo
     target = tmp_path / "grown"
     interrupt(monkeypatch, source, target, after=1)
     change_unseen(source, "model.embed_tokens.weight")
-    with pytest.raises(growkern.GrowthError, match="is not what the interrupted run read"):
+    with pytest.raises(growkern.GrowthError, match="has changed since the interrupted run read it"):
         growkern.grow_checkpoint(source, target, **HOW)
 
 
@@ -432,8 +432,8 @@ def test_sources_of_rows_are_noted_after_a_failed_append(source, tmp_path, monke
     for line in lines[1:]:
         assert line[0] == "source" or sources, "rows without the source they were made of"
     growkern.grow_checkpoint(source, target, **HOW)
-    sums = json.loads((target / "checksums.json").read_text())
-    assert sums["source"].keys() == read_headers(source).keys()
+    checksums = json.loads((target / "checksums.json").read_text())
+    assert checksums["source"].keys() == read_headers(source).keys()
 
 
 def marks_in(target):

@@ -122,7 +122,7 @@ def test_another_plan_is_not_mixed_up_with_the_first():
 
 def test_what_cannot_be_clipped_is_refused():
     source = random_model("GPT2LMHeadModel", GPT2, **TIED)
-    with pytest.raises(growkern.GrowthError, match="no growth_plan; give plan"):
+    with pytest.raises(growkern.GrowthError, match="no growth_plan: give plan"):
         growkern.growth_clip_norm_(source, 1.0)
     target = growkern.grow(source, n_embd=24)
     for wrong in (-1.0, math.nan):

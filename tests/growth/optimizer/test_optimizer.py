@@ -463,11 +463,11 @@ def made_before(target):
     "make, source, message",
     [
         (lambda t: torch.optim.SGD(t.parameters()), dict, "is a SGD; growkern grows"),
-        (made_before, None, r"parameter \[50, 24\] that is none of the model's"),
+        (made_before, None, r"parameter of shape \[50, 24\] that the model does not have"),
         (None, lambda d: {"state": {}}, 'no "state" and "param_groups"'),
         (None, lambda d: d / "none.pt", "none.pt: no such file"),
         (None, lambda d: d, "optimizer.pt: no such file"),
-        (None, several_optimizers, "several optimizers: a., b."),
+        (None, several_optimizers, r"several optimizers \(a., b.\)"),
         (None, weights_only, "no optimizer state of this model; it holds transformer.ln_f.bias"),
         (None, of_another_size, r"exp_avg is \[13\], the parameter \[12\]"),
         (lambda t: torch.optim.AdamW(t.parameters(), amsgrad=True), None, "with amsgrad=False"),

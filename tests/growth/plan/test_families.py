@@ -225,7 +225,7 @@ def test_a_head_dim_that_is_no_multiple_changes_theta(class_name, sizes, config,
             {**PHI3, "head_dim": 6},
             turning(0.75)["rope_parameters"],
             {"head_dim": 7},
-            "6 entries that turn in pairs and 2 that do not; give a head_dim of 8",
+            "6 entries that turn in pairs and 2 that do not: give a head_dim of 8",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Folding a grown checkpoint back: what comes out, from what, and what cannot."""
+"""Which checkpoints can be folded back, and the result."""
 
 import json
 import shutil

@@ -318,7 +318,7 @@ def wrong_rotary():
         (untied, lambda: llama(tie_word_embeddings=True), "lm_head.weight and model.embed_tokens"),
         (with_parameter, llama, r"no rule for the model's parameter model.gate \[3\]"),
         (without_layer, llama, "no parameter model.layers.1"),
-        (wrong_shape, llama, r"lm_head.weight is \[51, 24\] in the model"),
+        (wrong_shape, llama, r"lm_head.weight has shape \[51, 24\], but its config"),
         (two_dtypes, llama, "several dtypes: .*float64 and model.norm.weight torch.float32"),
         (quantised, llama, "quantised"),
         (wrong_rotary, llama, "built with rope_parameters=.*target_config"),

@@ -1,3 +1,5 @@
+"""The record of the kernels' machine code: every launch is in it, and compiling gives it again."""
+
 import os
 import re
 import shutil
@@ -22,7 +24,7 @@ ARCHS = {"sm_80", "sm_90", "sm_100", "sm_120"}
 
 
 ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
-# what is recorded and has not changed is not compiled again; then ONE_OF_EACH is, for real
+# unchanged launches of the record are not compiled again; ONE_OF_EACH always is
 COMPILE = """
 import sys
 from pathlib import Path

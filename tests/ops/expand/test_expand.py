@@ -1,3 +1,5 @@
+"""`expand` against a reference written from its formulas, on every backend and dtype."""
+
 import collections
 import itertools
 from fractions import Fraction

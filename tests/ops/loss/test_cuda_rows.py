@@ -253,7 +253,7 @@ def test_rows_that_do_not_count_are_not_read():
     assert loss.item() == 0 and (grad == 0).all()
     loss, grad = loss_and_grad(student[:0], [teachers[0][:0]], labels[:0])
     assert loss.item() == 0 and grad.shape == (0, 40)
-    # and what is NaN says so
+    # NaN logits of a row with a label give a NaN loss
     assert loss_and_grad(broken, teachers, torch.zeros(4).long())[0].isnan()
 
 

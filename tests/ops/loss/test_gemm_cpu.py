@@ -1,3 +1,5 @@
+"""The compiled matrix products against PyTorch's, for every shape of tile and type."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""The loss on logits against the formula in float64; its options, gradients and refusals."""
+
 import warnings
 
 import pytest

@@ -1,3 +1,5 @@
+"""The linear loss against PyTorch on whole logits in float64: chunks, options, refusals."""
+
 import warnings
 from unittest import mock
 

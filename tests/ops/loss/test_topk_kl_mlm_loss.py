@@ -1,3 +1,5 @@
+"""The loss with cached teachers against its definition in float64; its options and refusals."""
+
 from itertools import pairwise
 from unittest import mock
 
@@ -286,7 +288,7 @@ def test_the_reverse_of_a_rounded_tail(backend, device):
     kl = (q_kept * (q_kept / p).log()).sum(-1) + q_tail * (q_tail / lost).log()
     torch.testing.assert_close(loss, kl.mean())
     assert all(grad.isfinite().all() for grad in grads)
-    # what the teacher has ruled out for certain does cost without limit
+    # a token to which the teacher gives probability 0 costs infinitely much
     certain = torch.tensor([[0.0, float("-inf")]] * 2, device=device)
     assert call(student, (ids, certain), labels, **options) == float("inf")
 
@@ -626,7 +628,7 @@ GOOD = {
         ({"tail": "renormalise", "divergence": "reverse"}, "infinite with tail='renormalise'"),
         ({"teacher_weights": [0.5, 0.5]}, "teacher_weights must be 1 numbers"),
         ({"vocab_tile": 0}, "vocab_tile must be a positive"),
-        ({"vocab_start": 3}, "vocab_start belongs to a group"),
+        ({"vocab_start": 3}, "vocab_start needs group="),
         (
             {
                 "teacher_topk_ids": [torch.tensor([[1, 8]] * 4), torch.tensor([[1]] * 4)],

@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts` goes on after a rank was killed, with the same losses."""
+"""`torchrun --max-restarts` resumes after a rank was killed, with the same losses."""
 
 import os
 import subprocess

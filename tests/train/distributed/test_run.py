@@ -91,7 +91,7 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
     assert all(torch.equal(weight, stopped[name]) for name, weight in straight.items())
     assert log_of(workplace / "straight") == log_of(workplace / "stopped")
 
-    # right on another number: here it goes on with one rank
+    # right on another number: here it resumes on one rank
     train(workplace / "fewer.toml", progress=False)
     for name in ("fewer", "straight"):
         for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "one"), strict=True):

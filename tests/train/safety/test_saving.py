@@ -64,7 +64,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(straight, tmp_path, monkeypat
     assert len(lines) == 2
     for step, line in zip((4, 6), lines, strict=True):
         assert line.startswith(f"checkpoint-{step} was not saved (")
-        assert line.endswith("checkpoint-2; training goes on")
+        assert line.endswith("checkpoint-2; training continues")
         assert "\n" not in line
     assert names(tmp_path / "run") == ["checkpoint-8", "checkpoint-2"]
     assert not (tmp_path / "run" / STAGING).exists()
@@ -78,7 +78,7 @@ def test_a_full_disk_at_the_end_is_one_line(tmp_path):
     trainer.resume_hint = "growkern train run.toml"
     with small_files(1000), pytest.raises(GrowthError, match="the model was not saved") as caught:
         trainer.save_final_model(trainer.model.dtype)
-    assert str(caught.value).endswith("checkpoint-8; to go on: growkern train run.toml")
+    assert str(caught.value).endswith("checkpoint-8; to resume: growkern train run.toml")
     assert not (tmp_path / STAGING).exists()
     assert not (tmp_path / "config.json").exists()
     trainer.save_final_model(trainer.model.dtype)

@@ -51,7 +51,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, numb
     last = [line for line in capsys.readouterr().err.splitlines() if "SIG" in line]
     saved = tmp_path / f"checkpoint-{step}"
     name = signal.Signals(number).name
-    assert last == [f"{name} after step {step}: saved in {saved}; to go on: do it again"]
+    assert last == [f"{name} after step {step}: saved in {saved}; to resume: do it again"]
     assert not str(caught.value)
     if number == signal.SIGTERM:
         assert caught.value.code == 143
@@ -194,7 +194,7 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace, number,
     assert out.index("to resume") < out.index("'loss'")
     file, output = workplace / "run.toml", workplace / "out"
     said = [line for line in errors.splitlines() if "SIG" in line]
-    pattern = r"(\w+) after step (\d+): saved in (\S+); to go on: growkern train (\S+)"
+    pattern = r"(\w+) after step (\d+): saved in (\S+); to resume: growkern train (\S+)"
     name, step, saved, again = re.fullmatch(pattern, said[0]).groups()
     assert (name, saved, again) == (number.name, f"{output}/checkpoint-{step}", str(file))
     assert len(said) == 1
@@ -227,6 +227,6 @@ def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, caps
         cli.main()
     assert caught.value.code == 143
     errors = capsys.readouterr().err
-    assert errors.startswith("growkern: stopped between two steps; to go on: growkern train")
+    assert errors.startswith("growkern: stopped between two steps; to resume: growkern train")
     assert errors.count("\n") == 1
     assert safety.SafeTrainer.resume_hint == "trainer.train(resume_from_checkpoint=True)"

@@ -112,14 +112,14 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
         raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
     if not _is_dtensor(weights[0]):
         raise GrowthError(
-            "a teacher's head is a DTensor and the student's is not: cut the student's as well, or "
-            "pass the teacher's full_tensor()"
+            "a teacher's head is a DTensor and the student's is not: shard the student's as well, "
+            "or pass the teacher's full_tensor()"
         )
     group, start, V = shard_of(weights[0])
     if any(shard_of(x)[1] != start for x in weights if _is_dtensor(x)):
         raise GrowthError(
-            f"heads of {[len(x) for x in weights]} rows are cut at different rows: pad all to one "
-            "size"
+            f"the heads ({[len(x) for x in weights]} rows on this rank) are sharded at different "
+            "rows: pad all to one size"
         )
     return check_shard(group, start, vocab_size or V)
 
@@ -127,7 +127,11 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
 def check_logits_dtype(
     asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
 ) -> torch.dtype:
-    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits."""
+    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits.
+
+    Raises:
+        GrowthError: `asked` is narrower than sums must be, or no float dtype.
+    """
     least = acc_torch_dtype(student_NH)
     if asked not in (None, least, torch.float64):
         raise GrowthError(

@@ -52,14 +52,15 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
         rows_R = live_N.nonzero().squeeze(1)
         if max_rows and rows_R.numel() > max_rows:
             raise GrowthError(
-                f"{rows_R.numel()} rows have a term, max_rows={max_rows}: raise max_rows"
+                f"{rows_R.numel()} rows contribute to the loss, but max_rows={max_rows}: raise "
+                "max_rows"
             )
         return rows_R, rows_R.numel()
     R = min(max_rows, N) if max_rows else N
     place_N = live_N.cumsum(0) - 1
     if max_rows:
         torch._assert_async(live_N.sum() <= R, "more rows have a term than max_rows")
-    # the place behind the last one takes the rows without a term
+    # rows without a term go to the place behind the last one
     rows_R = torch.full((R + 1,), N, dtype=torch.int64, device=kind_N.device)
     place_N = torch.where(live_N, place_N.clamp(max=R), R)
     rows_R.scatter_(0, place_N, torch.arange(N, device=kind_N.device))
@@ -92,11 +93,11 @@ class Chunk:
         shape: tuple[int, int],
     ) -> None:
         N = len(heads[0][0])
-        # an unused place reads the last row
+        # unused places read the last row
         self.source_C = rows_C.clamp(max=N - 1)
         self.hidden = [head[0].index_select(0, self.source_C) for head in heads]
         if not may_ask(rows_C.device):
-            # and finds zeros there: its gradient is 0, but 0 * NaN would make all of dW NaN
+            # their hidden states are set to 0: their gradient is 0, but 0 * NaN would make dW NaN
             for x_CH in self.hidden:
                 x_CH.masked_fill_((rows_C == N)[:, None], 0)
         self.heads, self.settings = heads, settings
@@ -183,10 +184,10 @@ def sweep(
         advise_huge_pages(flat)
     on_gpu, dw_dtype = not may_ask(x_NH.device), acc_torch_dtype(x_NH)
     if on_gpu and R <= C and x_NH.dtype == torch.bfloat16:
-        # one product makes all of dW: it is summed in float32 and rounded once, as it is written
+        # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
         dw_dtype = gemm_dtype(x_NH)
     sums = GradientSums(grads, vocab if R else 0, on_gpu, dw_dtype)
-    # an unused place reads row N, of kind 0, and writes there
+    # unused places read row N, which is of kind 0, and write there
     weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
     terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)

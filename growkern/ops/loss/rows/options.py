@@ -148,7 +148,7 @@ def _check_num_items(num_items: Any, reduction: str) -> None:
     if num_items is None:
         return
     if reduction != "mean":
-        raise GrowthError(f"num_items divides a mean: it does not go with reduction={reduction!r}")
+        raise GrowthError(f"num_items works only with reduction='mean', got {reduction!r}")
     counts = num_items if isinstance(num_items, (tuple, list)) else (num_items,) * 2
     # the value of a tensor is not read: that would wait for a GPU
     right = [
@@ -175,7 +175,7 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
     beta = 0.5 if beta is None else float(beta)
     if not 0 < beta < 1:
         raise GrowthError(
-            f"beta must lie between 0 and 1, got {beta}: at both ends the divergence is 0; "
+            f"beta must lie between 0 and 1, got {beta} (at both ends the divergence is 0): "
             "use 'forward' or 'reverse'"
         )
     return beta
@@ -274,7 +274,7 @@ def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
 
 
 def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Row weights as (N,)."""
+    """Row weights as (N,); a GrowthError if they do not fit the labels."""
     if weights is None:
         return None
     if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:

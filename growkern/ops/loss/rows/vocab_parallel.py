@@ -30,7 +30,7 @@ def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
         GrowthError: only some of the three are given, or `start` is negative.
     """
     if group is None:
-        raise GrowthError("vocab_start belongs to a group: pass group= as well")
+        raise GrowthError("vocab_start needs group=")
     if start is None or vocab_size is None:
         raise GrowthError(
             "group= needs vocab_start= (this rank's first column) and vocab_size= (columns of all "
@@ -55,12 +55,16 @@ def refuse_reference(backend: str) -> None:
 
 
 def shard_of(weight: Any) -> tuple[Any, int, int]:
-    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V."""
+    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V.
+
+    Raises:
+        GrowthError: `weight` is not sharded along V alone.
+    """
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0):
         raise GrowthError(
-            f"a head is a DTensor with placements {placements} on {mesh}: it must be Shard(0), the "
-            "vocabulary, on a mesh of one dimension; pass full_tensor() of anything else"
+            f"a head is a DTensor with placements {placements} on {mesh}, but must be Shard(0), "
+            "the vocabulary, on a mesh of one dimension: pass full_tensor() of anything else"
         )
     V = weight.shape[0]
     each = -(-V // mesh.size())
