@@ -21,7 +21,6 @@ import torch
 
 from bench.shared.harness import Rows, machine, show_and_save
 from tests.forked_ranks import on_ranks
-from tests.train.distributed import ranks
 from tests.train.distributed.parity import Case, differences, found_in
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
@@ -57,7 +56,7 @@ def parity(family: str) -> Iterator[dict[str, Any]]:
             ours = folder / f"on{processes}"
             ours.mkdir()
             (ours / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in chosen]))
-            on_ranks(processes, ranks.__name__, ours)
+            on_ranks(processes, "tests.train.distributed.parity", ours)
             for number, case in enumerate(chosen):
                 found = torch.load(ours / f"{number}.pt", weights_only=True)
                 apart = differences(found, alone[number])

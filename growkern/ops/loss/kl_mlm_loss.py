@@ -37,8 +37,8 @@ Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 
 
 Reading order: the reference and the public function here, then `rows/options.py` (arguments),
 `rows/op.py` (custom op), `rows/state.py` (the numbers of a row), and the row function of a backend:
-`rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU, `rows/on_triton.py` and
-`rows/triton_kernel.py` for a GPU.
+`rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU; for a GPU `rows/on_triton.py` and
+`rows/triton_kernel.py`, or `rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`.
 """
 
 import functools
@@ -54,6 +54,7 @@ from torch.utils.checkpoint import checkpoint
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
@@ -69,7 +70,6 @@ from growkern.ops.loss.rows.options import (
     term_weights,
 )
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
-from growkern.ops.loss.rows.transforms import apply
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64

@@ -25,8 +25,9 @@ reference of the rows); `rows/options.py` and `linear/heads.py` (arguments); `li
 sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table of row functions); `rows/state.py`
 (the numbers of a row). The row functions follow: on a CPU `rows/on_cpu.py`,
 `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 11 files in all; on a GPU
-`rows/on_triton.py` and `rows/triton_kernel.py`, 10 in all. CONTRIBUTING.md says how these are
-counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
+`rows/on_triton.py` and `rows/triton_kernel.py`, or `rows/on_cuda.py` and
+`csrc/cuda/kl_mlm_rows.cu`, 10 in all. CONTRIBUTING.md says how these are counted. Heads that are
+spread over ranks also use `rows/vocab_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
+from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -57,7 +59,6 @@ from growkern.ops.loss.rows.options import (
     row_inputs,
 )
 from growkern.ops.loss.rows.state import Maths
-from growkern.ops.loss.rows.transforms import apply
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 
 # ---------------------------------------------------------------- reference

@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
+from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.kl_mlm_loss import divergence_reference, kl_mlm_rows_reference
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -64,7 +65,6 @@ from growkern.ops.loss.rows.options import (
     row_inputs,
 )
 from growkern.ops.loss.rows.state import KL_ROW, Maths
-from growkern.ops.loss.rows.transforms import apply
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 from growkern.ops.loss.topk.op import TAIL_GRADIENTS, TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (

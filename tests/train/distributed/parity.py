@@ -1,11 +1,13 @@
 """The same training on one process and on several: cases, and the numbers that they leave.
 
-`python -m tests.forked_ranks N tests.train.distributed.ranks FOLDER` runs cases on N ranks. One
-process trains the whole model; several shard it, and share out the same batches.
+`python -m tests.forked_ranks N tests.train.distributed.parity DIR` runs cases on N ranks.
+DIR/cases.json names them. The first rank leaves DIR/<number>.pt. One process trains the whole
+model; several shard it, and share out the same batches.
 """
 
 import contextlib
 import functools
+import json
 from collections import Counter
 from dataclasses import dataclass
 
@@ -229,3 +231,11 @@ def differences(found, expected):
         for name, weight in found["weights"].items()
     )
     return {**logged, "weights": weights}
+
+
+def main(folder):
+    cases = [Case(**fields) for fields in json.loads((folder / "cases.json").read_text())]
+    for number, case in enumerate(cases):
+        found = found_in(folder / f"run{number}", case)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{number}.pt")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.forked_ranks import on_ranks
-from tests.train.distributed import ranks
+from tests.train.distributed import parity
 from tests.train.distributed.parity import LAYERS, STAGES, Case, differences, found_in
 
 CASES = {
@@ -33,7 +33,7 @@ def found(tmp_path_factory):
     for number, cases in CASES.items():
         folder = tmp_path_factory.mktemp(f"ranks{number}")
         (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
-        on_ranks(number, ranks.__name__, folder)
+        on_ranks(number, parity.__name__, folder)
         for i in range(len(cases)):
             results[number, i] = torch.load(folder / f"{i}.pt", weights_only=True)
     return results

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
+from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
 from growkern.ops.loss.linear.heads import Settings, as_arguments, from_arguments
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
@@ -28,7 +29,6 @@ from growkern.ops.loss.rows.state import (
     read_slices,
     terms,
 )
-from growkern.ops.loss.rows.transforms import Rules, apply, refuse_second_derivative
 
 # ------------------------------------------------------------------------- chunk
 

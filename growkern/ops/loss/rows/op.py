@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
 from growkern.ops.loss.rows.on_cuda import rows_on_cuda
 from growkern.ops.loss.rows.on_triton import rows_on_triton
@@ -22,7 +23,6 @@ from growkern.ops.loss.rows.state import (
     read_rows,
     terms,
 )
-from growkern.ops.loss.rows.transforms import Rules, apply, refuse_second_derivative
 
 ROW_FUNCTIONS: dict[str, RowFunction] = {
     "cpu": rows_on_cpu,

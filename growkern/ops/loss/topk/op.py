@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from growkern.ops.backend.transforms import Rules
 from growkern.ops.loss.linear.heads import from_arguments
 from growkern.ops.loss.linear.op import Chunk, backward_of, empty_outputs, setup_context, swept
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import KL_ROW, Rows, Steps, n_numbers, read_slices, unpack
-from growkern.ops.loss.rows.transforms import Rules
 from growkern.ops.loss.rows.vocab_parallel import largest
 from growkern.ops.loss.topk.buckets import Kept, solve, union
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton

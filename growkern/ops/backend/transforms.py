@@ -1,4 +1,4 @@
-"""Takes the custom ops of the losses through `torch.func.grad`, and refuses what they cannot do.
+"""Takes custom ops through `torch.func.grad`, and refuses the transforms that have no rule.
 
 A custom op with `register_autograd` has no rule for forward-mode AD: PyTorch then returns a tangent
 of 0 without a word. It does not work under the transforms of `torch.func` either. An
