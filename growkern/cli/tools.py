@@ -43,12 +43,12 @@ def bench(
         raise GrowthError(f"no benchmark {name!r}{nearest(name, names)}")
     for chosen in [name] if name else names:
         command = [sys.executable, "-m", f"bench.bench_{chosen}", *context.args]
-        code = _exit_code(command, root)
+        code = exit_code(command, root)
         if code:
             raise typer.Exit(code)
 
 
-def _exit_code(command: list[str], directory: Path) -> int:
+def exit_code(command: list[str], directory: Path) -> int:
     """Run a command. If this process is stopped, so are all processes that the command started."""
     # in a session of its own: Ctrl-C reaches this process alone, and then its whole group is ended
     with subprocess.Popen(command, cwd=directory, start_new_session=True) as process:

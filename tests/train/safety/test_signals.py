@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM save a checkpoint, say one line, and end with their exit codes."""
 
+import importlib
 import os
 import re
 import signal
@@ -146,6 +147,26 @@ def test_an_impatient_second_sigint_raises(monkeypatch):
         monkeypatch.setattr("growkern.train.safety.signals.REPEATED_AFTER", -1.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_module_cannot_swallow_a_signal(tmp_path, monkeypatch, number):
+    (tmp_path / f"swallowing_{int(number)}.py").write_text(
+        "import os, time\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(0.2)\n"
+        "except BaseException:\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGALRM)
+    with SignalWatch() as watch, pytest.raises((KeyboardInterrupt, Terminated)):
+        importlib.import_module(f"swallowing_{int(number)}")
+        time.sleep(30)
+    assert watch.raised == number
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_an_ignored_signal_stays_ignored_and_threads_catch_nothing():
