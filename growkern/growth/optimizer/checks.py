@@ -184,8 +184,8 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
         raise GrowthError(f"{name}: {key} is {kind}, expected a tensor with numbers in memory")
     if tuple(value.shape) != shape:
         raise GrowthError(
-            f"{name}: {key} is {list(value.shape)}, the parameter {list(shape)}; is this the "
-            "source's optimizer, with groups as the Trainer makes them?"
+            f"{name}: {key} has shape {list(value.shape)}, but the parameter has {list(shape)}: is "
+            "this the source's optimizer, with groups as the Trainer makes them?"
         )
     if value.dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))

@@ -272,7 +272,9 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
     for field, key in fields.items():
         old, new = small.size(key), large.size(key)
         if new < old:
-            raise GrowthError(f"{field}={new} is smaller than the source's {old}; growth widens")
+            raise GrowthError(
+                f"{field}={new} is smaller than the source's {old}; sizes can only grow"
+            )
         if new > family.largest(key):
             most = family.largest(key)
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")

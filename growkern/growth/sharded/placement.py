@@ -31,7 +31,7 @@ def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
     shards = []
     for mesh_dim, placement in enumerate(parameter.placements):
         if placement.is_partial():
-            raise GrowthError(f"{name} is placed as {placement}; replicate or shard it")
+            raise GrowthError(f"{name} is placed as {placement}: replicate or shard it")
         dim = getattr(placement, "dim", None)
         if dim is not None:
             shards.append((hasattr(placement, "split_factor"), mesh_dim, int(dim)))

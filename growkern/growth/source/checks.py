@@ -19,18 +19,26 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """GrowthError if a tensor, or this part of it, contains NaN or Inf."""
+    """Refuse NaN and Inf in a tensor, or in this part of it.
+
+    Raises:
+        GrowthError: it has one.
+    """
     if _is_finite(tensor):
         return
     bad = int((~torch.isfinite(tensor)).sum())
     raise GrowthError(
-        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf; fix the checkpoint, or "
+        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf: fix the checkpoint, or "
         "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
     )
 
 
 def refuse_overflow(name: str, tensor: Tensor) -> None:
-    """GrowthError if weights overflowed when they were converted to a narrower dtype."""
+    """Refuse weights that overflowed when they were converted to a narrower dtype.
+
+    Raises:
+        GrowthError: there is one.
+    """
     if _is_finite(tensor):
         return
     dtype = str(tensor.dtype).removeprefix("torch.")

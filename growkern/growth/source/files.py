@@ -120,7 +120,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
             raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
         # Path.is_file would raise if the name is too long for the file system
         if not os.path.isfile(directory / shard):
-            raise GrowthError(f"{directory}: shard {shard!r} is missing; download it again")
+            raise GrowthError(f"{directory}: shard {shard!r} is missing: download it again")
         for name, header in _read_shard(directory / shard).items():
             if name in headers:
                 raise GrowthError(f"{directory}: {name} is in {headers[name].file} and in {shard}")

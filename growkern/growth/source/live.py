@@ -49,7 +49,7 @@ def check_live(model: Any, spec: ModelSpec) -> None:
         for what, found, expected in () if live is None else _differences(live, built):
             raise GrowthError(
                 f"{name or spec.class_name}: {what} is {found}, but a model of this config has "
-                f"{expected}; undo the change of the config or of the model, or save the model "
+                f"{expected}: undo the change of the config or of the model, or save the model "
                 "and grow its directory"
             )
     hooked = [name or spec.class_name for name, module in modules.items() if _is_changed(module)]

@@ -469,7 +469,7 @@ def made_before(target):
         (None, lambda d: d, "optimizer.pt: no such file"),
         (None, several_optimizers, r"several optimizers \(a., b.\)"),
         (None, weights_only, "no optimizer state of this model; it holds transformer.ln_f.bias"),
-        (None, of_another_size, r"exp_avg is \[13\], the parameter \[12\]"),
+        (None, of_another_size, r"exp_avg has shape \[13\], but the parameter has \[12\]"),
         (lambda t: torch.optim.AdamW(t.parameters(), amsgrad=True), None, "with amsgrad=False"),
     ],
 )
@@ -515,7 +515,7 @@ def with_a_parameter_twice():
         (lambda: state_of(lambda ps: torch.optim.SGD(ps, momentum=0.9)), "no rule .*momentum_buf"),
         (lambda: state_of(three_groups), "3 groups without param_names"),
         (lambda: state_of(num_hidden_layers=3), r"groups hold \[58\] parameters, .* has \[42\]"),
-        (swapped, r"exp_avg is \[\d+.*the parameter \[50, 12\]"),
+        (swapped, r"exp_avg has shape \[\d+.*the parameter has \[50, 12\]"),
         (misnamed, "state for bert.embedings"),
         (without_step, "no step count"),
     ],

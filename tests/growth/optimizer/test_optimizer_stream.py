@@ -332,7 +332,7 @@ SPOILT = [
     (spoil("growth_step", "two"), "step count is a str"),
     (spoil("exp_avg", [1.0]), "c_proj.weight: exp_avg is a list, expected a tensor"),
     (spoil("exp_avg", lambda x: x.long()), "exp_avg is torch.int64; growth handles torch.float32"),
-    (spoil("exp_avg", lambda x: x[1:]), "exp_avg is .*, the parameter"),
+    (spoil("exp_avg", lambda x: x[1:]), "exp_avg has shape .*, but the parameter"),
     (without("exp_avg"), "c_proj.weight: no exp_avg in"),
     (without("exp_avg_sq"), "no exp_avg_sq in"),
     (
