@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from bench.on_gpu.check_expand import truth_rows
 from bench.shared.harness import (
     Rows,
     benchmark_parser,
@@ -28,6 +27,7 @@ from bench.shared.harness import (
     require_green,
     show_and_save,
 )
+from bench.shared.inputs import truth_rows
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 

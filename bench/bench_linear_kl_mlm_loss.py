@@ -23,9 +23,12 @@ from bench.shared.harness import Rows, machine, show_and_save
 from bench.shared.loss_measure import (
     DEVICE,
     Provider,
-    gradient_error,
+    error_of,
+    growkern,
     in_turns,
     loss_parser,
+    make_inputs,
+    plain,
     prepare,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
@@ -37,36 +40,8 @@ SHAPES = {
     + [(N, 128_256, 4096, 2048) for N in (8192, 256, 2048)],
 }
 DTYPES = (torch.bfloat16, torch.float32)
-DRIFT = 0.05
 # not the default: a failure is noted in its row
 CUDA_ROWS = "growkern, CUDA rows"
-
-
-def make_inputs(N, V, H, H_t, dtype, bias=False):
-    """A teacher, and a student made from it: widened, then moved by DRIFT."""
-    rng = torch.Generator(DEVICE).manual_seed(0)
-    columns = torch.cat([torch.arange(H_t), torch.randint(H_t, (H - H_t,))]).to(DEVICE)
-    hidden_t, weight_t = (torch.randn(rows, H_t, generator=rng, device=DEVICE) for rows in (N, V))
-    weight_t *= 3 / H_t**0.5
-    hidden, weight = hidden_t[:, columns], weight_t[:, columns] / columns.bincount()[columns]
-    student = [
-        (x + DRIFT * x.std() * torch.randn(x.shape, generator=rng, device=DEVICE)).to(dtype)
-        for x in (hidden, weight)
-    ]
-    labels = torch.randint(V, (N,), generator=rng, device=DEVICE)
-    teacher = [hidden_t.to(dtype), weight_t.to(dtype)]
-    for head in (student, teacher) if bias else ():
-        head.append(torch.randn(V, generator=rng, device=DEVICE).to(dtype))
-    return [x.requires_grad_() for x in student], teacher, labels
-
-
-def plain(student, teacher, labels, alpha):
-    """The loss as one writes it without a library: all logits, then both losses in float32."""
-    logits = [F.linear(*head) for head in (student, teacher)]
-    z, u = (x if x.dtype == torch.float64 else x.float() for x in logits)
-    mlm = F.cross_entropy(z, labels)
-    kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
-    return (1 - alpha) * mlm + alpha * kl
 
 
 class Float32Logits(torch.autograd.Function):
@@ -90,13 +65,6 @@ def plain_float32(student, teacher, labels, alpha):
     mlm = F.cross_entropy(z, labels)
     kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
     return (1 - alpha) * mlm + alpha * kl
-
-
-def growkern(student, teacher, labels, alpha, **options):
-    (hidden, weight, *bias), (hidden_t, weight_t, *bias_t) = student, teacher
-    if bias:
-        options |= {"student_bias": bias[0], "teacher_bias": bias_t[0]}
-    return linear_kl_mlm_loss(hidden, weight, hidden_t, weight_t, labels, alpha=alpha, **options)
 
 
 # as plain PyTorch has them; for float32 heads the default may be float64
@@ -149,13 +117,6 @@ def losses(with_compile, dtype, bias=False):
         for name, peer in peers.LABELS_ALONE.items()
     ]
     return named
-
-
-def error_of(fn, alpha, V, H, H_t, dtype, bias=False):
-    student, teacher, labels = make_inputs(64, V, H, H_t, dtype, bias)
-    in64 = [x.detach().double().requires_grad_() for x in student]
-    truth = torch.autograd.grad(plain(in64, [x.double() for x in teacher], labels, alpha), in64)
-    return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)
 
 
 def captured(step):

@@ -14,9 +14,16 @@ arithmetic only. `bench_topk` measures the loss of accuracy by storing k entries
 import torch
 from torch.nn import functional as F
 
-from bench.bench_linear_kl_mlm_loss import DRIFT, make_inputs
 from bench.shared.harness import machine, show_and_save
-from bench.shared.loss_measure import DEVICE, gradient_error, loss_parser, measure, prepare
+from bench.shared.inputs import DRIFT
+from bench.shared.loss_measure import (
+    DEVICE,
+    gradient_error,
+    loss_parser,
+    make_inputs,
+    measure,
+    prepare,
+)
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.cached_teacher.rows import topk_of_head

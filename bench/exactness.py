@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import growkern
-from bench import bench_linear_kl_mlm_loss as linear
+from bench.shared import loss_measure
 from bench.shared.harness import Rows, machine, show_and_save
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
 
@@ -69,10 +69,10 @@ def _logits_error(source: Any, grown: Any) -> float:
 def losses() -> Iterator[dict[str, Any]]:
     """The gradient errors of the linear loss and of plain PyTorch at several drifts."""
     for drift in DRIFTS:
-        linear.DRIFT = drift
         for dtype in (torch.float32, torch.bfloat16):
             for name in ("growkern", "plain"):
-                error = linear.error_of(getattr(linear, name), 1.0, 30_522, 768, 512, dtype)
+                fn = getattr(loss_measure, name)
+                error = loss_measure.error_of(fn, 1.0, 30_522, 768, 512, dtype, drift=drift)
                 row = {"what": f"linear loss, {name}", "drift": drift, "dtype": _name(dtype)}
                 yield row | {"error": error}
 

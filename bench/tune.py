@@ -20,12 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.on_gpu.check_expand import make_case
-from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
-from bench.on_gpu.recorder import Recorder
 from bench.shared import results
 from bench.shared.harness import interleaved_ms
+from bench.shared.inputs import make_case, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
+from bench.shared.recorder import Recorder
 from growkern.ops.backend import tuned
 from growkern.ops.backend.tuned import TUNED_FILE, tuned_choices, tuned_key
 from growkern.ops.expand.op import expand

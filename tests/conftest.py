@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from bench.launches import cuda_emulator
 from tests import walks
-from tests.ops import cuda_emulator
 
 ROOT = Path(__file__).parents[1]
 # A worker takes whole files in this order. One of these as the last would let the others wait.

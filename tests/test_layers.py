@@ -86,6 +86,10 @@ PARTS = {
         "run",
     ),
 }
+# the same of bench; everything else in it is a command, and imports no other command
+BENCH_PARTS = ("shared", "launches", "on_gpu")
+# commands that run cases of the tests: over more seeds, at full size, or on more processes
+USE_TESTS = {"exactness", "fuzz_exactness", "distributed"}
 # all that the layers above may take of ops
 PUBLIC_OPS = {
     "growkern.ops.backend.choose.Backend",
@@ -178,6 +182,8 @@ def by_name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", MODULES, ids=by_name)
 def test_imports_point_one_way(path):
+    outside = {name.split(".")[0] for name in imported_names(path)} & {"bench", "tests", "examples"}
+    assert not outside, f"{by_name(path)} must not import {outside}: they are not installed"
     layer = layer_of(path)
     if layer == "__init__":  # the package's door: it may name every layer
         return
@@ -224,6 +230,19 @@ def test_parts_of_a_layer_import_one_way(layer):
             below = part_of(imported, layer)
             if below is not None:
                 assert order.index(below) <= order.index(part), f"{name} must not import {imported}"
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name.startswith("bench.")])
+def test_benchmarks_import_one_way(name):
+    part = part_of(name, "bench")
+    below = BENCH_PARTS[: BENCH_PARTS.index(part)] if part in BENCH_PARTS else BENCH_PARTS
+    for imported in imported_modules(name):
+        if imported.startswith("bench."):
+            assert part_of(imported, "bench") in (*below, part), (
+                f"{name} must not import {imported}"
+            )
+        elif imported.startswith("tests."):
+            assert part in USE_TESTS, f"{name} must not import {imported}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=by_name)

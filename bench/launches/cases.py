@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from bench.on_gpu.check_expand import in_nan, make_case
-from bench.on_gpu.check_loss import make_heads, make_labels, make_logits
-from bench.on_gpu.check_options import OPTIONS
+from bench.shared.inputs import OPTIONS, in_nan, make_case, make_heads, make_labels, make_logits
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand

@@ -10,7 +10,7 @@ from unittest import mock
 
 from triton.runtime import driver
 
-from bench.aot import TARGETS
+from bench.launches.sources import TARGETS
 from growkern.ops.backend import choose, tuned
 from growkern.ops.loss.linear import op as linear_op
 

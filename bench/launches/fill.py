@@ -46,15 +46,15 @@ def settle(directory: Path) -> int:
 
 def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str, Any]]:
     """Every step-th case from the first one on, of those whose name contains `only`."""
-    # it makes sure that kernels are not interpreted
-    from bench import aot  # isort: skip
     import torch
 
     from bench.launches.cases import all_cases
     from bench.launches.driver import absent_gpu
+    from bench.launches.sources import all_cases as listed_cases
+    from bench.launches.sources import is_same, source_of
 
     torch.set_num_threads(1)
-    tables = [(case.name, aot.source_of(case)) for case in aot.all_cases()]
+    tables = [(case.name, source_of(case)) for case in listed_cases()]
     rows = []
     with absent_gpu(arch) as launches:
         named = (case for case in all_cases("cpu") if only in case.name)
@@ -72,7 +72,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
             row["kernels"] = sorted({launch.kernel.__name__ for launch in made})
             row["shared bytes"] = max((launch.metadata.shared for launch in made), default=0)
             row["in table"] = sorted(
-                {name for name, source in tables for x in made if aot.is_same(source, x.source)}
+                {name for name, source in tables for x in made if is_same(source, x.source)}
             )
             rows.append(row | {"launches": len(made), "seconds": time.perf_counter() - start})
     return rows

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.launches.cases import SHAPES, Case, all_cases, headline
-from bench.on_gpu.check_loss import make_heads
-from bench.on_gpu.recorder import Recorder, fill_new_memory
+from bench.shared.inputs import make_heads
+from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.linear.gemm import adds_wide, multiplies_wide
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 

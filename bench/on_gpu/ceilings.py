@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bench.on_gpu.recorder import Recorder
 from bench.shared.harness import interleaved_ms
+from bench.shared.recorder import Recorder
 from growkern.ops.expand.op import expand
 
 

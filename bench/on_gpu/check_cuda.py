@@ -11,9 +11,11 @@ from unittest import mock
 
 import torch
 
+from bench.launches import cuda_emulator
 from bench.on_gpu import check_expand, check_loss
-from bench.on_gpu.check_expand import check_case, in_nan, make_case
-from bench.on_gpu.recorder import Recorder, Skip, fill_new_memory
+from bench.on_gpu.check_expand import check_case
+from bench.shared.inputs import in_nan, make_case
+from bench.shared.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
 from growkern.ops.expand import on_cuda as expand_on_cuda
 from growkern.ops.loss.rows import on_cuda as rows_on_cuda
@@ -48,12 +50,10 @@ def _kernels(recorder: Recorder) -> Iterator[None]:
         return
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Skip("needs a GPU, or a C++ compiler to emulate one")
-    from tests.ops.cuda_emulator import emulate
-
     with contextlib.ExitStack() as patches:
         for module in (expand_on_cuda, rows_on_cuda):
             patches.enter_context(mock.patch.object(module, "why_not", lambda: ""))
-            patches.enter_context(mock.patch.object(module, "launch", emulate))
+            patches.enter_context(mock.patch.object(module, "launch", cuda_emulator.emulate))
         limits = {rows_on_cuda: SHARED_ROWS, expand_on_cuda: LIMIT}
         for module, limit in limits.items():
             given = mock.patch.object(module, "shared_limit", lambda device, n=limit: n)

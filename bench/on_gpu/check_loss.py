@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.recorder import Recorder, fill_new_memory
+from bench.shared.inputs import IGNORED, LOGITS_PART, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
+from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
-IGNORED = -100
 ALPHA, T = 0.7, 2.0
-DRIFT = 0.05
 # largest allowed relative Frobenius error of a gradient, by dtype of the inputs
 BARS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# how many elements of float64 logits exist at a time
-PART = 1 << 26
 
 
 def run(recorder: Recorder) -> None:
@@ -44,28 +41,6 @@ def loss_sum(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
     return (1 - ALPHA) * mlm + ALPHA * T**2 * kl
 
 
-def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
-    """Random labels (N,); every third row has none."""
-    labels = torch.randint(V, (N,), generator=rng, device=rng.device)
-    labels[1::3] = IGNORED
-    labels[0], labels[-1] = V - 1, 0
-    return labels
-
-
-def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) of a student and its teacher, DRIFT apart. The last logit is the largest."""
-    teacher = torch.empty(N, V, dtype=dtype, device=rng.device)
-    student = torch.empty_like(teacher)
-    for i in range(0, N, step := max(1, PART // V)):
-        part = 3 * torch.randn(min(step, N - i), V, generator=rng, device=rng.device)
-        teacher[i : i + step] = part
-        student[i : i + step] = part + 3 * DRIFT * torch.randn(
-            part.shape, generator=rng, device=rng.device
-        )
-    teacher[:, -1], student[:, -1] = 17, 16
-    return student, teacher
-
-
 # ----------------------------------------------------------------- ready logits
 
 
@@ -85,7 +60,7 @@ def check_rows(
     )
     (grad,) = torch.autograd.grad(loss, z)
     truth, squares, norm = 0.0, 0.0, 0.0
-    step = max(1, PART // V)
+    step = max(1, LOGITS_PART // V)
     for i in range(0, N, step):
         part = slice(i, i + step)
         z64 = student[part].double().requires_grad_()
@@ -167,22 +142,6 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
 # -------------------------------------------------------------------- the heads
 
 
-def make_heads(
-    N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator
-) -> tuple[list[Tensor], list[Tensor]]:
-    """A student and its teacher, each as [hidden, weight].
-
-    The student is its teacher widened from H_t to H, then moved by DRIFT.
-    """
-    made = {"generator": rng, "device": rng.device}
-    extra = torch.randint(H_t, (H - H_t,), **made)
-    columns = torch.cat([torch.arange(H_t, device=rng.device), extra])
-    hidden, weight = torch.randn(N, H_t, **made), 3 / H_t**0.5 * torch.randn(V, H_t, **made)
-    wide = [hidden[:, columns], weight[:, columns] / columns.bincount()[columns]]
-    student = [x + DRIFT * x.std() * torch.randn(x.shape, **made) for x in wide]
-    return [x.to(dtype) for x in student], [x.to(dtype) for x in (hidden, weight)]
-
-
 def linear_truth(
     student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor
 ) -> tuple[float, Tensor, Tensor]:
@@ -190,7 +149,7 @@ def linear_truth(
     x, w = (t.double() for t in student)
     x_t, w_t = (t.double() for t in teacher)
     dx, dw, loss = torch.zeros_like(x), torch.zeros_like(w), 0.0
-    step = max(1, PART // len(w))
+    step = max(1, LOGITS_PART // len(w))
     for i in range(0, len(x), step):
         part = slice(i, i + step)
         z = (x[part] @ w.t()).requires_grad_()

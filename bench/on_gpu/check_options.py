@@ -12,27 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.check_loss import BARS, IGNORED, make_heads, make_labels, make_logits
-from bench.on_gpu.recorder import Recorder, fill_new_memory
+from bench.on_gpu.check_loss import BARS
+from bench.shared.inputs import IGNORED, OPTIONS, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
+from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
-# each option by itself, then many at once
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"divergence": "reverse"},
-    {"divergence": "jsd", "beta": 0.3},
-    {"label_smoothing": 0.1},
-    {"z_loss": 1e-3},
-    {"softcap": 20.0, "teacher_softcap": 25.0},
-    {"row_weights": True},
-    {"reduction": "none"},
-    {"kl_rows": "all"},
-    {"teacher_weights": [0.3, 0.7]},
-    {"divergence": "jsd", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0}
-    | {"teacher_weights": [0.4, 0.6], "row_weights": True, "reduction": "none", "kl_rows": "all"},
-)
 # (k, options) for cached teachers with k entries
 TOPK_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {}),

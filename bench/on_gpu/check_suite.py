@@ -8,7 +8,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from bench.on_gpu.recorder import Recorder, needs
+from bench.shared.recorder import Recorder, needs
 from bench.shared.results import ROOT
 
 

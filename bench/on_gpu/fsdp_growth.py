@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from bench.on_gpu.recorder import Recorder
 from bench.shared import system
 from bench.shared.llama_growth import SIZES
+from bench.shared.recorder import Recorder
 from bench.shared.results import ROOT
 
 WAYS = ("grow_into", "whole, then spread")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from bench.on_gpu.recorder import Recorder, needs
 from bench.shared import harness
+from bench.shared.recorder import Recorder, needs
 from bench.shared.results import ROOT
 
 

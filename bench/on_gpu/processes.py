@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from bench.on_gpu.pieces import Piece, chosen
-from bench.on_gpu.recorder import Recorder, Skip
 from bench.shared import results
+from bench.shared.recorder import Recorder, Skip
 
 
 def run_here(piece: Piece, path: Path, *, toy: bool) -> str:

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.on_gpu.recorder import Recorder, Skip
 from bench.shared import results
+from bench.shared.recorder import Recorder, Skip
 from bench.shared.results import ROOT
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bench.on_gpu.check_expand import make_case
-from bench.on_gpu.check_loss import loss_sum, make_heads, make_labels, make_logits
-from bench.on_gpu.recorder import Recorder
+from bench.on_gpu.check_loss import loss_sum
 from bench.shared.harness import interleaved_ms
+from bench.shared.inputs import make_case, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import gradient_error
+from bench.shared.recorder import Recorder
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss

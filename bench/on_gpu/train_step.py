@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.recorder import Recorder
+from bench.shared.recorder import Recorder
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.head import align_labels, head_inputs, head_swap
 

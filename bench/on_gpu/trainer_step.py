@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.on_gpu.recorder import Recorder
 from bench.on_gpu.train_step import FULL, TOY, bert, make_batch
+from bench.shared.recorder import Recorder
 from bench.shared.trainer_runs import Clock, trained
 
 Batch = tuple[dict[str, Tensor], Tensor]

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bench.shared.harness import benchmark_parser, require_green
+from bench.shared.inputs import DRIFT
 from bench.shared.peers import DEVICE, Peer, why_failed
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
 def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.ArgumentParser:
@@ -192,3 +195,49 @@ def frobenius(actual: Tensor, truth: Tensor) -> float:
 def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     """The largest relative Frobenius error among several gradients."""
     return max(frobenius(a, t) for a, t in zip(actual, truth, strict=True))
+
+
+# ------------------------------------------------------------- linear losses
+
+
+def make_inputs(N, V, H, H_t, dtype, bias=False, drift=DRIFT):
+    """A teacher, and a student made from it: widened, then moved by `drift`."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    columns = torch.cat([torch.arange(H_t), torch.randint(H_t, (H - H_t,))]).to(DEVICE)
+    hidden_t, weight_t = (torch.randn(rows, H_t, generator=rng, device=DEVICE) for rows in (N, V))
+    weight_t *= 3 / H_t**0.5
+    hidden, weight = hidden_t[:, columns], weight_t[:, columns] / columns.bincount()[columns]
+    student = [
+        (x + drift * x.std() * torch.randn(x.shape, generator=rng, device=DEVICE)).to(dtype)
+        for x in (hidden, weight)
+    ]
+    labels = torch.randint(V, (N,), generator=rng, device=DEVICE)
+    teacher = [hidden_t.to(dtype), weight_t.to(dtype)]
+    for head in (student, teacher) if bias else ():
+        head.append(torch.randn(V, generator=rng, device=DEVICE).to(dtype))
+    return [x.requires_grad_() for x in student], teacher, labels
+
+
+def plain(student, teacher, labels, alpha):
+    """The loss as one writes it without a library: all logits, then both losses in float32."""
+    logits = [F.linear(*head) for head in (student, teacher)]
+    z, u = (x if x.dtype == torch.float64 else x.float() for x in logits)
+    mlm = F.cross_entropy(z, labels)
+    kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
+    return (1 - alpha) * mlm + alpha * kl
+
+
+def growkern(student, teacher, labels, alpha, **options):
+    """`linear_kl_mlm_loss` of heads [hidden, weight] or [hidden, weight, bias]."""
+    (hidden, weight, *bias), (hidden_t, weight_t, *bias_t) = student, teacher
+    if bias:
+        options |= {"student_bias": bias[0], "teacher_bias": bias_t[0]}
+    return linear_kl_mlm_loss(hidden, weight, hidden_t, weight_t, labels, alpha=alpha, **options)
+
+
+def error_of(fn, alpha, V, H, H_t, dtype, bias=False, drift=DRIFT):
+    """The gradient error of a linear loss, on 64 rows."""
+    student, teacher, labels = make_inputs(64, V, H, H_t, dtype, bias, drift)
+    in64 = [x.detach().double().requires_grad_() for x in student]
+    truth = torch.autograd.grad(plain(in64, [x.double() for x in teacher], labels, alpha), in64)
+    return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)

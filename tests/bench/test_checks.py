@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from bench.launches import cuda_emulator
 from bench.on_gpu import check_cuda, check_expand, check_loss, check_options, check_suite, sanitize
-from bench.on_gpu.recorder import Recorder, Skip
 from bench.shared import llama_growth
+from bench.shared.recorder import Recorder, Skip
 from growkern.ops.backend.launch import HAS_TRITON
-from tests.ops import cuda_emulator
 
 # Masked lanes of a kernel compute inf - inf, which NumPy warns of. The kernel drops the result.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")

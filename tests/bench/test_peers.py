@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import bench_linear_kl_mlm_loss
-from bench.shared import peers
+from bench.shared import loss_measure, peers
 from bench.shared.loss_measure import Provider, in_turns
 from bench.shared.peers import Peer
 
@@ -55,8 +55,8 @@ def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):
     named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.losses(False, torch.float32)}
     loss, alpha, error_alpha, peer = named["cut_cross_entropy, labels alone"]
     assert not peer.why_not() and alpha == error_alpha == 0
-    monkeypatch.setattr(bench_linear_kl_mlm_loss, "DEVICE", "cpu")
-    error = bench_linear_kl_mlm_loss.error_of(loss, 0.0, 50, 12, 8, torch.float32)
+    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
+    error = loss_measure.error_of(loss, 0.0, 50, 12, 8, torch.float32)
     assert error < 1e-6
     ours = named["growkern, labels alone"][0]
-    assert bench_linear_kl_mlm_loss.error_of(ours, 0.0, 50, 12, 8, torch.float32) < 1e-6
+    assert loss_measure.error_of(ours, 0.0, 50, 12, 8, torch.float32) < 1e-6

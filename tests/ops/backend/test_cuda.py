@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.launches.cuda_emulator import emulate
 from bench.shared.cuda_cases import cuda_cases
 from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.nvrtc import Grid
 from growkern.ops.loss.rows.on_cuda import RowsArgs, plan, rows_kernel
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
-from tests.ops.cuda_emulator import emulate
 from tests.ops.loss.loss_inputs import make_logits
 
 CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import tune
-from bench.on_gpu.recorder import Recorder
+from bench.shared.recorder import Recorder
 from growkern.ops.backend import tuned
 from growkern.ops.backend.tuned import TUNED_FILE, launch_choice
 

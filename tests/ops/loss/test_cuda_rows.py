@@ -8,13 +8,13 @@ import functools
 import pytest
 import torch
 
+from bench.launches.cuda_emulator import emulate
 from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss, kl_mlm_rows_reference
 from growkern.ops.loss.rows import on_cuda
 from growkern.ops.loss.rows.on_cuda import cluster_size, rows_on_cuda
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers, read_slices, terms
 from tests.numerics import assert_no_worse_than_eager
-from tests.ops.cuda_emulator import emulate
 from tests.ops.loss.loss_inputs import IGNORED, make_logits, relative_error
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

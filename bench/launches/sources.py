@@ -1,0 +1,79 @@
+"""The launches that the library's Triton kernels list for themselves, as sources to compile."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import growkern.ops
+from growkern.ops.backend.aot import AotCase
+
+TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+RAGGED = "rows are not aligned, because the vocabulary is no multiple of 16"
+
+
+def ragged(case: AotCase) -> AotCase:
+    """The same launch for a vocabulary that is no multiple of 16."""
+    return case._replace(
+        name=f"{case.name}, V 30522",
+        unaligned=(*case.unaligned, *sorted({"V", "strides"} & case.signature.keys())),
+        narrow=case.narrow or RAGGED,
+        narrow_stores=RAGGED,
+    )
+
+
+def all_cases() -> list[AotCase]:
+    """The launches of all Triton kernels of the library."""
+    modules = (m.name for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops."))
+    cases = []
+    for name in modules:
+        found = getattr(importlib.import_module(name), "aot_cases", list)
+        cases += found()
+    return cases + [ragged(case) for case in cases if "V" in case.signature]
+
+
+def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """The members of a tuple argument, each with its path. Other arguments have one empty path."""
+    if isinstance(kind, tuple):
+        return [((j,), member) for j, member in enumerate(kind)]
+    return [((), kind)]
+
+
+def _typed(kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(_typed(member) for member in kind)
+    return kind if isinstance(kind, str) else "constexpr"
+
+
+def source_of(case: AotCase) -> ASTSource:
+    """The specialised source of a case."""
+    names = case.kernel.arg_names
+    given = {**case.signature, **case.constexprs}
+    if sorted(given) != sorted(names):
+        wrong = sorted(set(given) ^ set(names))
+        raise ValueError(f"{case.name}: these arguments are missing or unknown: {wrong}")
+    signature = {name: _typed(case.signature.get(name)) for name in names}
+    constants, attrs = dict(case.constexprs), {}
+    for name, kind in case.signature.items():
+        for place, one in _places(kind):
+            path = (names.index(name), *place)
+            if not isinstance(one, str):
+                constants[path] = one
+            elif one[0] in "*i" and name not in case.unaligned:
+                attrs[path] = [["tt.divisibility", 16]]
+    return ASTSource(case.kernel, signature, constants, attrs)
+
+
+def is_same(source: ASTSource, launched: ASTSource) -> bool:
+    """Whether a case is what Triton's launcher made of a call."""
+
+    def parts(of: ASTSource) -> tuple[Any, ...]:
+        # the launcher lists arguments without an attribute, too
+        attributes = {path: found for path, found in of.attrs.items() if found}
+        constants = {path: str(value) for path, value in of.constants.items()}
+        return {k: str(v) for k, v in of.signature.items()}, constants, attributes
+
+    return source.fn is launched.fn and parts(source) == parts(launched)

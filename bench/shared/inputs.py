@@ -1,0 +1,191 @@
+"""Random inputs of the ops, and the truth of `expand`, for checks, sweeps and benchmarks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growkern.ops.expand.call import Routing
+from growkern.ops.expand.noise import hash_noise, line_keys
+from growkern.ops.expand.routing import chosen
+
+IGNORED = -100
+DRIFT = 0.05
+# how many elements of logits exist in a wider dtype at a time
+LOGITS_PART = 1 << 26
+# options of the losses: each by itself, then many at once
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"divergence": "reverse"},
+    {"divergence": "jsd", "beta": 0.3},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-3},
+    {"softcap": 20.0, "teacher_softcap": 25.0},
+    {"row_weights": True},
+    {"reduction": "none"},
+    {"kl_rows": "all"},
+    {"teacher_weights": [0.3, 0.7]},
+    {"divergence": "jsd", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0}
+    | {"teacher_weights": [0.4, 0.6], "row_weights": True, "reduction": "none", "kl_rows": "all"},
+)
+
+
+# ---------------------------------------------------------------------- expand
+
+
+def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
+    """Rows of the correct result, by plain indexing with equations (1) to (3) of expand/op.py.
+
+    Args:
+        case: arguments of `expand`.
+        at: int64, the indices of the rows.
+
+    Returns:
+        float64, (len(at), columns).
+    """
+    weight, upper = case["weight"], case.get("upper")
+    R, C = weight.shape
+    rows, cols = case.get("rows"), case.get("cols")
+    row = at if rows is None else rows[at]
+    col = torch.arange(C, device=at.device) if cols is None else cols
+    x = weight[row % R].double()[:, col % C]
+    if upper is not None:
+        second = (row >= R)[:, None] | (col >= C)
+        x = torch.where(second, upper[row % R].double()[:, col % C], x)
+    if case.get("row_scale") is not None:
+        x = x * case["row_scale"][at].double()[:, None]
+    if case.get("col_scale") is not None:
+        x = x * case["col_scale"].double()
+    seed = case.get("seed", 0)
+    if case.get("col_noise") is not None:
+        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
+        x = x * (1 + case["col_noise"].double() * hash_noise(key, mult, col.int()))
+    if case.get("row_noise") is not None:
+        key, mult = line_keys(len(col), 0, seed, at.device)
+        xi = hash_noise(key, mult, row.int()[:, None])
+        x = x * (1 + case["row_noise"][at].double()[:, None] * xi)
+    if case.get("routing") is not None:
+        x = x * _shares(case["routing"], at, (row, col), seed)
+    return x
+
+
+def _shares(routing: Routing, at: Tensor, source: tuple[Tensor, Tensor], seed: int) -> Tensor:
+    """The share of the weight that every element of rows `at` has: (1) and (2) of routing.py."""
+    dim, copies, amplitude = routing
+    if dim == 1:
+        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
+        src = source[1].int()
+    else:
+        key, mult = line_keys(len(source[1]), 0, seed, at.device)
+        src, copies = source[0].int()[:, None], copies[at, None]
+    first, second = chosen(key, mult, src, copies)
+    larger = (1 + amplitude) / 2
+    share = larger * first.double() + (1 - larger) * second.double()
+    return torch.where(copies[..., 1] == 1, 1.0, share)
+
+
+def make_case(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    rng: torch.Generator,
+    *,
+    upper: bool = False,
+    noise: str = "",
+    scales: bool = True,
+) -> dict[str, Any]:
+    """Random arguments of `expand`, on the generator's device.
+
+    Args:
+        sizes: rows and columns of the weight, rows and columns of the result.
+        dtype: of the weight.
+        rng: draws everything.
+        upper: whether to also take the layer above.
+        noise: "row", "col" or "" for none.
+        scales: whether to scale rows and columns.
+    """
+    R, C, M, N = sizes
+    made = {"generator": rng, "device": rng.device}
+
+    def index(n: int, m: int) -> Tensor:
+        last = 2 * n if upper else n
+        drawn = torch.randint(last, (m,), **made)
+        # the last source index in the last place, where an overflow would show
+        drawn[-1] = last - 1
+        return drawn
+
+    def factor(n: int) -> Tensor:
+        return torch.rand(n, **made) + 0.25
+
+    case: dict[str, Any] = {"weight": torch.randn(R, C, **made).to(dtype), "seed": 0x1234_89ABCDEF}
+    case |= {"rows": index(R, M), "cols": index(C, N)}
+    if upper:
+        case["upper"] = torch.randn(R, C, **made).to(dtype)
+    if scales:
+        case |= {"row_scale": factor(M), "col_scale": factor(N)}
+    if noise:
+        case[f"{noise}_noise"] = factor(M if noise == "row" else N) - 0.75
+    return case
+
+
+def in_nan(shape: tuple[int, int], dtype: torch.dtype, rng: torch.Generator, layout: str) -> Tensor:
+    """Memory for a result, filled with NaN.
+
+    Args:
+        shape: of the result.
+        dtype: of the result.
+        rng: draws gaps and offsets; the memory is on its device.
+        layout: "dense" (nothing around it), "padded" (gaps between rows), "strided" (gaps between
+            rows and columns) or "turned" (padded and transposed).
+    """
+    M, N = shape
+    if layout == "dense":
+        return torch.full(shape, float("nan"), dtype=dtype, device=rng.device)
+    draw = torch.randint(0, 7, (4,), generator=rng, device=rng.device).tolist()
+    step_m, step_n = 1 + draw[0] % 3, 1 + draw[1] % 3 * (layout == "strided")
+    first = draw[2]
+    size = (M * step_m + first, N * step_n + draw[3] + first)
+    if layout == "turned":
+        base = torch.full(size[::-1], float("nan"), dtype=dtype, device=rng.device).t()
+    else:
+        base = torch.full(size, float("nan"), dtype=dtype, device=rng.device)
+    return base[first : first + M * step_m : step_m, first : first + N * step_n : step_n]
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def make_labels(N: int, V: int, rng: torch.Generator) -> Tensor:
+    """Random labels (N,); every third row has none."""
+    labels = torch.randint(V, (N,), generator=rng, device=rng.device)
+    labels[1::3] = IGNORED
+    labels[0], labels[-1] = V - 1, 0
+    return labels
+
+
+def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) of a student and its teacher, DRIFT apart. The last logit is the largest."""
+    teacher = torch.empty(N, V, dtype=dtype, device=rng.device)
+    student = torch.empty_like(teacher)
+    for i in range(0, N, step := max(1, LOGITS_PART // V)):
+        part = 3 * torch.randn(min(step, N - i), V, generator=rng, device=rng.device)
+        teacher[i : i + step] = part
+        student[i : i + step] = part + 3 * DRIFT * torch.randn(
+            part.shape, generator=rng, device=rng.device
+        )
+    teacher[:, -1], student[:, -1] = 17, 16
+    return student, teacher
+
+
+def make_heads(
+    N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A student and its teacher, each as [hidden, weight].
+
+    The student is its teacher widened from H_t to H, then moved by DRIFT.
+    """
+    made = {"generator": rng, "device": rng.device}
+    extra = torch.randint(H_t, (H - H_t,), **made)
+    columns = torch.cat([torch.arange(H_t, device=rng.device), extra])
+    hidden, weight = torch.randn(N, H_t, **made), 3 / H_t**0.5 * torch.randn(V, H_t, **made)
+    wide = [hidden[:, columns], weight[:, columns] / columns.bincount()[columns]]
+    student = [x + DRIFT * x.std() * torch.randn(x.shape, **made) for x in wide]
+    return [x.to(dtype) for x in student], [x.to(dtype) for x in (hidden, weight)]
