@@ -337,7 +337,7 @@ SPOILT = [
     (without("exp_avg_sq"), "no exp_avg_sq in"),
     (
         spoil("exp_avg", with_value(float("nan"))),
-        "c_proj.weight: exp_avg holds NaN or Inf; .*reset",
+        "c_proj.weight: exp_avg holds NaN or Inf: .*reset",
     ),
     (spoil("exp_avg_sq", with_value(float("inf"))), "exp_avg_sq holds NaN or Inf"),
     (spoil("exp_avg_sq", with_value(-1.0)), "c_proj.weight: exp_avg_sq holds a negative mean"),
