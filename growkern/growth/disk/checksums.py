@@ -28,7 +28,6 @@ from growkern.growth.source.files import PIECE_BYTES, read_header_bytes, row_blo
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
 
-ALGORITHM = "xxh3_128"
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
 # an entry has 100 bytes; there is one for each tensor and file
 MOST_BYTES = 64_000_000
