@@ -1,6 +1,5 @@
 """Where sizes, values and surroundings are at their limits."""
 
-import warnings
 from unittest import mock
 
 import pytest
@@ -18,14 +17,6 @@ from tests.ops.loss.loss_inputs import BACKENDS, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 
 PROVIDERS = BACKENDS[1:]
-
-
-@pytest.fixture(autouse=True)
-def quiet_interpreter():
-    """Masked lanes are inf - inf in NumPy, which says so; a kernel drops them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-        yield
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
