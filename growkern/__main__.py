@@ -1,5 +1,5 @@
 """`python -m growkern` is the `growkern` command."""
 
-from growkern.cli import main
+from growkern.cli.main import main
 
 main()

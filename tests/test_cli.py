@@ -14,7 +14,8 @@ import torch
 import transformers
 
 import growkern
-from growkern import cli, package
+from growkern import package
+from growkern.cli.main import main
 from growkern.info import collect
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
@@ -29,7 +30,7 @@ def run(monkeypatch, capsys):
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["growkern", *map(str, arguments)])
         with pytest.raises(SystemExit) as stopped:
-            cli.main()
+            main()
         out, err = capsys.readouterr()
         return int(stopped.value.code or 0), out, err
 
@@ -63,7 +64,7 @@ def assert_bad_input(result: tuple[int, str, str], *words: str) -> None:
 def test_help_is_quick_and_names_every_command():
     code = (
         "import sys; sys.argv = ['growkern', '--help']\n"
-        "from growkern.cli import main\n"
+        "from growkern.cli.main import main\n"
         "try: main()\n"
         "finally: print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
     )
@@ -137,7 +138,7 @@ def test_a_number_of_tokens_that_is_none_is_refused(run, checkpoint, tokens):
 def test_debug_shows_where_an_error_came_from(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
     with pytest.raises((ValueError, OSError), match="not-there"):
-        cli.main()
+        main()
 
 
 # ------------------------------------------------------------------ cache-teacher

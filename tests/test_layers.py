@@ -26,6 +26,7 @@ OURS = {
 # each layer may import itself and the ones before it
 LAYERS = (
     "errors",
+    "units",
     "package",
     "bounded",
     "whole",
@@ -113,6 +114,7 @@ PUBLIC_OPS = {
 # what a layer may import that is neither ours nor the standard library; the others are free
 THIRD_PARTY = {
     "errors": set(),
+    "units": set(),
     "package": {"tomli"},
     "bounded": set(),
     "whole": set(),

@@ -22,7 +22,7 @@ import growkern.growth.replay
 import growkern.plot
 import growkern.train.cached_teacher.write
 import growkern.train.run
-from growkern import cli
+from growkern.cli.main import main
 from tests.faults.walk import tree
 from tests.test_cli import RUN, checkpoint  # noqa: F401
 
@@ -72,7 +72,7 @@ def command(directory, arguments, number=0, moment=0):
                 signal.signal(one, signal.default_int_handler)
             if number:
                 signal_at(number, moment, directory)
-            cli.main()
+            main()
         except SystemExit as stop:
             code = stop.code or 0
         finally:

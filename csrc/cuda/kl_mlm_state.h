@@ -59,11 +59,11 @@ __device__ inline float& number(float* state, int k, TeacherSums s, i64 N) {
 // sums over some columns of a row: of a thread, then of a block, then of the cluster
 struct Partial {
     // in `sums`; SUM_T and CROSS are those of teacher 0, which those of other teachers follow
-    enum { REST, STUDENT_SUM_T, MOMENT, SUM_Z, SUM_T, CROSS };
+    enum { REST, STUDENT_SUM_T, MOMENT, SUM_Z, SUM_T, CROSS, N_SUMS = SUM_T + 2 * K };
 
     float m[1 + K], best[1 + K];  // of the student, then of the teachers; m is -inf at the start
     float label_logit;
-    float sums[4 + 2 * K];
+    float sums[N_SUMS];
 
     __device__ float& sum_t(int k) { return sums[SUM_T + 2 * k]; }
     __device__ float& cross(int k) { return sums[CROSS + 2 * k]; }
@@ -73,9 +73,12 @@ struct Partial {
 constexpr int PARTIAL_FLOATS = sizeof(Partial) / sizeof(float);
 
 struct Scratch {
-    float reduce[THREADS / 32 * (4 + 2 * K)];
+    float reduce[THREADS / 32 * Partial::N_SUMS];
     Partial slice, row;
 };
+#ifdef SCRATCH_BYTES
+static_assert(sizeof(Scratch) == SCRATCH_BYTES, "see rows/on_cuda.py");
+#endif
 
 // a base with which exp(-inf - base) is 0 while there is no finite logit
 __device__ inline float base_of(float m) { return m == minus_inf() ? 0.0f : m; }

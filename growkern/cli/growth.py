@@ -22,6 +22,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.options import takes_growth
 from growkern.errors import GrowthError, nearest
+from growkern.units import human
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -118,8 +119,6 @@ def dtype_of(name: str | None) -> Any:
 
 def print_growth(report: Any) -> None:
     """Print the findings of a growth, and how much it wrote and how fast."""
-    from growkern.growth.plan.table import human
-
     for finding in report.plan.findings:
         print(finding.line())
     speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)

@@ -17,6 +17,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.cli.growth import dtype_of, print_growth
+from growkern.units import human
 
 
 @app.command()
@@ -33,7 +34,6 @@ def fold(
     max_shard_size: ShardSize = "5GB",
 ) -> None:
     """Shrink DST back to the sizes of its source, even after further training."""
-    from growkern.growth.plan.table import human
     from growkern.growth.record.fold_checkpoint import fold as make
 
     silence_transformers()

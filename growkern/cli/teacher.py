@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from growkern.cli.app import Source, app, silence_transformers
+from growkern.units import human
 
 
 @app.command()
@@ -41,7 +42,6 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from growkern.growth.plan.table import human
     from growkern.train.cached_teacher.write import cache_teacher as make
     from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
     from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer

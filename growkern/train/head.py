@@ -13,7 +13,7 @@ the scale s is applied to the hidden states and the bias, and the loss applies t
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,18 @@ def _changes(model: Any) -> dict[str, tuple[Any, float]]:
             if isinstance(value, (int, float)):
                 found[name] = (owner, value)
     return found
+
+
+def common_softcap(softcaps: Iterable[float | None]) -> float | None:
+    """The softcap of several teachers, None without one.
+
+    Raises:
+        GrowthError: the teachers have different softcaps.
+    """
+    different = set(softcaps) or {None}
+    if len(different) > 1:
+        raise GrowthError(f"the teachers have different softcaps: {different}. They must be equal")
+    return different.pop()
 
 
 def softcap_of(model: Any) -> float | None:

@@ -24,7 +24,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.data import Collator
 from growkern.train.distributed.shard import is_sharded
-from growkern.train.head import HeadInputs, check_head, softcap_of, teacher_inputs
+from growkern.train.head import HeadInputs, check_head, common_softcap, softcap_of, teacher_inputs
 from growkern.train.load import is_causal
 
 KLRows = Literal["labels", "all"]
@@ -104,12 +104,7 @@ class Teachers:
         self.weights = None if weights is None or len(self.models) == 1 else list(weights)
         for model in self.models:
             check_head(model)
-        softcaps = {softcap_of(model) for model in self.models}
-        if len(softcaps) > 1:
-            raise GrowthError(
-                f"the teachers have different softcaps: {softcaps}. They must be equal"
-            )
-        self.softcap = softcaps.pop() if softcaps else None
+        self.softcap = common_softcap(map(softcap_of, self.models))
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Move the teachers to a device and switch off dropout, gradients and caches.

@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from growkern.bounded import read_bounded
+from growkern.bounded import MOST_LEVELS, read_bounded
 from growkern.errors import GrowthError, nearest
 
 if sys.version_info >= (3, 11):
@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 # a run file has about 2,000 bytes; long lists of text files may be given as patterns
 MOST_BYTES = 256_000
-# brackets and braces inside each other; a run file has two
-MOST_LEVELS = 20
 # characters of a number, or of a key with all its dots
 MOST_WORD = 200
 # TOML has integers of 64 bits

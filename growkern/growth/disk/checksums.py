@@ -27,8 +27,8 @@ from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, WEIGHT
 from growkern.growth.source.files import PIECE_BYTES, read_header_bytes, row_blocks
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
+from growkern.publish.manifest import ALGORITHM
 
-ALGORITHM = "xxh3_128"
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
 # an entry has 100 bytes; there is one for each tensor and file
 MOST_BYTES = 64_000_000

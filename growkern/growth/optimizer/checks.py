@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,3 +216,13 @@ def count_of(name: str, value: Any) -> Tensor:
             f"{name}: its step count is {count.tolist()}, expected a number of 0 or more"
         )
     return count
+
+
+def check_planned_shape(name: str, found: Iterable[int], planned: Iterable[int]) -> None:
+    """Refuse a parameter whose shape is not that of the plan.
+
+    Raises:
+        GrowthError: the shapes differ.
+    """
+    if tuple(found) != tuple(planned):
+        raise GrowthError(f"{name} has shape {list(found)}, but the plan says {list(planned)}")

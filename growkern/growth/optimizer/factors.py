@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import check_planned_shape
 from growkern.growth.optimizer.moments import EntryFactors
 from growkern.growth.sharded.placement import local_part
 
@@ -32,8 +33,7 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         )
     found = factors[name]
     shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))
-    if shape != tuple(p.shape):
-        raise GrowthError(f"{name} has shape {list(p.shape)}, but the plan says {list(shape)}")
+    check_planned_shape(name, p.shape, shape)
     part = local_part(name, p)
     device = p.to_local().device if isinstance(p, DTensor) else p.device
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.checks import check_decay, check_entries, check_moments
+from growkern.growth.optimizer.checks import (
+    check_decay,
+    check_entries,
+    check_moments,
+    check_planned_shape,
+)
 from growkern.growth.optimizer.file import read_optimizer
 from growkern.growth.optimizer.moments import MOMENTS, grow_moment, starts_at_zero
 from growkern.growth.optimizer.state import (
@@ -127,11 +132,7 @@ def _targets(
                 "does not have: make the optimizer after fully_shard and grow_into"
             )
         task = tasks[named[id(parameter)]]
-        if tuple(parameter.shape) != task.shape:
-            raise GrowthError(
-                f"{task.name} has shape {list(parameter.shape)}, but the plan says "
-                f"{list(task.shape)}"
-            )
+        check_planned_shape(task.name, parameter.shape, task.shape)
         yield task, parameter
 
 

@@ -11,17 +11,9 @@ from rich.text import Text
 
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding
+from growkern.units import human
 
 LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
-
-
-def human(number: float) -> str:
-    """A number with an SI prefix: 1234567 becomes "1.23 M"."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000:
-            return f"{number:.3g} {unit}".strip()
-        number /= 1000
-    return f"{number:.3g} P"
 
 
 def plan_table(

@@ -119,7 +119,7 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
     spec = ModelSpec.of(model.config, type(model).__name__)
     state = model.state_dict()
     found = {name: tuple(t.shape) for name, t in state.items()}
-    check_names_and_shapes(spec, found, spec.class_name)
+    check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
     check_live(model, spec)
     check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}

@@ -69,7 +69,7 @@ from growkern.ops.loss.rows.options import (
     row_kinds,
     term_weights,
 )
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, Terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
@@ -109,16 +109,17 @@ def kl_mlm_rows_reference(
     mlm = -(1 - maths.label_smoothing) * log_q_NV.gather(1, label_N1).squeeze(1)
     if maths.label_smoothing:
         mlm = mlm - maths.label_smoothing * log_q_NV.mean(-1)
-    rows = [torch.where(mlm_N, mlm + maths.z_loss * z_NV.logsumexp(-1).square(), 0)]
-    agreement = []
+    mlm = torch.where(mlm_N, mlm + maths.z_loss * z_NV.logsumexp(-1).square(), 0)
+    divergences, agreements = [], []
     for teacher_NV in teachers_NV:
         u_NV = capped(teacher_NV, maths.teacher_softcap, kl_N)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
-        rows.append(torch.where(kl_N, divergence_reference(log_p_NV, log_qT_NV, maths.beta), 0))
-        agreement.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
+        value_N = divergence_reference(log_p_NV, log_qT_NV, maths.beta)
+        divergences.append(torch.where(kl_N, value_N, 0))
+        agreements.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
     entropy_N = torch.special.entr(log_q_NV.detach().exp()).sum(-1)
-    rows.append(torch.where(kind_N > 0, entropy_N, 0))
-    return torch.stack(rows + agreement)
+    entropy_N = torch.where(kind_N > 0, entropy_N, 0)
+    return Terms(mlm, divergences, entropy_N, agreements).stacked()
 
 
 def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:

@@ -58,7 +58,7 @@ from growkern.ops.loss.rows.options import (
     outcome,
     row_inputs,
 )
-from growkern.ops.loss.rows.state import Maths
+from growkern.ops.loss.rows.state import Maths, RowInputs
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 
 # ---------------------------------------------------------------- reference
@@ -75,13 +75,13 @@ def linear_kl_mlm_rows_reference(
 ) -> Tensor:
     """Plain PyTorch definition: (1) in `dtype`, then the reference of `kl_mlm_loss`, (R, N)."""
 
-    def logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
-        bias = bias_V[:vocab].to(dtype) if bias_V.numel() else None
-        return F.linear(hidden_NH.to(dtype), weight_VH[:vocab].to(dtype), bias)
+    def logits(head: Head) -> Tensor:
+        bias = head.bias[:vocab].to(dtype) if head.bias.numel() else None
+        return F.linear(head.hidden.to(dtype), head.weight[:vocab].to(dtype), bias)
 
     with torch.autocast(labels_N.device.type, enabled=False):
-        teachers_NV = [logits(*teacher) for teacher in teachers]
-        return kl_mlm_rows_reference(logits(*student), teachers_NV, labels_N, kind_N, maths)
+        teachers_NV = [logits(teacher) for teacher in teachers]
+        return kl_mlm_rows_reference(logits(student), teachers_NV, labels_N, kind_N, maths)
 
 
 # ------------------------------------------------------------------- public
@@ -177,31 +177,33 @@ def linear_kl_mlm_loss(
     chosen = choose_backend(backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
-    vocab = check_vocabulary(vocab_size, len(student[1]), [len(t[1]) for t in teachers], shard)
+    vocab = check_vocabulary(
+        vocab_size, len(student.weight), [len(t.weight) for t in teachers], shard
+    )
     rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
     settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen)
     loss, rows_RN = linear_loss_and_rows(student, teachers, rows, settings)
-    return outcome(loss, rows_RN, rows[1], options, labels.shape)
+    return outcome(loss, rows_RN, rows.kinds, options, labels.shape)
 
 
 def linear_loss_and_rows(
     student: Head,
     teachers: Sequence[Head],
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: RowInputs,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
     if settings.backend == "reference":
 
         def terms_of(some: slice) -> Tensor:
-            heads = [(x[some], weight, bias) for x, weight, bias in (student, *teachers)]
+            heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
             return linear_kl_mlm_rows_reference(
-                heads[0], heads[1:], rows[0][some], rows[1][some], settings.sizes.vocab,
+                heads[0], heads[1:], rows.labels[some], rows.kinds[some], settings.sizes.vocab,
                 settings.maths, settings.logits_dtype,
             )  # fmt: skip
 
-        return reference_loss(terms_of, rows[2], settings)
+        return reference_loss(terms_of, rows.weights, settings)
     flat = [x for teacher in teachers for x in teacher]
     arguments = (*rows, anchor_of(student), *as_arguments(settings))
     loss, rows_RN, *_ = apply(LINEAR_KL_MLM, list(student), flat, *arguments)

@@ -64,7 +64,7 @@ from growkern.ops.loss.rows.options import (
     outcome,
     row_inputs,
 )
-from growkern.ops.loss.rows.state import KL_ROW, Maths
+from growkern.ops.loss.rows.state import KL_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 from growkern.ops.loss.topk.op import TAIL_GRADIENTS, TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
@@ -92,14 +92,13 @@ def topk_kl_mlm_rows_reference(
     `topk` has ids and log-probs of each teacher. `drop_tail` is tail="renormalise".
 
     Returns:
-        (R, N): MLM, divergence per teacher, student's entropy, top-1 agreement per teacher.
+        (R, N): `Terms`, stacked.
     """
     kl_N = (kind_N & KL_ROW) > 0
-    hidden_NH, weight_VH, bias_V = student
-    bias = bias_V[:vocab].to(acc) if bias_V.numel() else None
+    bias = student.bias[:vocab].to(acc) if student.bias.numel() else None
     with torch.autocast(labels_N.device.type, enabled=False):
-        z_NV = F.linear(hidden_NH.to(acc), weight_VH[:vocab].to(acc), bias)
-    mlm, entropy = kl_mlm_rows_reference(z_NV, [], labels_N, kind_N, maths)
+        z_NV = F.linear(student.hidden.to(acc), student.weight[:vocab].to(acc), bias)
+    alone = named_terms(kl_mlm_rows_reference(z_NV, [], labels_N, kind_N, maths))
     z_NV = maths.softcap * torch.tanh(z_NV / maths.softcap) if maths.softcap else z_NV
     log_q_NV = (z_NV / maths.temperature).log_softmax(-1)
     values, agreement = [], []
@@ -121,7 +120,7 @@ def topk_kl_mlm_rows_reference(
         is_top_Nk = log_p_Nk == log_p_Nk.amax(-1, keepdim=True)
         top_N = torch.where(is_top_Nk, ids_Nk, vocab).amin(-1)
         agreement.append(((z_NV.argmax(-1) == top_N) & kl_N).to(acc))
-    return torch.stack([mlm, *values, entropy, *agreement])
+    return alone._replace(divergences=values, agreements=agreement).stacked()
 
 
 # ------------------------------------------------------------------- public
@@ -203,19 +202,19 @@ def topk_kl_mlm_loss(
     chosen = choose_backend(backend, labels.device, ("reference", *TAIL_GRADIENTS))
     if shard.group:
         refuse_reference(chosen)
-    vocab = check_vocabulary(vocab_size, len(student[1]), [], shard)
+    vocab = check_vocabulary(vocab_size, len(student.weight), [], shard)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, shard.vocab or vocab)
     limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
     rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
     settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen, drop_tail)
     loss, rows_RN = _loss_and_rows(student, topk, rows, settings)
-    return outcome(loss, rows_RN, rows[1], options, labels.shape)
+    return outcome(loss, rows_RN, rows.kinds, options, labels.shape)
 
 
 def _loss_and_rows(
     student: Head,
     topk: list[Tensor],
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: RowInputs,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
@@ -223,16 +222,16 @@ def _loss_and_rows(
         return linear_loss_and_rows(student, [], rows, settings)
     if settings.backend == "reference":
         for pair in zip(topk[::2], topk[1::2], strict=True):
-            check_topk_values(pair, rows[1], settings.sizes.vocab, settings.drop_tail)
+            check_topk_values(pair, rows.kinds, settings.sizes.vocab, settings.drop_tail)
 
         def terms_of(some: slice) -> Tensor:
             return topk_kl_mlm_rows_reference(
-                (student[0][some], *student[1:]), [x[some] for x in topk], rows[0][some],
-                rows[1][some], settings.sizes.vocab, settings.maths, settings.logits_dtype,
-                settings.drop_tail,
+                student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
+                rows.labels[some], rows.kinds[some], settings.sizes.vocab, settings.maths,
+                settings.logits_dtype, settings.drop_tail,
             )  # fmt: skip
 
-        return reference_loss(terms_of, rows[2], settings)
+        return reference_loss(terms_of, rows.weights, settings)
     arguments = (*rows, anchor_of(student), *as_arguments(settings))
     loss, rows_RN, *_ = apply(TOPK_KL_MLM, list(student), topk, *arguments)
     return loss, rows_RN

@@ -19,6 +19,7 @@ from growkern.train.head import (
     align_labels,
     check_causal,
     check_head,
+    common_softcap,
     head_swap,
     softcap_of,
     teacher_inputs,
@@ -138,10 +139,8 @@ def _run_teachers(
 ) -> Callable[..., Any]:
     """The loss function beside the teachers' predictions; without a KL term they do not run."""
     predictions = [] if _is_zero(alpha) else [_predict(one, inputs) for one in teachers]
-    softcaps = {_softcap(one) for one in teachers} or {None}
-    if len(softcaps) > 1:
-        raise GrowthError(f"the teachers have different softcaps: {softcaps}. They must be equal")
-    return loss_beside(predictions, teacher_weights, softcaps.pop())
+    softcap = common_softcap(map(_softcap, teachers))
+    return loss_beside(predictions, teacher_weights, softcap)
 
 
 def count_labels(

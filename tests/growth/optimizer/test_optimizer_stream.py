@@ -177,7 +177,7 @@ def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
 KILLED = """
 import os, signal, sys
 from growkern.growth.optimizer import stream
-from growkern.cli import main
+from growkern.cli.main import main
 blocks = stream.row_blocks
 stream.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
 build, count = stream.grow_moment, []

@@ -18,11 +18,11 @@ from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_triton
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.heads import Settings, Sizes
+from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.options import check_options, row_kinds, term_weights
-from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
+from growkern.ops.loss.rows.state import Maths, RowInputs, Rows, Steps, n_numbers
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
 from tests.ops.loss.loss_inputs import relative_error
 
@@ -264,7 +264,7 @@ class NothingWaits(TorchDispatchMode):
         return made
 
 
-def row_inputs(labels, alpha, **rest):
+def kinds_and_weights(labels, alpha, **rest):
     options = check_options(1, alpha, 2.0, None, None, None, "mean", None, True, **rest)
     kind = row_kinds(labels, "labels", -100, options)
     return kind, term_weights(kind, options, torch.float32)
@@ -275,7 +275,7 @@ def test_a_tensor_alpha_is_neither_read_nor_copied(where):
     with FakeTensorMode(), NothingWaits():
         alpha = torch.empty((), device=where)
         labels = torch.empty(6, dtype=torch.int64, device="cuda")
-        kind, weight = row_inputs(labels, alpha)
+        kind, weight = kinds_and_weights(labels, alpha)
     assert kind.device.type == weight.device.type == "cuda"
 
 
@@ -293,13 +293,13 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
         # a build of PyTorch without CUDA cannot slice fake CUDA tensors
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    heads = [(made(N, n), made(V, n), made(V)) for n in (H, H_t)]
+    heads = [Head(made(N, n), made(V, n), made(V)) for n in (H, H_t)]
     settings = Settings(
         Sizes(V, V, **limits), Maths(2.0), True, False, [True] * 3, logits, "", "triton"
     )
     with NothingWaits():
         labels = torch.empty(N, dtype=torch.int64, device="meta")
-        rows = (labels, *row_inputs(labels, torch.empty(())))
-        _, _, *grads = op_module.cleared_outputs(heads[0], rows[2], False, [True] * 3)
+        rows = RowInputs(labels, *kinds_and_weights(labels, torch.empty(())))
+        _, _, *grads = op_module.cleared_outputs(heads[0], rows.weights, False, [True] * 3)
         op_module.sweep(heads, rows, settings, grads)
     assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3

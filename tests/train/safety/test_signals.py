@@ -235,7 +235,7 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace, number,
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, capsys):  # noqa: F811
-    from growkern import cli
+    from growkern.cli.main import main
     from growkern.train import run as module
 
     def interrupted(*args, **options):
@@ -245,7 +245,7 @@ def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, caps
     monkeypatch.setattr(module, "build_trainer", interrupted)
     monkeypatch.setattr(sys, "argv", ["growkern", "train", str(workplace / "run.toml")])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main()
     assert caught.value.code == 143
     errors = capsys.readouterr().err
     assert errors.startswith("growkern: stopped between two steps; to resume: growkern train")

@@ -4,7 +4,7 @@ Shape letters used in this file: N rows, H width, V vocabulary, K teachers.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,19 @@ from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
 
-Head: TypeAlias = tuple[Tensor, Tensor, Tensor]  # hidden (N, H), weight (V, H), bias (V,) or (0,)
+
+class Head(NamedTuple):
+    """One model's hidden states and output head."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor  # (V,), or (0,) without one
+
+
+def heads_of(tensors: Sequence[Tensor]) -> list[Head]:
+    """The heads of a custom op, which takes their tensors as a flat list."""
+    each = len(Head._fields)
+    return [Head(*tensors[k : k + each]) for k in range(0, len(tensors), each)]
 
 
 class Sizes(NamedTuple):
@@ -86,7 +98,7 @@ def settings_of(
     total = shard.vocab or vocab
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
-    logits_dtype = check_logits_dtype(logits_dtype, student[0], bool(options.teacher_weights))
+    logits_dtype = check_logits_dtype(logits_dtype, student.hidden, bool(options.teacher_weights))
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, logits_dtype,
         shard.group, backend, drop_tail,
@@ -152,7 +164,7 @@ def checked_heads(
     biases: Any,
     sharding: tuple[Any, int | None, int | None],
 ) -> tuple[list[Head], Shard]:
-    """Checked (hidden (N, H), weight, bias) of the student and of each teacher, and the slice.
+    """The checked heads of the student and of each teacher, and the slice.
 
     Under autocast they have its dtype. Sharded heads give this rank's rows. `sharding` is group,
     vocab_start and vocab_size.
@@ -161,6 +173,7 @@ def checked_heads(
         GrowthError: shapes, dtypes, devices or slices that do not fit, or a teacher that requires
             grad.
     """
+    student_hidden, student_weight, _ = student
     K = len(hiddens)
     named = []
     if K:
@@ -177,21 +190,21 @@ def checked_heads(
         ]
     named = [("student", *student), *named]
     for name, hidden, weight, bias in named:
-        _check_head(name, hidden, weight, bias, student[0])
+        _check_head(name, hidden, weight, bias, student_hidden)
     shard = _check_shards([weight for _, _, weight, _ in named], sharding)
     heads: list[Head] = []
-    for name, *given in named:
-        if _is_dtensor(student[1]) and not _is_dtensor(given[1]):
+    for name, hidden, weight, bias in named:
+        if _is_dtensor(student_weight) and not _is_dtensor(weight):
             # every rank has the whole teacher
-            columns = slice(shard.start, shard.start + len(_local(student[1])))
-            given = [given[0], *(x if x is None else x[columns] for x in given[1:])]
-        hidden, weight, bias = (_local(x) for x in given)
+            columns = slice(shard.start, shard.start + len(_local(student_weight)))
+            weight, bias = (x if x is None else x[columns] for x in (weight, bias))
+        hidden, weight, bias = (_local(x) for x in (hidden, weight, bias))
         bias = weight.new_empty(0) if bias is None else bias
-        head = (hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         device = hidden.device.type
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-            head = (head[0].to(dtype), head[1].to(dtype), head[2].to(dtype))
+            head = Head(*(x.to(dtype) for x in head))
         if len({x.dtype for x in head}) > 1:
             raise GrowthError(
                 f"{name}: hidden, weight and bias must share a dtype, got "

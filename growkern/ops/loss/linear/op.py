@@ -19,9 +19,10 @@ from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
-from growkern.ops.loss.linear.heads import Settings, as_arguments, from_arguments
+from growkern.ops.loss.linear.heads import Head, Settings, as_arguments, from_arguments, heads_of
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
+    RowInputs,
     Rows,
     Steps,
     n_numbers,
@@ -85,17 +86,17 @@ class Chunk:
 
     def __init__(
         self,
-        heads: Sequence[Sequence[Tensor]],
+        heads: Sequence[Head],
         rows_C: Tensor,
-        row_inputs: Sequence[Tensor],
+        row_inputs: RowInputs,
         settings: Settings,
         memory: Sequence[Tensor],
         shape: tuple[int, int],
     ) -> None:
-        N = len(heads[0][0])
+        N = len(heads[0].hidden)
         # unused places read the last row
         self.source_C = rows_C.clamp(max=N - 1)
-        self.hidden = [head[0].index_select(0, self.source_C) for head in heads]
+        self.hidden = [head.hidden.index_select(0, self.source_C) for head in heads]
         if not may_ask(rows_C.device):
             # their hidden states are set to 0: their gradient is 0, but 0 * NaN would make dW NaN
             for x_CH in self.hidden:
@@ -110,8 +111,8 @@ class Chunk:
         """The logits of some columns, computed unless the buffers still hold them."""
         logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
         if self.computed != columns:
-            for x_CH, (_, weight, bias), z_CV in zip(self.hidden, self.heads, logits, strict=True):
-                project(x_CH, weight[columns], bias[columns], z_CV)
+            for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
+                project(x_CH, head.weight[columns], head.bias[columns], z_CV)
             self.computed = columns
         z_CV, *teachers_CV = logits
         labels_C = self.labels_C - columns.start
@@ -154,8 +155,8 @@ class Chunk:
 
 
 def sweep(
-    heads: Sequence[Sequence[Tensor]],
-    row_inputs: Sequence[Tensor],
+    heads: Sequence[Head],
+    row_inputs: RowInputs,
     settings: Settings,
     grads: Sequence[Tensor | None],
     make_chunk: Callable[..., Chunk] = Chunk,
@@ -163,17 +164,18 @@ def sweep(
     """Return the terms of all rows, (T, N), and fill `grads`: dX (zeros on entry), dW and db.
 
     Args:
-        heads: (hidden, weight, bias) of the student and of each teacher.
-        row_inputs: labels (N,), kinds (N,) and term weights (W, N).
+        heads: of the student and of each teacher.
+        row_inputs: of all rows.
         settings: of the call.
         grads: memory for each gradient, or None if it is not wanted.
         make_chunk: `Chunk` or a subclass.
     """
     labels_N, kind_N, weight_WN = row_inputs
-    x_NH, (W, N) = heads[0][0], weight_WN.shape
+    student, (W, N) = heads[0], weight_WN.shape
+    x_NH = student.hidden
     sizes = settings.sizes
     rows_R, R = live_rows(kind_N, sizes.max_rows)
-    widths = [head[0].shape[1] for head in heads]
+    widths = [head.hidden.shape[1] for head in heads]
     C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
     vocab = sizes.vocab
     size = size or max(vocab, 1)
@@ -192,12 +194,12 @@ def sweep(
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
     terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
     for rows_C in rows_R.split(C) if R else ():
-        inputs_C = [x[..., rows_C] for x in padded]
+        inputs_C = RowInputs(*(x[..., rows_C] for x in padded))
         chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
         chunk.read(tiles, sums.wanted)
         # backwards, as the buffers still hold the logits of the last tile
         for columns in reversed(tiles) if sums.wanted else ():
-            sums.add(chunk.write(columns), chunk.hidden[0], heads[0][1], columns)
+            sums.add(chunk.write(columns), chunk.hidden[0], student.weight, columns)
         terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
         sums.store_rows(rows_C, settings.group, unscale)
     sums.store(unscale)
@@ -243,25 +245,25 @@ def linear_kl_mlm_op(
     `anchor` is `anchor_of` of the student. After it come the arguments of `as_arguments`.
     """
     settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
-    heads = [student, *(teachers[k : k + 3] for k in range(0, len(teachers), 3))]
-    return swept(heads, (labels_N, kind_N, weight_WN), settings)
+    rows = RowInputs(labels_N, kind_N, weight_WN)
+    return swept(heads_of([*student, *teachers]), rows, settings)
 
 
 def swept(
-    heads: Sequence[Sequence[Tensor]],
-    row_inputs: tuple[Tensor, Tensor, Tensor],
+    heads: Sequence[Head],
+    row_inputs: RowInputs,
     settings: Settings,
     make_chunk: Callable[..., Chunk] = Chunk,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the op, from one sweep over `heads`, the student's first."""
-    labels_N, _, weight_WN = row_inputs
+    weight_WN = row_inputs.weights
     outputs = cleared_outputs(heads[0], weight_WN, settings.per_row, settings.want)
     loss, rows_SN, *grads = outputs
     wanted = [
         grad if wish and not settings.per_row else None
         for grad, wish in zip(grads, settings.want, strict=True)
     ]
-    with torch.autocast(labels_N.device.type, enabled=False):
+    with torch.autocast(weight_WN.device.type, enabled=False):
         rows_SN.copy_(sweep(heads, row_inputs, settings, wanted, make_chunk))
     loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
     loss.copy_(loss_N if settings.per_row else loss_N.sum())
@@ -269,13 +271,14 @@ def swept(
 
 
 def empty_outputs(
-    student: Sequence[Tensor], weight_WN: Tensor, per_row: bool, want: Sequence[bool]
+    student: Head, weight_WN: Tensor, per_row: bool, want: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     W, N = weight_WN.shape
     loss = weight_WN.new_empty((N,) if per_row else ())
     rows_SN = weight_WN.new_empty(2 * W, N)
     # a loss scaler multiplies in backward: until then float16 gradients would fall under 6e-8
-    dtype = weight_WN.dtype if student[0].dtype == torch.float16 else student[0].dtype
+    dtype = student.hidden.dtype
+    dtype = weight_WN.dtype if dtype == torch.float16 else dtype
     dx, dw, db = (
         torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         if wish and not per_row
@@ -298,7 +301,7 @@ def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 @linear_kl_mlm_op.register_fake
 def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
     settings = from_arguments(arguments)
-    return empty_outputs(student, weight_WN, settings.per_row, settings.want)
+    return empty_outputs(Head(*student), weight_WN, settings.per_row, settings.want)
 
 
 @library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
@@ -336,7 +339,7 @@ def setup_context(ctx, inputs, output) -> None:
     _, rows_SN, *grads = output
     ctx.mark_non_differentiable(rows_SN, *grads)
     ctx.set_materialize_grads(False)
-    ctx.n_teachers, ctx.dtype = len(teachers), student[0].dtype
+    ctx.n_teachers, ctx.dtype = len(teachers), Head(*student).hidden.dtype
     ctx.settings, ctx.n_arguments = from_arguments(arguments), len(arguments)
     if ctx.settings.per_row:
         ctx.save_for_backward(anchor, labels_N, kind_N, weight_WN, *student, *teachers)
@@ -357,7 +360,8 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             settings = ctx.settings._replace(parts=False, per_row=False)
             with torch.no_grad():
                 rows = (labels_N, kind_N, weight_WN * dloss)
-                _, _, *saved = op(heads[:3], heads[3:], *rows, anchor, *as_arguments(settings))
+                student, teachers = heads[: len(Head._fields)], heads[len(Head._fields) :]
+                _, _, *saved = op(student, teachers, *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
         grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype)
         wanted = zip(grads, ctx.settings.want, strict=True)

@@ -21,6 +21,8 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 THREADS = 256
 MAX_TEACHERS = 4
 CLUSTERS = (1, 2, 4, 8, 16)
+# numbers in the array `sums` of struct Partial: those of the student, and those of each teacher
+STUDENT_PARTIAL_SUMS, TEACHER_PARTIAL_SUMS = 4, 2
 # shared memory that the device reserves in every block
 RESERVED_BYTES = 1024
 
@@ -58,9 +60,15 @@ def _span(V: int, cluster: int) -> int:
 
 def shared_bytes(V: int, cluster: int, sizes: Sequence[int]) -> int:
     """Shared memory of a block of the cluster: its columns of every tensor, and struct Scratch."""
-    K = len(sizes) - 1
-    floats = THREADS // 32 * (4 + 2 * K) + 2 * (2 * (1 + K) + 1 + 4 + 2 * K)
-    return _span(V, cluster) * sum(sizes) + 4 * floats
+    return _span(V, cluster) * sum(sizes) + scratch_bytes(len(sizes) - 1)
+
+
+def scratch_bytes(K: int) -> int:
+    """The size of struct Scratch of `csrc/cuda/kl_mlm_state.h`. The kernel asserts it."""
+    sums = STUDENT_PARTIAL_SUMS + TEACHER_PARTIAL_SUMS * K
+    # struct Partial: maximum and best column of every model, the label's logit, the sums
+    partial = 2 * (1 + K) + 1 + sums
+    return 4 * (THREADS // 32 * sums + 2 * partial)
 
 
 def cluster_size(V: int, sizes: Sequence[int], limit: int) -> int:
@@ -136,6 +144,7 @@ def plan(
         "GRAD": TYPES[grad_NV.dtype],
         "CLUSTER": cluster,
         "THREADS": THREADS,
+        "SCRATCH_BYTES": scratch_bytes(len(teachers_NV)),
         "CAPPED": int(bool(maths.softcap or maths.teacher_softcap)),
         "PARTS": int(parts),
         # blocks begin at multiples of 8 columns, which are 16 bytes of the narrowest type

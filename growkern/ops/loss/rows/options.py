@@ -15,7 +15,7 @@ from torch import Tensor, library
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
 
 IGNORE_INDEX = -100
@@ -316,8 +316,8 @@ def row_inputs(
     options: Options,
     vocab: int,
     shard: Shard,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Checked labels (N,), counted from the first column here; kinds (N,); term weights (W, N).
+) -> RowInputs:
+    """The checked inputs of the rows.
 
     `vocab` counts the columns here. The weights have the dtype of sums over rows of `hidden`.
     """
@@ -325,7 +325,7 @@ def row_inputs(
     kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
     labels_N = labels_N - shard.start
-    return labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden))
+    return RowInputs(labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden)))
 
 
 # an op, so that a compiled graph checks the values too
@@ -379,17 +379,16 @@ def _counts(labels_N: Tensor, group: str) -> Tensor:
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     rows_SN = rows_SN.detach()
-    K = len(options.teacher_weights)
     n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
     n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
     n_any = (kind_N > 0).sum().clamp(min=1)
-    sums = [row.sum() for row in rows_SN[: 2 + 2 * K].unbind(0)]
+    of = named_terms(rows_SN)
     kl = top1 = None
-    if K:
-        weighted = list(zip(options.teacher_weights, sums[1 : 1 + K], sums[2 + K :], strict=True))
-        kl = sum(w * kl_k for w, kl_k, _ in weighted) * options.maths.temperature**2 / n_kl
-        top1 = sum(w * top1_k for w, _, top1_k in weighted) / n_kl
-    return LossParts(sums[0] / n_mlm, kl, top1, sums[1 + K] / n_any)
+    if options.teacher_weights:
+        teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
+        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
+        top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl
+    return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
 
 
 def outcome(

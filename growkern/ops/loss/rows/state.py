@@ -48,6 +48,14 @@ class Rows(NamedTuple):
     parts: bool  # whether entropy and top-1 agreement are wanted
 
 
+class RowInputs(NamedTuple):
+    """The inputs of the rows of a loss besides their logits."""
+
+    labels: Tensor  # (N,) int64, counted from the first column here
+    kinds: Tensor  # (N,) int32, the bits of `kind_N`
+    weights: Tensor  # (W, N): the loss's gradient by the terms that it sums
+
+
 class Steps(NamedTuple):
     """The steps of one call of a row function. More than one step needs the whole vocabulary."""
 
@@ -227,8 +235,29 @@ def label_gradient(state_SN: Tensor, dmlm_N: Tensor, maths: Maths) -> tuple[Tens
     return (dmlm_N + from_z_loss) / d, at_label, everywhere
 
 
+class Terms(NamedTuple):
+    """What the loss and its measurements are made of, for some rows."""
+
+    mlm: Tensor  # (N,)
+    divergences: Sequence[Tensor]  # (N,) per teacher
+    entropy: Tensor  # (N,)
+    agreements: Sequence[Tensor]  # (N,) per teacher: 1 where both have the same likeliest token
+
+    def stacked(self) -> Tensor:
+        """All of them, (2 W, N): first the W terms that the loss sums."""
+        return torch.stack([self.mlm, *self.divergences, self.entropy, *self.agreements])
+
+
+def named_terms(terms_RN: Tensor) -> Terms:
+    """The inverse of `Terms.stacked`."""
+    W = len(terms_RN) // 2
+    mlm, *divergences = terms_RN[:W]
+    entropy, *agreements = terms_RN[W:]
+    return Terms(mlm, divergences, entropy, agreements)
+
+
 def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor:
-    """MLM, divergence per teacher, entropy, top-1 agreement per teacher: (2 W, N).
+    """`Terms` of the rows, stacked: (2 W, N).
 
     Rows without a term have 0 there. `parts` says whether the last two are wanted.
     """
@@ -243,7 +272,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
         mlm = mlm + maths.label_smoothing * (student.label_logit - mean_z)  # (9)
     if maths.z_loss:
         mlm = mlm + maths.z_loss * lse.square()  # (9)
-    rows, agreement = [torch.where(mlm_N, mlm, 0)], []
+    divergences, agreements = [], []
     for teacher in teachers:
         if beta == 0:
             log_ratio = (student.sum_t / teacher.sum_t).log()
@@ -253,10 +282,10 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
             value = teacher.centre
         else:
             value = beta * teacher.spread + (1 - beta) * teacher.centre  # (7)
-        rows.append(torch.where(kl_N, value, 0))
+        divergences.append(torch.where(kl_N, value, 0))
         agrees = (student.best == teacher.best) & kl_N & parts
-        agreement.append(agrees.to(value.dtype))
+        agreements.append(agrees.to(value.dtype))
     entropy: Any = torch.zeros_like(m)
     if parts:
         entropy = torch.where(kind_N > 0, lse - student.moment / d, 0)
-    return torch.stack([*rows, entropy, *agreement])
+    return Terms(torch.where(mlm_N, mlm, 0), divergences, entropy, agreements).stacked()

@@ -21,9 +21,11 @@ from growkern.ops.loss.rows.state import (
     KL_ROW,
     MLM_ROW,
     Maths,
+    RowInputs,
     StudentSums,
     label_gradient,
     merge,
+    named_terms,
     terms,
     unpack,
 )
@@ -57,7 +59,7 @@ class TailFactors(NamedTuple):
 class Solved(NamedTuple):
     """The rows' terms, and their gradient except for the factor of the softcap."""
 
-    terms_TC: Tensor  # MLM, divergence per teacher, entropy, top-1 agreement per teacher
+    terms_TC: Tensor  # `Terms`, stacked
     tail_5C: Tensor  # `TailFactors`
     tokens_CU: Tensor
 
@@ -111,7 +113,7 @@ def solve(
     tail_SC: Tensor,
     tokens: tuple[Tensor, Tensor],
     teachers: Sequence[Kept],
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: RowInputs,
     maths: Maths,
     parts: bool,
 ) -> Solved:
@@ -121,7 +123,7 @@ def solve(
         tail_SC: state of the logits without the tokens.
         tokens: ids and logits (C, U); -inf where the id is -1 or on no rank.
         teachers: their probabilities.
-        rows: labels (C,), kinds (C,) and the gradient of the terms (1 + K, C).
+        rows: their labels, kinds and the gradient of their terms.
         maths: temperature, divergence and the options of the MLM term.
         parts: whether entropy and top-1 agreement are wanted.
     """
@@ -136,7 +138,7 @@ def solve(
     log_q_CB = (x_CB - m[:, None]) / maths.temperature - whole.sum_t.log()[:, None]
     log_q_CB[:, -1] += tail.sum_t.log()
 
-    mlm, entropy = terms(whole_SC, kind_C, maths, parts)
+    alone = named_terms(terms(whole_SC, kind_C, maths, parts))
     top_C = None
     if parts:
         top_C = first_top(x_CB, torch.cat([ids_CU, tail.best.long()[:, None]], 1))
@@ -163,7 +165,7 @@ def solve(
         everywhere=everywhere,
     )
     return Solved(
-        torch.stack([mlm, *values, entropy, *agreement]),
+        alone._replace(divergences=values, agreements=agreement).stacked(),
         torch.stack(factors),
         on_tokens_CU,
     )

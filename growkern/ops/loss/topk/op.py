@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.transforms import Rules
-from growkern.ops.loss.linear.heads import from_arguments
+from growkern.ops.loss.linear.heads import Head, from_arguments
 from growkern.ops.loss.linear.op import Chunk, backward_of, empty_outputs, setup_context, swept
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
-from growkern.ops.loss.rows.state import KL_ROW, Rows, Steps, n_numbers, read_slices, unpack
+from growkern.ops.loss.rows.state import (
+    KL_ROW,
+    RowInputs,
+    Rows,
+    Steps,
+    n_numbers,
+    read_slices,
+    unpack,
+)
 from growkern.ops.loss.rows.vocab_parallel import largest
 from growkern.ops.loss.topk.buckets import Kept, solve, union
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
@@ -52,7 +60,8 @@ def topk_kl_mlm_op(
     for pair in _pairs(topk):
         check_topk_values(pair, kind_N, settings.sizes.total, settings.drop_tail)
     make_chunk = functools.partial(_TopkChunk, topk)
-    return swept([student], (labels_N, kind_N, weight_WN), settings, make_chunk)
+    rows = RowInputs(labels_N, kind_N, weight_WN)
+    return swept([Head(*student)], rows, settings, make_chunk)
 
 
 def _pairs(topk: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -123,7 +132,7 @@ class _TopkChunk(Chunk):
         read_slices(self._sums, functools.partial(map, self._tail, tiles), group, tail_SC)
         if group:
             largest(self.z_CU, group)
-        rows = (self.labels_C + self.sizes.start, self.kind_C, self.drows_WC)
+        rows = RowInputs(self.labels_C + self.sizes.start, self.kind_C, self.drows_WC)
         self.solved = solve(
             tail_SC, (self.ids_CU, self.z_CU), self.kept, rows, self.maths, self.settings.parts
         )
@@ -148,7 +157,7 @@ class _TopkChunk(Chunk):
 @topk_kl_mlm_op.register_fake
 def _(student, topk, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
     settings = from_arguments(arguments)
-    return empty_outputs(student, weight_WN, settings.per_row, settings.want)
+    return empty_outputs(Head(*student), weight_WN, settings.per_row, settings.want)
 
 
 TOPK_KL_MLM = Rules(topk_kl_mlm_op, backward_of(topk_kl_mlm_op), setup_context)

@@ -1,0 +1,83 @@
+"""The `growkern` command: reads options, calls the library and prints the result.
+
+Exit codes: 0 for success, 1 for a failed check, 2 for wrong usage or wrong input. With code 2 the
+reason is one line on stderr. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; one line says how to
+resume.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import warnings
+from typing import Any
+
+from growkern.errors import GrowthWarning
+from growkern.train.safety.signals import SignalWatch
+
+python_format = warnings.formatwarning
+# commands that a repeat resumes; any other starts again
+RESUMING = ("grow", "replay", "cache-teacher", "train", "demo")
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error as one line."""
+    # errors of the command-line parser; its class moves between versions of typer
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    return f"growkern: {' '.join(text.split())}"
+
+
+def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:
+    """A warning of ours as one line; others as Python prints them."""
+    if issubclass(category, GrowthWarning):
+        return f"growkern: warning: {message}\n"
+    return python_format(message, category, *place, **options)
+
+
+def _run(arguments: list[str]) -> Any:
+    # here, so that a signal during the imports is caught too
+    from growkern.cli.commands import app
+
+    return app(arguments, prog_name="growkern", standalone_mode=False)
+
+
+def _stopped(number: int, arguments: list[str]) -> str:
+    """The line that a command ends with after a signal."""
+    again = shlex.join(["growkern", *(a for a in arguments if a != "--no-resume")])
+    name = signal.Signals(number).name
+    if arguments and arguments[0] in RESUMING:
+        return f"growkern: {name}: finished work is kept; to resume: {again}"
+    return f"growkern: {name}: stopped; to start again: {again}"
+
+
+def main() -> None:
+    """Run the command. Errors that the user can correct become one line and exit code 2."""
+    warnings.formatwarning = _format_warning
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    if not debug:
+        # its warnings about a config would hide the one line that names the error
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    code: Any = 1
+    with SignalWatch() as watch:
+        try:
+            code = _run(arguments)
+        except BaseException as error:
+            # typer turns some exceptions into others
+            if watch.raised:
+                code = 128 + watch.raised
+            elif isinstance(error, KeyboardInterrupt):
+                code = 130
+            elif debug or not _is_expected(error):
+                raise
+            else:
+                print(one_line(error), file=sys.stderr)
+                code = 2
+    if watch.raised and code:
+        print(_stopped(watch.raised, arguments), file=sys.stderr)
+        code = 128 + watch.raised
+    sys.exit(code)
+
+
+def _is_expected(error: BaseException) -> bool:
+    return isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
