@@ -256,7 +256,7 @@ def test_bad_requests_name_the_fix(how, message):
 def test_lost_query_heads_are_refused():
     source = random_model("LlamaForCausalLM", LLAMA)
     with pytest.raises(growkern.GrowthError, match="would have no copy"):
-        growkern.plan(source, num_key_value_heads=3)
+        growkern.plan(source, num_attention_heads=6, num_key_value_heads=3)
     with pytest.raises(growkern.GrowthError, match="not a multiple"):
         growkern.plan(source, num_attention_heads=10, num_key_value_heads=4, hidden_size=20)
 
