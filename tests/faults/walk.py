@@ -188,7 +188,9 @@ class Walk:
         target = self._part(now, True)
         is_old, is_new = (target == self._part(x, True) for x in (self.before, self.after))
         # without an exchange the old target is away for a moment, or on a disk that stays full
-        is_away = not target and self.without and (outcome == "killed" or "put it back" in message)
+        is_away = (
+            not target and self.without and (outcome == "killed" or "put them back" in message)
+        )
         if outcome not in ("done", "refused", "killed"):
             yield f"{outcome}: {message}"
         elif not (is_old or is_new or is_away):

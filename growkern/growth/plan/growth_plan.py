@@ -189,4 +189,6 @@ def _plan_for(
     for name in family.spaces:
         grown.layout.space(name, 0)
     check_structure(grown)
+    # findings read norm weights, and the source may be gone when someone asks for them
+    _ = grown.findings
     return grown

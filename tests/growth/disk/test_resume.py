@@ -215,7 +215,7 @@ def edit_config(source):
         (lambda source: {"seed": 1}, r"another options \(seed: 0, now 1\)"),
         (lambda source: {"hidden_size": 36}, r"another sizes \(hidden_size"),
         (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
-        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000;"),
+        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000:"),
         (lambda source: {"backend": "reference"}, "another backend"),
         (lambda source: touch(source), r"another source \(model-00001.* \(modified: .* now 1\)\)"),
         (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),

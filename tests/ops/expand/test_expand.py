@@ -444,16 +444,17 @@ def test_opcheck(name, upper, noise, device):
     name = backend_or_skip(name, device)
     case = make_case(5, 7, 9, 12, torch.float32, device, upper=upper, noise=noise)
     out = torch.zeros(9, 12, device=device)
-    library.opcheck(expand_out_op, (*ExpandCall(out, **case), name))
+    library.opcheck(expand_out_op, (out, *ExpandCall(out, **case).inputs, name))
     case["weight"].requires_grad_()
     if "upper" in case:
         case["upper"].requires_grad_()
-    library.opcheck(expand_op, (*ExpandCall(out, **case)[1:], torch.float32, name))
+    library.opcheck(expand_op, (*ExpandCall(out, **case).inputs, torch.float32, name))
 
 
 def test_the_ops_take_the_fields_of_the_record():
     """In the record's order: in another one, scales or noises would be swapped."""
-    inputs = ExpandCall._fields[1:]
+    routing = ["copies", "routed_dim", "amplitude"]
+    inputs = [*ExpandCall._fields[1:9], *routing, "seed", "row_offset", "col_offset"]
     wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
     wanted[expand_out_op] = ["out", *inputs, "backend"]
     for op, names in wanted.items():
@@ -565,7 +566,7 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
             {"row_scale": torch.ones(3, device="meta")},
             "row_scale is on meta, but .* on cpu",
         ),
-        ({"row_noise": torch.ones(3), "col_noise": ONES}, "not both"),
+        ({"row_noise": torch.ones(3), "col_noise": ONES}, "give one of"),
         ({"weight": ONES, "cols": ROWS}, "a 1-D weight takes rows and row_scale only"),
         ({"weight": ONES, "row_noise": ONES}, "a 1-D weight takes rows and row_scale only"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),

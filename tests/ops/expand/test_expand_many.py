@@ -44,8 +44,8 @@ def make_calls(device):
 
 def test_many_at_once_are_the_same_bits(device):
     calls, expected = make_calls(device)
-    # fp32 with none, col and row noise, and wide; bf16; bf16 to fp32; fp64
-    assert expand_many(calls) == 7
+    # fp32 with none, col and row noise, and wide; bf16; bf16 to fp32; fp64; fp32 and bf16 unscaled
+    assert expand_many(calls) == 9
     assert sum(launch_kind(call).is_wide for call in calls) == 2
     for call, whole in zip(calls, expected, strict=True):
         assert torch.equal(call.out, whole), launch_kind(call)

@@ -203,7 +203,7 @@ def test_row_weights_leave_counts_and_parts_alone(backend, device):
         ({"z_loss": -1.0}, "z_loss"),
         ({"row_weights": torch.ones(3)}, "row_weights must be"),
         ({"row_weights": torch.ones(4).requires_grad_()}, "without gradient"),
-        ({"vocab_start": 0}, "pass group"),
+        ({"vocab_start": 0}, "needs group"),
     ],
     ids=str,
 )

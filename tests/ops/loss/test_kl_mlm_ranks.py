@@ -156,7 +156,7 @@ def check_dtensors():
         torch.testing.assert_close(cut_up[0], known[0])
         for actual, expected in zip(cut_up[1], known[1], strict=True):
             torch.testing.assert_close(actual.full_tensor(), expected)
-    with pytest.raises(growkern.errors.GrowthError, match="the student's is not: cut"):
+    with pytest.raises(growkern.errors.GrowthError, match="the student's is not: shard"):
         linear(student, cut(teacher), labels)
     with pytest.raises(growkern.errors.GrowthError, match="neither group nor"):
         linear(cut(student), cut(teacher), labels, group=mesh.get_group(), vocab_start=0)
