@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.replay import replay as replay
     from growkern.growth.sharded.grow_into import grow_into as grow_into
+    from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.op import expand as expand
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
@@ -63,6 +64,7 @@ _MODULE_OF = {
     "plan": "growkern.growth.plan.growth_plan",
     "replay": "growkern.growth.replay",
     "verify": "growkern.growth.record.verify",
+    "Routing": "growkern.ops.expand.call",
     "expand": "growkern.ops.expand.op",
     "kl_mlm_loss": "growkern.ops.loss.kl_mlm_loss",
     "linear_kl_mlm_loss": "growkern.ops.loss.linear_kl_mlm_loss",
