@@ -185,10 +185,12 @@ def _plan_for(
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)
-    # build the maps now, so that impossible ones (lost query heads) fail before any work
-    for name in family.spaces:
-        grown.layout.space(name, 0)
-    check_structure(grown)
-    # findings read norm weights, and the source may be gone when someone asks for them
-    _ = grown.findings
+    # maps hold numbers also where a caller makes models on the meta device
+    with torch.device("cpu"):
+        # build the maps now, so that impossible ones (lost query heads) fail before any work
+        for name in family.spaces:
+            grown.layout.space(name, 0)
+        check_structure(grown)
+        # findings read norm weights, and the source may be gone when someone asks for them
+        _ = grown.findings
     return grown

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from growkern import GrowthError, cli
+from growkern import GrowthError
+from growkern.cli.main import main
 from growkern.errors import GrowthWarning
 from growkern.train.run import train
 from growkern.train.safety.checkpoints import checkpoints_in
@@ -31,7 +32,7 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     file.write_text(RUN.replace("batch_size = 4", 'batch_size = 4\nprecision = "bf16"'))
     monkeypatch.setattr(sys, "argv", ["growkern", "train", str(file)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     assert ended.value.code == 0
     header, finished, end = capsys.readouterr().out.partition("finished  ")
     found, end = values(header), values(finished + end)
@@ -51,7 +52,7 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     assert end["next"] == f"growkern plot {out}"
 
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     assert ended.value.code == 0
     again = capsys.readouterr().out
     assert values(again) == {"finished": f"{out} is trained already; nothing was done"}
