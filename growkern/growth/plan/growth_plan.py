@@ -112,8 +112,8 @@ def plan(
     """Plan a growth without doing it: sizes, maps, cost, and which outputs stay exact.
 
     Args:
-        source: a `transformers.PreTrainedModel` or a checkpoint directory (only the config and the
-            safetensors headers are read).
+        source: a `transformers.PreTrainedModel` or a checkpoint directory (the config and the
+            safetensors headers are read, and norm weights where a bound needs them).
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: dtype of the grown weights; default the source's.
@@ -157,7 +157,11 @@ def plan_growth(
     def make(large: ModelSpec) -> GrowthPlan:
         return _plan_for(opened, options, large, dtype)
 
-    return made_to_fit(opened.spec, dims, target_config, make)
+    made = made_to_fit(opened.spec, dims, target_config, make)
+    # findings may read norm weights, and the source may be gone when someone asks for them
+    with torch.device("cpu"):
+        _ = made.findings
+    return made
 
 
 def _plan_for(
@@ -191,6 +195,4 @@ def _plan_for(
         for name in family.spaces:
             grown.layout.space(name, 0)
         check_structure(grown)
-        # findings read norm weights, and the source may be gone when someone asks for them
-        _ = grown.findings
     return grown

@@ -23,7 +23,7 @@ _IN_COMPILED_CODE = (
 
 
 class Rules(NamedTuple):
-    """An op and its autograd rules, as in `torch.library.register_autograd`."""
+    """An op and its autograd rules, as `register_autograd` of a custom op takes them."""
 
     op: Callable[..., Any]
     backward: Callable[..., Any]
