@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import growkern
 from bench.symmetry.text import LENGTH, MASK
-from growkern.growth.plan.axes import axis_map
 
 HEAD_DIM = 16
 
@@ -85,31 +84,9 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
         seed: of noise, shares and routing.
     """
     how: dict[str, Any] = {"seed": seed, **model.target()}
-    if symmetry == "routing":
-        return _routed(source, amplitude, **how).train()
-    if symmetry == "noise":
-        how["noise"] = amplitude
+    if symmetry in ("noise", "routing"):
+        how[symmetry] = amplitude
     return growkern.grow(source, symmetry=symmetry, **how).train()
-
-
-def _routed(source: Any, amplitude: float, **how: Any) -> Any:
-    """Signed routing for two copies, made from a growth with equal shares."""
-    # with amplitude 1, noise is +1 on one of two copies and -1 on the other
-    noisy = growkern.plan(source, symmetry="noise", noise=1.0, **how)
-    target = growkern.grow(source, symmetry="none", **how)
-    state, rng = target.state_dict(), torch.Generator().manual_seed(how["seed"])
-    for task in noisy.tasks:
-        if task.tensor.norm:
-            continue
-        for dim, (axis, size) in enumerate(zip(task.tensor.axes, task.shape, strict=True)):
-            found = axis_map(noisy, task, axis, size)
-            if not bool(found.noise.any()):
-                continue
-            lines = task.shape[1 - dim] if len(task.shape) > 1 else 1
-            sign = (torch.rand(lines, found.source, generator=rng) - 0.5).sign()
-            factor = 1 + amplitude * found.noise.float() * sign[:, found.index]
-            state[task.name].mul_(factor.T if dim == 0 else factor)
-    return target
 
 
 # ---------------------------------------------------------------- distance

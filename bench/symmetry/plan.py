@@ -97,18 +97,24 @@ class Block:
 
 
 def _blocks() -> Iterator[Block]:
-    both = ("adamw", "growth")
-    # a first look, at the rate with which the sources ended
-    yield Block(SMALL, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
+    both, moments = ("adamw", "growth"), ("adamw-moments", "growth-moments")
+    first, main = (CONTINUED, *FIRST), (CONTINUED, *FIRST[:2])
+    # at the rate with which the sources ended
+    yield Block(SMALL, first, both, SEEDS[:1], END_RATE)
+    yield Block(MASKED[:1], first, both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, main, both, SEEDS, END_RATE)
     yield Block(SMALL, SECOND, both, SEEDS[:1], END_RATE)
-    yield Block(LARGE, (CONTINUED, *FIRST), both, SEEDS[:1], END_RATE)
-    yield Block(SMALL, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
-    yield Block(LARGE, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
-    moments = ("adamw-moments", "growth-moments")
-    yield Block(SMALL, (CONTINUED, *FIRST[:2]), moments, SEEDS)
-    yield Block(MASKED, (CONTINUED, *FIRST, *SECOND), both, SEEDS)
+    yield Block(LARGE, main, both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, main, moments, SEEDS[:1], END_RATE)
+    yield Block(SMALL, THIRD, both, SEEDS[:1], END_RATE)
+    yield Block(MASKED[:1], main, both, SEEDS, END_RATE)
+    # each variant at the best of three rates
+    yield Block(SMALL, (*first, *SECOND), both, SEEDS)
+    yield Block(LARGE, (*first, *SECOND), both, SEEDS)
+    yield Block(SMALL, main, moments, SEEDS)
+    yield Block(MASKED, (*first, *SECOND), both, SEEDS)
     yield Block(SMALL, THIRD, both, SEEDS)
-    yield Block(LARGE, (CONTINUED, *FIRST[:2]), moments, SEEDS)
+    yield Block(LARGE, main, moments, SEEDS)
     yield Block(LARGE, THIRD, both, SEEDS)
     yield Block(MASKED, THIRD, both, SEEDS)
 

@@ -199,7 +199,6 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
         "losses": losses,
         "apart": apart,
         "seconds": round(time.perf_counter() - start, 1),
-        "routing": "emulated" if run.symmetry == "routing" else "",
         "text": facts(),
         "machine": machine(),
     }
