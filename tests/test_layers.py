@@ -68,7 +68,6 @@ PARTS = {
     ),
     "growkern.train": (
         "toml",
-        "meter",
         "head",
         "flops",
         "sub_model",
@@ -80,8 +79,8 @@ PARTS = {
         "config",
         "build",
         "cached_teacher",
+        "loop",
         "checks",
-        "callbacks",
         "safety",
         "trainer",
         "run",

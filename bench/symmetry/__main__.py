@@ -3,6 +3,7 @@
     python -m bench.symmetry run              make all runs, in the order of their importance
     python -m bench.symmetry run --most 10    make at most ten more
     python -m bench.symmetry report           write the table (and with --picture the curves)
+    python -m bench.symmetry moments          compare grown moments with the model's own
 
 Byte-level GPT-2, Llama and BERT models are trained on Python's standard library, grown to twice
 their width and trained further. Every run is one line of JSON in the output folder, written as soon
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-from bench.symmetry.plan import key_of, planned
+from bench.symmetry.moments import compare
+from bench.symmetry.plan import MASKED, SMALL, key_of, planned
 from bench.symmetry.report import report
 from bench.symmetry.runs import carried_out
 
@@ -75,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("what", choices=("run", "report", "moments"))
     parser.add_argument("--dir", type=Path, default=FOLDER, help="output (default: %(default)s)")
     parser.add_argument("--most", type=int, help="the most runs to make now")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch (default: %(default)s)")
@@ -85,6 +87,10 @@ def main() -> int:
         print(report(read_rows(args.dir / "runs.jsonl").values(), args.picture))
         return 0
     torch.set_num_threads(args.threads)
+    if args.what == "moments":
+        for model in (*SMALL, MASKED[0]):
+            print(compare(model, args.dir / "sources", say))
+        return 0
     run_all(args.dir, args.most)
     return 0
 

@@ -69,7 +69,8 @@ class Run:
 # ------------------------------------------------------------------ pieces
 
 
-def _loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+def loss_of(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of a batch, in nats."""
     return cross_entropy(model(input_ids=x).logits.flatten(0, 1).float(), labels.flatten())
 
 
@@ -79,7 +80,7 @@ def validation_loss(model: Any, masked: bool) -> float:
     total = count = 0.0
     for x, labels in validation_batches(masked):
         n = int((labels >= 0).sum())
-        total, count = total + n * _loss(model, x, labels).item(), count + n
+        total, count = total + n * loss_of(model, x, labels).item(), count + n
     return total / count
 
 
@@ -89,7 +90,7 @@ def _train(
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
-        _loss(model, *next(batches)).backward()
+        loss_of(model, *next(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -76,6 +76,7 @@ def _grown(
     with torch.device("meta"):
         model = cls._from_config(planned.target_config, dtype=dtype)
     shard(model, options)
+    model.growth_plan = planned
     if first_start:
         grow_into(model, base / growth.source, **how)
         return model

@@ -205,6 +205,8 @@ class TrainingSection:
         warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
         schedule: of the rate after the warm-up.
         weight_decay: of AdamW.
+        optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW` and others with
+            AdamW. "adamw" and "growth-adamw" take one of them.
         max_grad_norm: gradients with a larger norm are scaled down to it.
         precision: of the arithmetic. Weights and optimizer state are float32 with "fp32" and with
             "bf16" (bfloat16 autocast), whatever the dtype of the checkpoint. With "pure-bf16" they
@@ -231,6 +233,7 @@ class TrainingSection:
     warmup_steps: int = 0
     schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     weight_decay: float = 0.01
+    optimizer: Literal["auto", "adamw", "growth-adamw"] = "auto"
     max_grad_norm: float = 1.0
     precision: Literal["fp32", "bf16", "pure-bf16"] = "fp32"
     seed: int = 0

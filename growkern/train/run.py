@@ -43,6 +43,7 @@ from growkern.train.safety.messages import (
     PRECISIONS,
     describe_device,
     describe_model,
+    describe_optimizer,
     describe_saving,
     format_count,
     print_lines,
@@ -166,6 +167,7 @@ def _header(
     lines = {
         "model": describe_model(trainer.model, base / run.checkpoint),
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
+        "optimizer": describe_optimizer(trainer.growth_plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{format_count(n)} in {name}" for name, n in flops.items()),
@@ -237,6 +239,7 @@ def build_trainer(
         else [build_teacher(one, run.distributed) for one in teacher_paths] or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths if has_tokenizer(one)],
         loss=run.loss,
+        optimizer=run.training.optimizer,
         processing_class=tokenizer,
         train_dataset=train_blocks,
         eval_dataset=eval_blocks,

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from growkern.growth.optimizer.adamw import GrowthAdamW
 from growkern.growth.optimizer.clip import growth_clip_norm_
-from growkern.train.callbacks import LoopCallback
+from growkern.growth.sharded.placement import free_gathered
 from growkern.train.checks import (
     as_list,
     check_accelerator,
@@ -30,10 +30,12 @@ from growkern.train.flops import ModelCost
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
+from growkern.train.loop.callbacks import LoopCallback
+from growkern.train.loop.meter import Meter
+from growkern.train.loop.optimizer import OptimizerChoice, growth_optimizer, plan_of_optimizer
 from growkern.train.loss.counting_trainer import CountingTrainer
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
-from growkern.train.meter import Meter
 from growkern.train.safety.trainer import SafeTrainer
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 
@@ -56,6 +58,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         teacher: a model, several models, or a `TeacherCache`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
+        optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
+            the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
         options: all other keyword arguments of `SafeTrainer` (precision, on_nonfinite,
             save_minutes) and of `transformers.Trainer`. Collators may offer `set_epoch` and
             `frozen`, see `growkern.train.data`.
@@ -65,6 +69,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
     """
 
     data_collator: Any
+    optimizer: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
 
@@ -78,6 +83,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         teacher: Any | Sequence[Any] | None = None,
         teacher_tokenizer: Any | Sequence[Any] | None = None,
         loss: LossOptions | None = None,
+        optimizer: OptimizerChoice = "auto",
         **options: Any,
     ) -> None:
         args = args or TrainingArguments()
@@ -96,6 +102,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
         check_block_size(two_stage, self._layers)
         tokenizer = options.get("processing_class")
+        self.growth_plan = plan_of_optimizer(model, optimizer, args, options)
         self._teachers = choose_teachers(inheritance, teacher)
         if teacher_tokenizer is not None:
             check_tokenizers(tokenizer, as_list(teacher_tokenizer))
@@ -242,6 +249,13 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         if stage is None or depth is None:
             return False
         return depth > stage.layers_per_block or stage.embeddings == "frozen"
+
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        """Trainer's, but `GrowthAdamW` for a model that was grown."""
+        if self.growth_plan is not None and self.optimizer is None:
+            free_gathered(self.model)
+            self.optimizer = growth_optimizer(self.model, self.growth_plan, self.args)
+        return super().create_optimizer(*args, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Trainer's; a model that `GrowthAdamW` trains is clipped by its source's norm."""

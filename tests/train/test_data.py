@@ -14,7 +14,7 @@ from growkern.train.data import (
     evaluation_collator,
     pack_text,
 )
-from tests.train.test_teacher_cache import blocks_of, collator_of, make
+from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
 from tests.train.test_trainer import Batches, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 

@@ -13,8 +13,7 @@ Over the copies of an entry, u g adds up to 1, so (1) is the sum of the source's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,39 +87,47 @@ def growth_clip_norm_(
 # ------------------------------------------------------------------ weights
 
 
-@dataclass(frozen=True)
-class _Weights:
+class _Weights(NamedTuple):
     """u / g of (1) for the entries of this process's part of one parameter.
 
     Attributes:
-        plan: where they come from.
-        device: of the vectors.
         constant: product of the axes on which all entries have the same weight.
         vectors: the weights of the other axes by their number, (size,) float64 or float32.
     """
 
-    plan: GrowthPlan
-    device: torch.device
     constant: float
     vectors: dict[int, Tensor]
 
 
-# they are the same in every step; making them reads the whole plan
+# plan -> parameter's name and place -> weights: they are the same in every step, and making them
+# reads the whole plan. A weak reference to a parameter would keep `model.to` from replacing it
 _known: Any = WeakIdKeyDictionary()
 
 
 def _weights_of(model: Any, plan: GrowthPlan) -> Mapping[Tensor, _Weights]:
-    """The weights of every parameter, kept between calls."""
+    """The weights of every parameter."""
+    known = _known.setdefault(plan, {})
     factors: Mapping[str, EntryFactors] = {}
+    found = {}
     for name, p in model.named_parameters():
-        found = _known.get(p)
-        if found is None or found.plan is not plan or found.device != local_tensor(p).device:
+        key = (name, *_place(p))
+        if key not in known:
             factors = factors or growth_lr_multipliers(plan)
-            _known[p] = _make_weights(plan, factors_of(factors, name, p), local_tensor(p))
-    return _known
+            known[key] = _make_weights(factors_of(factors, name, p), local_tensor(p))
+        found[p] = known[key]
+    return found
 
 
-def _make_weights(plan: GrowthPlan, factors: EntryFactors, part: Tensor) -> _Weights:
+def _place(p: Tensor) -> tuple[Any, ...]:
+    """What decides the weights of a parameter besides its name: device, dtype and part."""
+    if not isinstance(p, DTensor):
+        return p.device, p.dtype
+    mesh = p.device_mesh
+    at = (mesh.shape, tuple(mesh.get_coordinate() or ()), p.placements)
+    return local_tensor(p).device, p.dtype, *at
+
+
+def _make_weights(factors: EntryFactors, part: Tensor) -> _Weights:
     constant, vectors = 1.0, {}
     for dim, (lr, eps) in enumerate(zip(factors.lr, factors.eps, strict=True)):
         weight = (lr.double() / eps.double()).flatten()
@@ -131,7 +138,7 @@ def _make_weights(plan: GrowthPlan, factors: EntryFactors, part: Tensor) -> _Wei
             constant *= first
         else:
             vectors[dim] = weight.to(_sum_dtype(part))
-    return _Weights(plan, part.device, constant, vectors)
+    return _Weights(constant, vectors)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

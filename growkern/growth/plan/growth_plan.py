@@ -147,6 +147,28 @@ def plan_growth(
     Raises:
         GrowthError: a dtype that growth does not write, or sizes that do not fit.
     """
+    made = plan_maps(opened, options, dims, target_config, dtype)
+    # findings may read norm weights, and the source may be gone when someone asks for them
+    with torch.device("cpu"):
+        _ = made.findings
+    return made
+
+
+def plan_maps(
+    opened: Source,
+    options: GrowthOptions,
+    dims: dict[str, int],
+    target_config: Any | None = None,
+    dtype: torch.dtype | None = None,
+) -> GrowthPlan:
+    """`plan_growth` without its findings. It reads no weights.
+
+    Args:
+        dims: as in `plan_growth`.
+
+    Raises:
+        GrowthError: as in `plan_growth`.
+    """
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
@@ -157,11 +179,7 @@ def plan_growth(
     def make(large: ModelSpec) -> GrowthPlan:
         return _plan_for(opened, options, large, dtype)
 
-    made = made_to_fit(opened.spec, dims, target_config, make)
-    # findings may read norm weights, and the source may be gone when someone asks for them
-    with torch.device("cpu"):
-        _ = made.findings
-    return made
+    return made_to_fit(opened.spec, dims, target_config, make)
 
 
 def _plan_for(

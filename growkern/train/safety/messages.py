@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from growkern.growth.plan.growth_plan import GrowthPlan
+
 PRECISIONS = {
     "fp32": "float32",
     "bf16": "bfloat16 autocast over float32 weights",
@@ -52,6 +54,18 @@ def describe_device(device: torch.device, processes: int) -> str:
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
     return f"{name}, {processes} process{'es' if processes > 1 else ''}"
+
+
+def describe_optimizer(plan: GrowthPlan | None) -> str:
+    """The optimizer, and why.
+
+    Args:
+        plan: of the growth whose factors `GrowthAdamW` uses; None: AdamW.
+    """
+    if plan is None:
+        return "AdamW"
+    sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in plan.size_changes().items())
+    return f"GrowthAdamW, because the model was grown ({sizes})"
 
 
 def describe_saving(directory: Path, save_every: int, save_minutes: float, keep: int) -> str:

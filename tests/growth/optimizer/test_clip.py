@@ -81,7 +81,7 @@ def test_weighted_squares_are_those_of_the_weighted_tensor(monkeypatch, at_once,
     for dim in (d for d in uneven if d < len(shape)):
         vectors[dim] = torch.rand(shape[dim], generator=rng, dtype=torch.float64)
         weight = weight * vectors[dim].reshape([-1 if d == dim else 1 for d in range(len(shape))])
-    weights = clip._Weights(None, gradient.device, 0.25, vectors)
+    weights = clip._Weights(0.25, vectors)
     found = clip._weighted_squares(gradient, weights)
     assert found.item() == pytest.approx((weight * gradient**2).sum().item(), rel=1e-14)
 
@@ -161,3 +161,17 @@ def test_the_trainer_clips_by_the_sources_norm(matched, tmp_path):
     assert min(runs[0]) > 0.05
     assert (runs[1] == pytest.approx(runs[0], rel=1e-9)) == matched
     assert (largest_difference(source, target) <= 1e-10) == matched
+
+
+def test_a_clipped_model_can_be_converted():
+    """`fully_shard` lets `model.to` swap parameters, which a weak reference to one would forbid."""
+    source = random_model("GPT2LMHeadModel", GPT2, std=0.2, **TIED)
+    target = growkern.grow(source, symmetry="none", n_embd=24)
+    loss_of(target, 0).backward()
+    clip_target(target)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        target.zero_grad()
+        assert next(target.to(torch.float32).parameters()).dtype == torch.float32
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

@@ -8,8 +8,8 @@ import torch
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.train.data import MaskedLMCollator
 from growkern.train.run import train
+from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
 from tests.train.test_run import workplace  # noqa: F401
-from tests.train.test_teacher_cache import blocks_of, collator_of, make
 from tests.train.test_trainer import STAGES, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 

@@ -10,7 +10,7 @@ from growkern.train.cached_teacher.teacher import CachedCollator
 from growkern.train.data import EpochCollator
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.inheritance import InheritanceSchedule
-from growkern.train.meter import Meter
+from growkern.train.loop.meter import Meter
 
 
 class FollowedTrainer(Protocol):

@@ -1,0 +1,79 @@
+"""Chooses the optimizer of a run: a model that was grown trains with `GrowthAdamW`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.recorded import growth_plan_of
+
+OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
+# the AdamW of PyTorch, in the names of transformers
+ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+
+
+def plan_of_optimizer(
+    model: Any, choice: str, args: TrainingArguments, options: Mapping[str, Any]
+) -> GrowthPlan | None:
+    """The growth whose factors `GrowthAdamW` will use; None trains with Trainer's optimizer.
+
+    Args:
+        model: in training.
+        choice: "auto" takes `GrowthAdamW` for a model that was grown, unless `args.optim` or
+            `options` ask for another optimizer than AdamW.
+        args: of the trainer.
+        options: the other keyword arguments of `transformers.Trainer`.
+
+    Raises:
+        GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown or beside
+            another optimizer.
+    """
+    if choice not in get_args(OptimizerChoice):
+        allowed = get_args(OptimizerChoice)
+        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
+    other = _other_optimizer(args, options)
+    if choice == "adamw" or (choice == "auto" and other):
+        return None
+    if other:
+        raise GrowthError(f"optimizer is 'growth-adamw', but {other}: give one of them")
+    try:
+        plan = growth_plan_of(model)
+    except GrowthError as error:
+        if choice == "growth-adamw":
+            raise
+        warnings.warn(f"trains with AdamW, because {error}", GrowthWarning, stacklevel=3)
+        return None
+    if plan is None and choice == "growth-adamw":
+        raise GrowthError(
+            "optimizer is 'growth-adamw', but the model was not grown: load it from the directory "
+            "that growkern wrote, with its lineage.json, or set optimizer to 'adamw'"
+        )
+    # random weights have no source whose steps the copies could take
+    return None if plan is None or plan.options.is_baseline else plan
+
+
+def _other_optimizer(args: TrainingArguments, options: Mapping[str, Any]) -> str:
+    """What asks for another optimizer than PyTorch's AdamW; empty if nothing does."""
+    for name in ("optimizers", "optimizer_cls_and_kwargs"):
+        given = options.get(name)
+        if given is not None and given[0] is not None:
+            return f"{name} is given"
+    return "" if args.optim in ADAMW else f"args.optim is {OptimizerNames(args.optim).value!r}"
+
+
+def growth_optimizer(model: Any, plan: GrowthPlan, args: TrainingArguments) -> GrowthAdamW:
+    """`GrowthAdamW` with the settings that Trainer would give to AdamW."""
+    return GrowthAdamW(
+        decay_groups(model, args.weight_decay),
+        plan,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )

@@ -1,0 +1,1 @@
+"""The teacher that ran once: its cache on disk, and the teacher that reads it."""

@@ -1,0 +1,124 @@
+"""A model that was grown trains with GrowthAdamW, whatever way it comes to the trainer."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern import GrowthAdamW, GrowthError, TwoStageTrainer
+from growkern.errors import GrowthWarning
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import build
+
+TWICE = {
+    "bert": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+    "gpt2": {"n_embd": 32, "n_head": 4},
+    "llama": {
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "intermediate_size": 48,
+    },
+}
+
+# RMSNorm rounds to float32 in transformers, whatever the dtype of the model
+ERRORS = {"bert": 1e-12, "gpt2": 1e-12, "llama": 1e-7}
+
+
+def grown(family="llama", **how):
+    source = build(family, layers=2).double()
+    return source, growkern.grow(source, **{**TWICE[family], **how})
+
+
+def trained(model, path, **options):
+    own = {name: options.pop(name) for name in ("optimizer", "optimizers") if name in options}
+    settings = {"max_steps": 4, "weight_decay": 0.1, **options}
+    trainer = TwoStageTrainer(model, arguments(path, **settings), train_dataset=Batches(14), **own)
+    trainer.train()
+    return trainer
+
+
+def optimizer_of(trainer):
+    return trainer.optimizer.optimizer
+
+
+@pytest.mark.parametrize("family", TWICE)
+def test_grown_then_trained_is_trained_then_grown(family, tmp_path):
+    """By default, with clipping: the same function as growth after the same steps."""
+    source, large = grown(family, symmetry="none")
+    settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3}
+    trainer = trained(large, tmp_path, **settings)
+    small = trained(source, tmp_path, **settings)
+    assert isinstance(optimizer_of(trainer), GrowthAdamW)
+    assert type(optimizer_of(small)) is torch.optim.AdamW
+    again = growkern.grow(source, symmetry="none", **TWICE[family])
+    for (name, found), expected in zip(large.named_parameters(), again.parameters(), strict=True):
+        assert (found - expected).abs().max() <= ERRORS[family], name
+    norms = [
+        [line["grad_norm"] for line in one.state.log_history if "grad_norm" in line]
+        for one in (trainer, small)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=100 * ERRORS[family])
+    assert max(norms[0]) > 0.5
+
+
+def test_a_grown_model_from_disk_trains_alike(tmp_path):
+    source, _ = grown(symmetry="routing")
+    source.float().save_pretrained(tmp_path / "small")
+    growkern.grow_checkpoint(
+        tmp_path / "small", tmp_path / "large", progress=False, symmetry="routing", **TWICE["llama"]
+    )
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "large")
+    in_memory = growkern.grow(source, symmetry="routing", **TWICE["llama"])
+    trainers = [trained(model, tmp_path) for model in (loaded, in_memory)]
+    assert all(isinstance(optimizer_of(one), GrowthAdamW) for one in trainers)
+    for found, expected in zip(loaded.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_what_the_user_asks_for_is_used(tmp_path):
+    _, large = grown()
+    start = copy.deepcopy(large.state_dict())
+    own = torch.optim.SGD(large.parameters(), lr=0.1)
+    assert optimizer_of(trained(large, tmp_path, optimizers=(own, None))) is own
+    large.load_state_dict(start)
+    assert type(optimizer_of(trained(large, tmp_path, optimizer="adamw"))) is torch.optim.AdamW
+    adafactor = trained(large, tmp_path, optim="adafactor")
+    assert "Adafactor" in type(optimizer_of(adafactor)).__name__
+    _, random = grown(method="random")
+    assert type(optimizer_of(trained(random, tmp_path))) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"optimizer": "growth_adamw"}, "growth-adamw"),
+        ({"optimizer": "growth-adamw", "optim": "adafactor"}, "args.optim is 'adafactor'"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(options, message, tmp_path):
+    with pytest.raises(GrowthError, match=message):
+        trained(grown()[1], tmp_path, **options)
+
+
+def test_a_model_that_was_not_grown_is_refused(tmp_path):
+    with pytest.raises(GrowthError, match="was not grown"):
+        trained(build("llama", layers=2), tmp_path, optimizer="growth-adamw")
+
+
+def test_a_damaged_lineage_is_said(tmp_path):
+    source, _ = grown()
+    source.float().save_pretrained(tmp_path / "small")
+    growkern.grow_checkpoint(
+        tmp_path / "small", tmp_path / "large", progress=False, **TWICE["llama"]
+    )
+    file = tmp_path / "large" / "lineage.json"
+    file.write_text(json.dumps({"options": {}}))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "large")
+    with pytest.warns(GrowthWarning, match="trains with AdamW, because .*not a growth record"):
+        trainer = trained(loaded, tmp_path)
+    assert type(optimizer_of(trainer)) is torch.optim.AdamW
+    with pytest.raises(GrowthError, match="not a growth record"):
+        trained(loaded, tmp_path, optimizer="growth-adamw")
