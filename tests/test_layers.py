@@ -106,6 +106,10 @@ PUBLIC_OPS = {
     "growkern.ops.loss.kl_mlm_loss.kl_mlm_loss",
     "growkern.ops.loss.linear.gemm.project",
     "growkern.ops.loss.linear_kl_mlm_loss.linear_kl_mlm_loss",
+    "growkern.ops.loss.rows.label_options.LabelArguments",
+    "growkern.ops.loss.rows.label_options.LabelOptions",
+    "growkern.ops.loss.rows.label_options.check_names",
+    "growkern.ops.loss.rows.label_options.show_label_options",
     "growkern.ops.loss.rows.options.IGNORE_INDEX",
     "growkern.ops.loss.topk_kl_mlm_loss.topk_kl_mlm_loss",
 }

@@ -18,12 +18,15 @@
 #define OUT bf16
 #define ACC float    // double for a double weight
 #define UPPER 0      // whether there is an `upper`
-#define NOISE 0      // noise 1: on the rows, 2: on the columns; routing 3: rows, 4: columns
+#define NOISE 0      // the kind of noise or routing, one of the numbers below
 #define SHARE 1.f    // of routing: what the chosen copy gets
 #define THREADS 256
 #endif
 
 namespace growkern {
+
+// values of NOISE, the same as in growkern/ops/expand/call.py; 0: neither noise nor routing
+constexpr int ROW_NOISE = 1, COL_NOISE = 2, ROW_ROUTING = 3, COL_ROUTING = 4;
 
 // columns a thread takes at a time: 16 bytes of the output
 constexpr int WIDTH = 16 / sizeof(OUT);
@@ -56,7 +59,8 @@ __device__ inline float to_acc(T x) {
     return to_float(x);
 }
 
-// loads WIDTH numbers from column j on; `other` stands for a missing vector or column
+// loads WIDTH numbers from column j on. `other` replaces all of them if `from` is null, and those of
+// columns from N on.
 template <class T, class U>
 __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)[WIDTH]) {
     if (from && (ALIGNED || j + WIDTH <= N) && is_aligned(from, alignof(Pack<T, WIDTH>))) {
@@ -82,11 +86,11 @@ struct Columns {
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
         if (a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
-        if (NOISE == 1 || NOISE == 3) {
+        if (NOISE == ROW_NOISE || NOISE == ROW_ROUTING) {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
         }
-        if (NOISE == 4) {
+        if (NOISE == COL_ROUTING) {
             i32 copies[WIDTH];
             load_columns(a.copies, j, a.N, 1 << 16, copies);
 #pragma unroll
@@ -95,7 +99,7 @@ struct Columns {
                 count[k] = count_of(copies[k]);
             }
         }
-        if (NOISE == 2) {
+        if (NOISE == COL_NOISE) {
             load_columns(a.noise, j, a.N, ACC(0), noise);
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * NOISE_UNIT;
@@ -157,20 +161,20 @@ __device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                              ACC (&x)[WIDTH]) {
     const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
-    const bool by_row = NOISE == 2 || NOISE == 4;
+    const bool by_row = NOISE == COL_NOISE || NOISE == COL_ROUTING;
     const u32 key = by_row ? a.line_key[i] : 0, mult = by_row ? a.line_mult[i] : 0;
-    const i32 copy = NOISE == 3 ? a.copies[i] : 0;
-    const ACC size = NOISE == 1 ? a.noise[i] * NOISE_UNIT : ACC(0);
+    const i32 copy = NOISE == ROW_ROUTING ? a.copies[i] : 0;
+    const ACC size = NOISE == ROW_NOISE ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         if (a.row_scale) x[k] = x[k] * row_scale;
         if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        if (NOISE == 1) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
-        if (NOISE == 2)
+        if (NOISE == ROW_NOISE) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
+        if (NOISE == COL_NOISE)
             x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
-        if (NOISE == 3)
+        if (NOISE == ROW_ROUTING)
             x[k] = routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
-        if (NOISE == 4)
+        if (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
 }

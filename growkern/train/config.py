@@ -10,7 +10,7 @@ The sections of the file and their keys:
     [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
     [growth]       source, sizes, method, symmetry, moments, optimizer, ...    (optional)
     [distributed]  sharding, replicas, param_dtype, activation_checkpointing, ...  (optional)
-    [loss]         label_smoothing, z_loss, row_weights                        (optional)
+    [loss]         row_weights, and how labels count, see `LossOptions`        (optional)
     [teacher]      paths or cache                                              (with inheritance)
 
 Paths are relative to the folder of the file.

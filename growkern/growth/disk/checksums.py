@@ -23,8 +23,9 @@ from torch import Tensor
 
 from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, WEIGHTS
-from growkern.growth.source.files import PIECE_BYTES, read_header_bytes, row_blocks
+from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.source.files import PIECE_BYTES, row_blocks
+from growkern.growth.source.formats import WEIGHT_FILES, header_reader
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
 from growkern.publish.manifest import ALGORITHM
@@ -88,13 +89,14 @@ def files_within(directory: Path) -> list[str]:
 
 
 def checksum_file(file: Path) -> str:
-    """The checksum of a file; for a safetensors file, of its header only.
+    """The checksum of a file; for a file of tensors, of its header only.
 
     Raises:
         ValueError, OSError: the file cannot be read.
     """
-    if file.suffix == ".safetensors":
-        return checksum_bytes(read_header_bytes(file))
+    read_header = header_reader(file)
+    if read_header is not None:
+        return checksum_bytes(read_header(file))
     import xxhash
 
     total = xxhash.xxh3_128()
@@ -181,13 +183,13 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
         except (OSError, ValueError) as error:
             found = str(error)
         if found != expected:
-            what = "header" if file.suffix == ".safetensors" else "file"
-            yield f"{file}: the {what} was changed"
+            part = "file" if header_reader(file) is None else "header"
+            yield f"{file}: the {part} was changed"
     for name in NEVER_WITHOUT:
         if name not in checksums:
             yield f"{directory / name} is not in the record"
     for file in sorted(directory.iterdir()):
-        is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
+        is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHT_FILES)
         if is_weights and file.name not in checksums:
             yield f"{file}: weights were added"
 

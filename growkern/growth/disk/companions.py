@@ -20,24 +20,13 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
 from growkern.growth.source.config import config_directory, read_generation
-from growkern.growth.source.files import INDEX_FILE
+from growkern.growth.source.formats import STATE_FILES, WEIGHT_FILES
 
-# files that a loader may read as the model's weights
-WEIGHTS = (
-    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model*.bin"),
-    *("tf_model*.h5*", "flax_model*.msgpack*", "consolidated*.pth", "*.gguf"),
-)
-# weights in other formats, and the state of training
-STATE = (
-    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
-    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
-    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
-)
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model
 OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
-LEFT_OUT = (*WEIGHTS, *STATE, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
+LEFT_OUT = (*WEIGHT_FILES, *STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -100,8 +89,7 @@ def complete(
         made = untrained_model(model, dtype)
     made.config.architectures = [model.class_name]
     made.config.save_pretrained(directory)
-    if layout.index:
-        (directory / INDEX_FILE).write_text(layout.index, encoding="utf-8")
+    layout.write_index(directory)
     source = config_directory(beside)
     copy_companions(source, directory)
     generation = read_generation(source)

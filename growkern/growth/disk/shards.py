@@ -13,11 +13,12 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from growkern.growth.source.files import STORED_DTYPES, Header
+from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ShardLayout:
     heads: Mapping[str, bytes]
     sizes: Mapping[str, int]
     index: str
+
+    def write_index(self, directory: Path) -> None:
+        """Write the index file, if there are several files."""
+        if self.index:
+            (directory / INDEX_FILE).write_text(self.index, encoding="utf-8")
 
 
 def lay_out(

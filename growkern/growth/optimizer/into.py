@@ -36,7 +36,7 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.sharded.grow_into import named_tensors, unwrapped
 from growkern.growth.sharded.placement import local_part, local_tensor
-from growkern.growth.source.files import METADATA_FILE
+from growkern.growth.source.formats import format_of
 
 
 @torch.no_grad()
@@ -139,10 +139,9 @@ def _targets(
 def _open_state(plan: GrowthPlan, source: Any, moments: str) -> State:
     """The source's optimizer state, by parameter name."""
     path = Path(source) if isinstance(source, (str, Path)) else None
-    if path is not None and (path / METADATA_FILE).is_file():
-        from growkern.growth.source.distributed import read_distributed_optimizer
-
-        stored = read_distributed_optimizer(path, known_names(plan))
+    read_stored = None if path is None else format_of(path).read_optimizer
+    if path is not None and read_stored is not None:
+        stored = read_stored(path, known_names(plan))
         check_entries(plan, stored)
         return stored
     state_dict = source if path is None else read_optimizer(path)

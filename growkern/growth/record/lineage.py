@@ -28,13 +28,13 @@ from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
-from growkern.growth.source.files import METADATA_FILE, STORED_DTYPES, read_header_bytes
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
+from growkern.ops.expand.checks import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
-DTYPES = {str(d).removeprefix("torch."): d for d in STORED_DTYPES.values() if d.is_floating_point}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GROWN_DTYPES}
 T = TypeVar("T")
 
 # config fields that tell how a model was saved or loaded, and do not change the model
@@ -71,13 +71,14 @@ def versions() -> dict[str, str]:
 def source_files(source: Source) -> dict[str, dict[str, Any]]:
     """Size, time and header checksum of the source's files, to notice changes.
 
-    Weights are not read.
+    Weights are not read. A model in memory has no files.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    if source.format is None:
+        return found
     for name in sorted({header.file for header in source.headers.values()}):
         file = Path(name)
-        is_metadata = file.name == METADATA_FILE
-        header = file.read_bytes() if is_metadata else read_header_bytes(file)
+        header = source.format.read_header(file)
         found[file.name] = {
             "size": file.stat().st_size,
             "modified": file.stat().st_mtime_ns,

@@ -17,7 +17,6 @@ from growkern.families.model import ModelSpec
 from growkern.growth.models import untrained_model
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
-from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.source import Source
 
 # tokens that are generated to compare the caches of both models
@@ -81,12 +80,10 @@ def load_source(source: Source, given: Any) -> Any:
 
     Args:
         source: the opened source.
-        given: what it was opened from: a model, a checkpoint directory, or a directory of
-            `torch.distributed.checkpoint`.
+        given: what it was opened from: a model, or a checkpoint directory of any format.
     """
-    if source.directory is None or not (source.directory / METADATA_FILE).is_file():
+    if source.format is None or source.format.loads:
         return load_model(given)
-    # transformers cannot read distributed checkpoints
     model = untrained_model(source.spec, torch.float32)
     state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)

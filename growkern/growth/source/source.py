@@ -30,7 +30,8 @@ from growkern.growth.source.checks import (
     refuse_nonfinite,
 )
 from growkern.growth.source.config import config_directory, read_config, read_generation
-from growkern.growth.source.files import HANDLED, METADATA_FILE, read_headers
+from growkern.growth.source.files import HANDLED
+from growkern.growth.source.formats import Format, format_of
 from growkern.growth.source.live import check_live
 from growkern.growth.source.stored import StoredTensor
 
@@ -44,6 +45,7 @@ class Source:
         dtypes: name -> dtype of every tensor, without tied duplicates.
         read: name -> tensor.
         directory: the checkpoint directory; None for a model in memory.
+        format: of `directory`; None for a model in memory.
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
         generation: the `GenerationConfig` that the source comes with, if it has one.
@@ -53,6 +55,7 @@ class Source:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor] = field(repr=False)
     directory: Path | None = None
+    format: Format | None = None
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: Any | None = field(default=None, repr=False)
@@ -145,7 +148,8 @@ def _refuse_quantised(config: Any) -> None:
 
 def _open_directory(directory: Path) -> Source:
     spec = _read_spec(directory)
-    headers = _read_headers(directory, spec)
+    format = format_of(directory)
+    headers = format.read(directory, spec)
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers)
     _leave_out_other_heads(spec, names)
@@ -161,9 +165,8 @@ def _open_directory(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         return own[name].read()
 
-    return Source(
-        spec, dtypes, read, directory, own, generation=read_generation(config_directory(directory))
-    )
+    generation = read_generation(config_directory(directory))
+    return Source(spec, dtypes, read, directory, format, own, generation=generation)
 
 
 def _read_spec(directory: Path) -> ModelSpec:
@@ -179,15 +182,6 @@ def _read_spec(directory: Path) -> ModelSpec:
     spec = ModelSpec.of(config, config.architectures[0])
     check_values(directory / "config.json", spec)
     return spec
-
-
-def _read_headers(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    """The stored tensors of either kind of checkpoint, by their names there."""
-    if not (directory / METADATA_FILE).is_file():
-        return read_headers(directory)
-    from growkern.growth.source.distributed import read_distributed
-
-    return read_distributed(directory, model.shapes)
 
 
 def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> dict[str, str]:

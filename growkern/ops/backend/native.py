@@ -1,21 +1,23 @@
 """Finds and loads the compiled CPU library (csrc/cpu), or says why it cannot be used."""
 
 import ctypes
+import hashlib
+import warnings
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from growkern.errors import GrowthWarning
 from growkern.package import folders
 
 FILE_NAME = "libgrowkern.so"
-# what growkern_abi() of csrc/cpu/native.cpp returns
-ABI = 3
 # the numbers of csrc/cpu/native.h are indices into this
 ISA_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HOW_TO_BUILD = "install a C++17 compiler, then `pip install --force-reinstall --no-deps growkern`"
+HOW_TO_REBUILD = "rebuild it with `make setup` or `pip install --no-deps --editable .`"
 
 
 def _candidates() -> list[Path]:
@@ -29,6 +31,34 @@ def _candidates() -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
+def source_stamp(root: Path) -> str | None:
+    """A checksum of the library's sources, as CMakeLists.txt computes it.
+
+    Args:
+        root: the folder that holds csrc.
+
+    Returns:
+        None if the sources are not there: a wheel brings the library alone.
+    """
+    files = [*root.glob("csrc/*.h"), *root.glob("csrc/cpu/*.h"), *root.glob("csrc/cpu/*.cpp")]
+    if not (root / "csrc/cpu/native.cpp").is_file():
+        return None
+    listed = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    lines = (f"{hashlib.sha256(listed[name]).hexdigest()} {name}\n" for name in sorted(listed))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _is_current(lib: ctypes.CDLL) -> bool:
+    """Whether the library is built from the sources beside the package, if there are any."""
+    try:
+        stamp_of = lib.growkern_sources
+    except AttributeError:
+        return False
+    stamp_of.restype = ctypes.c_char_p
+    stamps = [source_stamp(folder.parent) for folder in folders()]
+    return all(stamp in (None, stamp_of().decode()) for stamp in stamps)
+
+
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     candidates = _candidates()
@@ -39,8 +69,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         lib = ctypes.CDLL(str(candidates[0]))
     except OSError as error:
         return None, f"{candidates[0]} cannot be loaded: {error}"
-    if lib.growkern_abi() != ABI:
-        return None, f"{candidates[0]} is from another version: {HOW_TO_BUILD}"
+    if not _is_current(lib):
+        why = f"{candidates[0]} is not built from the sources in csrc: {HOW_TO_REBUILD}"
+        warnings.warn(f"the compiled library is not used: {why}", GrowthWarning, stacklevel=2)
+        return None, why
     lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     lib.growkern_advise_huge.restype = None
     isa = ISA_NAMES[lib.growkern_best_isa()]

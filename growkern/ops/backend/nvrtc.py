@@ -26,6 +26,13 @@ from growkern.whole import write_whole
 MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTERS = 8, 14
 # every device that has clusters allows this many blocks in one; more need an attribute
 PORTABLE_CLUSTER = 8
+# names of csrc/cuda/device.h
+TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float64: "double",
+}
 
 
 class Kernel(NamedTuple):

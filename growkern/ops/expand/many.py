@@ -21,12 +21,49 @@ from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
 from growkern.ops.expand.noise import keys_of_lines, seed_words
-from growkern.ops.expand.on_triton import BLOCK_M, GATHER, columns_of_block, expand_block
+from growkern.ops.expand.on_triton import (
+    BLOCK_M,
+    GATHER,
+    ROUTED_COLS,
+    ROUTED_ROWS,
+    columns_of_block,
+    expand_block,
+)
 
 # ------------------------------------------------------------------- kernel
 
-# columns of the table: addresses, then strides and sizes in elements, then the first block
-N_FIELDS = 10 + 6 + 4 + 1
+
+class CallFields(NamedTuple):
+    """A row of the table: addresses, then strides and sizes in elements, then the first block."""
+
+    out: int
+    weight: int
+    upper: int
+    rows: int
+    cols: int
+    row_scale: int
+    col_scale: int
+    of_axis: int  # sizes of the noise, or copies, on the axis of noise or routing
+    key: int
+    mult: int
+    weight_r: int
+    weight_c: int
+    upper_r: int
+    upper_c: int
+    out_m: int
+    out_n: int
+    R: int
+    C: int
+    M: int
+    N: int
+    first_block: int
+
+
+N_FIELDS = len(CallFields._fields)
+# the places of these fields, for kernels
+AT_OUT, AT_WEIGHT, AT_UPPER, AT_ROWS, AT_COLS, AT_ROW_SCALE, AT_COL_SCALE, AT_OF_AXIS, AT_KEY, \
+    AT_MULT, AT_WEIGHT_R, AT_WEIGHT_C, AT_UPPER_R, AT_UPPER_C, AT_OUT_M, AT_OUT_N, AT_R, AT_C, \
+    AT_M, AT_N, AT_FIRST_BLOCK = map(tl.constexpr, range(N_FIELDS))  # fmt: skip
 
 
 @jit
@@ -52,28 +89,34 @@ def _expand_many_kernel(
 ):
     block = tl.program_id(0)
     t = table_ptr + tl.load(call_ptr + block) * N_FIELDS
-    out_ptr = tl.load(t).to(like[0].dtype)
-    weight_ptr = tl.load(t + 1).to(like[1].dtype)
-    maps = (_pointer(t, 3, like[2]), _pointer(t, 4, like[2]))
+    out_ptr = tl.load(t + AT_OUT).to(like[0].dtype)
+    weight_ptr = tl.load(t + AT_WEIGHT).to(like[1].dtype)
+    maps = (_pointer(t, AT_ROWS, like[2]), _pointer(t, AT_COLS, like[2]))
     scales = (None, None)
     if SCALED:
-        scales = (_pointer(t, 5, like[3]), _pointer(t, 6, like[3]))
-    step_m = tl.load(t + 14)
-    N = tl.load(t + 19)
+        scales = (_pointer(t, AT_ROW_SCALE, like[3]), _pointer(t, AT_COL_SCALE, like[3]))
+    step_m = tl.load(t + AT_OUT_M)
+    N = tl.load(t + AT_N)
     if WIDE:
         out_ptr = tl.multiple_of(out_ptr, 16)
         step_m = tl.multiple_of(step_m, 16)
         N = tl.multiple_of(N, 16)
-        strides = (tl.load(t + 10), 1, tl.load(t + 12), 1, step_m, 1)
+        strides = (tl.load(t + AT_WEIGHT_R), 1, tl.load(t + AT_UPPER_R), 1, step_m, 1)
     else:
-        steps = (tl.load(t + 11), tl.load(t + 13), tl.load(t + 15))
-        strides = (tl.load(t + 10), steps[0], tl.load(t + 12), steps[1], step_m, steps[2])
-    shape = (tl.load(t + 16), tl.load(t + 17), tl.load(t + 18), N)
-    block = block - tl.load(t + 20)
+        steps = (tl.load(t + AT_WEIGHT_C), tl.load(t + AT_UPPER_C), tl.load(t + AT_OUT_N))
+        step_r = (tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R))
+        strides = (step_r[0], steps[0], step_r[1], steps[1], step_m, steps[2])
+    shape = (tl.load(t + AT_R), tl.load(t + AT_C), tl.load(t + AT_M), N)
+    block = block - tl.load(t + AT_FIRST_BLOCK)
     # sizes of noise are factors, and copies are of the type of keys
-    of_axis = _pointer(t, 7, like[4] if NOISE > 2 else like[3])
-    noise = (of_axis, _pointer(t, 8, like[4]), _pointer(t, 9, like[4]))
-    sources = (weight_ptr, tl.load(t + 2).to(like[1].dtype)) if UPPER else (weight_ptr, None)
+    if NOISE == ROUTED_ROWS or NOISE == ROUTED_COLS:  # noqa: SIM109
+        of_axis = _pointer(t, AT_OF_AXIS, like[4])
+    else:
+        of_axis = _pointer(t, AT_OF_AXIS, like[3])
+    noise = (of_axis, _pointer(t, AT_KEY, like[4]), _pointer(t, AT_MULT, like[4]))
+    sources = (weight_ptr, None)
+    if UPPER:
+        sources = (weight_ptr, tl.load(t + AT_UPPER).to(like[1].dtype))
     expand_block(
         block, sources, maps, scales, noise, out_ptr, strides, shape,
         NOISE, LARGER, ACC, BLOCK_M, BLOCK_N,
@@ -206,10 +249,10 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     sizes = factors.on(device)
     of_axis = sizes if first.routing is None else copies.on(device)
     vectors = (index.on(device), sizes, of_axis, *lines.on(device))
-    places = ((3, 5), (5, 7), (7, 8), (8, 9), (9, 10))
-    for x, (first_field, end) in zip(vectors, places, strict=True):
-        fields = slice(first_field, end)
-        table[:, fields] = table[:, fields] * x.element_size() + x.data_ptr()
+    fields = (("rows", "cols"), ("row_scale", "col_scale"), ("of_axis",), ("key",), ("mult",))
+    for x, names in zip(vectors, fields, strict=True):
+        for place in map(CallFields._fields.index, names):
+            table[:, place] = table[:, place] * x.element_size() + x.data_ptr()
     call_of_block = torch.arange(len(calls), dtype=torch.int32)
     repeats = torch.tensor(counts)
     call_of_block = call_of_block.repeat_interleave(repeats, output_size=n_blocks).to(device)
@@ -242,7 +285,7 @@ def _row(
     copies: _Packed,
     lines: _LineKeys,
     first_block: int,
-) -> list[int]:
+) -> CallFields:
     """A call's row of the table. Packed vectors have their place instead of their address."""
     (M, N), (R, C) = call.out.shape, call.weight.shape
     noise = [0, 0, 0]
@@ -256,7 +299,7 @@ def _row(
     places += [index.add(call.rows), index.add(call.cols)]
     places += [factors.add(call.row_scale), factors.add(call.col_scale), *noise]
     strides = (*call.weight.stride(), *upper.stride(), *call.out.stride())
-    return [*places, *strides, R, C, M, N, first_block]
+    return CallFields._make([*places, *strides, R, C, M, N, first_block])
 
 
 def aot_cases() -> list[AotCase]:

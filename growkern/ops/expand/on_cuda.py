@@ -15,16 +15,18 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
+from growkern.ops.backend.nvrtc import (
+    TYPES,
+    Grid,
+    Kernel,
+    aligned,
+    launch,
+    shared_limit,
+    why_not,
+)
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.noise import keys_of_call
 
-TYPES = {
-    torch.float32: "float",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float64: "double",
-}
 THREADS = 256
 # with fewer rows than this, several blocks share a row: a vector is one row
 LEAST_BLOCKS = 256

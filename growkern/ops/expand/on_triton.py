@@ -9,12 +9,23 @@ import torch
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall, as_vector
+from growkern.ops.expand.call import (
+    COL_NOISE,
+    COL_ROUTING,
+    NO_NOISE,
+    ROW_NOISE,
+    ROW_ROUTING,
+    ExpandCall,
+    as_vector,
+)
 from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
 from growkern.ops.expand.routing import routed_triton
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
+# kinds of noise, for kernels: these read no global numbers but constexpr
+NOISY_ROWS, NOISY_COLS = tl.constexpr(ROW_NOISE), tl.constexpr(COL_NOISE)
+ROUTED_ROWS, ROUTED_COLS = tl.constexpr(ROW_ROUTING), tl.constexpr(COL_ROUTING)
 GATHER = "columns are gathered by index, one element at a time"
 
 
@@ -83,12 +94,12 @@ def expand_block(
     # before the loop over rows: after a store the compiler would load them again
     if scales[1] is not None:
         col_scale = tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
-    if NOISE == 1 or NOISE == 3:
+    if NOISE == NOISY_ROWS or NOISE == ROUTED_ROWS:  # noqa: SIM109
         key = tl.load(noise[1] + n, mask=n_inside, other=0)
         mult = tl.load(noise[2] + n, mask=n_inside, other=0)
-    if NOISE == 2:
+    if NOISE == NOISY_COLS:
         size = noise_unit_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
-    if NOISE == 4:
+    if NOISE == ROUTED_COLS:
         copies = tl.load(noise[0] + n, mask=n_inside, other=0)
 
     for k in tl.static_range(BLOCK_M):
@@ -104,19 +115,19 @@ def expand_block(
             x = x * tl.load(scales[0] + m, mask=m_inside, other=0.0).to(ACC)
         if scales[1] is not None:
             x = x * col_scale
-        if NOISE == 1:  # (3)
+        if NOISE == NOISY_ROWS:  # (3)
             size = noise_unit_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
             xi = hash_noise_triton(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
-        if NOISE == 3:
+        if NOISE == ROUTED_ROWS:
             copies = tl.load(noise[0] + m, mask=m_inside, other=0)
             x = _routed(x, key, mult, row, copies, out_ptr, LARGER, ACC)
-        if NOISE == 2 or NOISE == 4:
+        if NOISE == NOISY_COLS or NOISE == ROUTED_COLS:  # noqa: SIM109
             key = tl.load(noise[1] + m, mask=m_inside, other=0)
             mult = tl.load(noise[2] + m, mask=m_inside, other=0)
-        if NOISE == 4:
+        if NOISE == ROUTED_COLS:
             x = _routed(x, key, mult, col, copies, out_ptr, LARGER, ACC)
-        if NOISE == 2:
+        if NOISE == NOISY_COLS:
             xi = hash_noise_triton(key, mult, col.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         to = out_ptr + m * strides[4] + n * strides[5]

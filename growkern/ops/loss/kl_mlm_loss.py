@@ -35,7 +35,8 @@ Label smoothing e and a z-loss c change the MLM term to
 
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms.
 
-Reading order: the reference and the public function here, then `rows/options.py` (arguments),
+Reading order: the reference and the public function here, then `rows/options.py` and
+`rows/label_options.py` (arguments),
 `rows/op.py` (custom op), `rows/state.py` (the numbers of a row), and the row function of a backend:
 `rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU; for a GPU `rows/on_triton.py` and
 `rows/triton_kernel.py`, or `rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`.

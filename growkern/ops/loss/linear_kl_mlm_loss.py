@@ -21,12 +21,12 @@ Shape letters used in this file: N rows, H student width, V vocabulary, K teache
 terms, R = 2 W terms and measurements of a row.
 
 Reading order: the reference and the public function here, on top of `kl_mlm_loss.py` (equations and
-reference of the rows); `rows/options.py` and `linear/heads.py` (arguments); `linear/op.py` (chunks,
-sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table of row functions); `rows/state.py`
-(the numbers of a row). The row functions follow: on a CPU `rows/on_cpu.py`,
-`csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 11 files in all; on a GPU
+reference of the rows); `rows/options.py`, `rows/label_options.py` and `linear/heads.py`
+(arguments); `linear/op.py` (chunks, sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table
+of row functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
+`rows/on_cpu.py`, `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 12 files in all; on a GPU
 `rows/on_triton.py` and `rows/triton_kernel.py`, or `rows/on_cuda.py` and
-`csrc/cuda/kl_mlm_rows.cu`, 10 in all. CONTRIBUTING.md says how these are counted. Heads that are
+`csrc/cuda/kl_mlm_rows.cu`, 11 in all. CONTRIBUTING.md says how these are counted. Heads that are
 spread over ranks also use `rows/vocab_parallel.py`.
 """
 

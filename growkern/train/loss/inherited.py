@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import LossParts
+from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
 from growkern.train.head import (
     IGNORE_INDEX,
     HeadInputs,
@@ -28,10 +29,14 @@ from growkern.train.inheritance import Divergence, KLRows, check_same_objective,
 from growkern.train.load import is_causal
 from growkern.train.loss.rows import take_rows
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # models that passed the checks
 _checked: WeakSet[Any] = WeakSet()
 
 
+@show_label_options
 def inherited_loss(
     model: Any,
     teacher: Any,
@@ -44,13 +49,12 @@ def inherited_loss(
     beta: float | None = None,
     kl_rows: KLRows = "labels",
     teacher_weights: Sequence[float] | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     row_weights: Tensor | None = None,
     vocab_size: int | None = None,
     max_rows: int | None = None,
     causal: bool | None = None,
     return_parts: bool = False,
+    **label_options: Unpack[LabelArguments],
 ) -> Tensor | tuple[Tensor, LossParts]:
     """(1 - alpha) times the cross-entropy of the labels, plus alpha times the KL from the teachers.
 
@@ -75,7 +79,6 @@ def inherited_loss(
         divergence, beta: as in `InheritanceSchedule`.
         kl_rows: rows with a KL term: "labels", or "all" for every real token.
         teacher_weights: one per teacher, with sum 1; None weighs all alike.
-        label_smoothing, z_loss: as in `linear_kl_mlm_loss`.
         row_weights: (B, S) float, the weight of each label. Not shifted.
         vocab_size: columns that mean the same token in all models; later columns are padding.
         max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends
@@ -83,6 +86,7 @@ def inherited_loss(
         causal: for a pair only: whether it predicts the next token. None: its labels are aligned
             with its hidden states already.
         return_parts: whether to return the parts of the loss too.
+        label_options: label_smoothing, z_loss and all other fields of `LabelOptions`.
 
     Returns:
         The loss, 0-d; with `return_parts` also the parts.
@@ -91,6 +95,7 @@ def inherited_loss(
         GrowthError: models, batch or options that do not fit together, or a model that would be
             trained wrongly.
     """
+    check_names(label_options, "inherited_loss")
     causal = _is_causal(model, causal)
     teachers = [] if teacher is None else _as_list(teacher)
     if not teachers:
@@ -109,8 +114,7 @@ def inherited_loss(
         "num_items": num_items,
         "divergence": divergence,
         "beta": beta,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
+        **label_options,
         "vocab_size": vocab_size,
         "max_rows": max_rows,
         "softcap": _softcap(model),

@@ -1,21 +1,21 @@
 """The options of the loss that do not concern a teacher: section [loss] of a run file."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
+from growkern.ops.loss.rows.label_options import LabelOptions
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LabelOptions):
     """Options of the training loss. The loss of an evaluation is always plain cross-entropy.
 
     The options that concern a teacher are those of `growkern.InheritanceSchedule`.
 
     Args:
-        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
-        z_loss: factor of the squared log of the softmax's denominator.
+        label_smoothing, z_loss: as in `growkern.linear_kl_mlm_loss`, like all fields of
+            `LabelOptions`.
         row_weights: name of the key of the batches that holds one weight per label, (B, S) float.
             The loss is still divided by the number of labels. None weighs all labels alike.
 
@@ -23,16 +23,7 @@ class LossOptions:
         GrowthError: a value is out of range.
     """
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
     row_weights: str | None = None
-
-    def __post_init__(self) -> None:
-        # written so that NaN fails
-        if not 0 <= self.label_smoothing < 1:
-            raise GrowthError(f"label_smoothing is {self.label_smoothing}: it must be in [0, 1)")
-        if not 0 <= self.z_loss < math.inf:
-            raise GrowthError(f"z_loss is {self.z_loss}: it must be 0 or more")
 
     def arguments(self) -> dict[str, float]:
         """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.nvrtc import Grid, Kernel, aligned, launch, shared_limit, why_not
+from growkern.ops.backend.nvrtc import (
+    TYPES,
+    Grid,
+    Kernel,
+    aligned,
+    launch,
+    shared_limit,
+    why_not,
+)
 from growkern.ops.loss.rows.state import Rows, Steps
 
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = 256
 MAX_TEACHERS = 4
 CLUSTERS = (1, 2, 4, 8, 16)
@@ -95,7 +103,7 @@ def refusal(
         return "has the forward divergence only"
     if len({x.dtype for x in teachers_NV}) > 1:
         return "takes teachers of one dtype"
-    if any(x.dtype not in TYPES for x in (student_NV, *teachers_NV)):
+    if any(x.dtype not in DTYPES for x in (student_NV, *teachers_NV)):
         return "takes float32, bfloat16 and float16 logits"
     sizes = [x.element_size() for x in (student_NV, *teachers_NV)]
     if len(teachers_NV) > MAX_TEACHERS or not cluster_size(vocab, sizes, limit):

@@ -15,6 +15,7 @@ from torch import Tensor, library
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.loss.rows.label_options import RULES
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
 
@@ -96,10 +97,11 @@ def check_options(
     divergence: str = "forward",
     beta: float | None = None,
     row_weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    **label_options: float,
 ) -> Options:
     """The options of `kl_mlm_loss`, checked; `row_weights` is the result of `check_row_weights`.
+
+    `label_options` are the fields of `LabelOptions`.
 
     Raises:
         GrowthError: an option is out of range, or does not go with another one.
@@ -116,16 +118,15 @@ def check_options(
     if reduction not in REDUCTIONS:
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     _check_num_items(num_items, reduction)
-    _check_number("label_smoothing", label_smoothing, lambda x: 0 <= x < 1, "lie in [0, 1)")
-    _check_number("z_loss", z_loss, lambda x: 0 <= x < math.inf, "be 0 or more")
+    for name, x in label_options.items():
+        _check_number(name, x, *RULES[name])
     maths = Maths(
         # without a teacher nothing is computed at the temperature
         temperature=float(temperature) if n_teachers else 1.0,
         softcap=float(softcap or 0.0),
         teacher_softcap=float(teacher_softcap or 0.0),
         beta=_checked_beta(divergence, beta),
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
+        **{name: float(x) for name, x in label_options.items()},
     )
     weights = _checked_teacher_weights(teacher_weights, n_teachers)
     return Options(alpha, maths, weights, reduction, num_items, parts, row_weights)

@@ -1,0 +1,102 @@
+"""The formats of checkpoints: how each is recognised, opened and told apart from other files.
+
+A new format is one more entry of `FORMATS`. Code outside of this folder reads the fields of
+`Format`, and compares no file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from growkern.families.model import ModelSpec
+from growkern.growth.source.files import METADATA_FILE, read_header_bytes, read_headers
+from growkern.growth.source.stored import StoredTensor
+
+# names of files that a loader may read as the model's weights, in formats that growth cannot open
+# too
+WEIGHT_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model*.bin"),
+    *("tf_model*.h5*", "flax_model*.msgpack*", "consolidated*.pth", "*.gguf"),
+)
+# weights that only other programs read, and the state of training
+STATE_FILES = (
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
+    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
+    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
+)
+
+OptimizerState = Mapping[str, Mapping[str, StoredTensor]]
+
+
+class Format(NamedTuple):
+    """A way to keep a model in a directory.
+
+    Attributes:
+        recognises: whether a directory has this format.
+        read: (directory, model) -> the stored tensors, by their names there.
+        read_header: the bytes of a file that list its tensors. The file is that of a tensor of
+            `read`.
+        suffix: ends the names of files that consist of such a header and of tensors; None: the
+            format has no such files.
+        loads: whether `from_pretrained` of transformers reads the format.
+        read_optimizer: (directory, parameters) -> the optimizer's state, where the format keeps it
+            with the weights: parameter -> key -> tensor. `parameters` has the name of a parameter
+            in the model -> its name in the result. None: the state is in a file of its own.
+    """
+
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path, ModelSpec], Mapping[str, StoredTensor]]
+    read_header: Callable[[Path], bytes]
+    suffix: str | None
+    loads: bool
+    read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None
+
+
+def _has_metadata(directory: Path) -> bool:
+    return (directory / METADATA_FILE).is_file()
+
+
+def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+    # imported here and below, because torch.distributed.checkpoint is slow to import
+    from growkern.growth.source.distributed import read_distributed
+
+    return read_distributed(directory, model.shapes)
+
+
+def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:
+    from growkern.growth.source.distributed import read_distributed_optimizer
+
+    return read_distributed_optimizer(directory, parameters)
+
+
+# of torch.distributed.checkpoint: the metadata file lists all tensors
+DISTRIBUTED = Format(
+    recognises=_has_metadata,
+    read=_read_distributed,
+    read_header=Path.read_bytes,
+    suffix=None,
+    loads=False,
+    read_optimizer=_read_distributed_optimizer,
+)
+# any other directory: `read` says which file is missing
+SAFETENSORS = Format(
+    recognises=lambda directory: True,
+    read=lambda directory, model: read_headers(directory),
+    read_header=read_header_bytes,
+    suffix=".safetensors",
+    loads=True,
+    read_optimizer=None,
+)
+FORMATS = (DISTRIBUTED, SAFETENSORS)
+
+
+def format_of(directory: Path) -> Format:
+    """The format of a checkpoint directory: the first of `FORMATS` that recognises it."""
+    return next(one for one in FORMATS if one.recognises(directory))
+
+
+def header_reader(file: Path) -> Callable[[Path], bytes] | None:
+    """`Format.read_header` for a file that its name says to hold tensors; None for other files."""
+    return next((one.read_header for one in FORMATS if one.suffix == file.suffix), None)

@@ -1,0 +1,137 @@
+"""A format of checkpoints is one entry of a table. Truth: the same model as safetensors."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import growkern
+from growkern.growth.source import formats
+from growkern.growth.source.stored import StoredTensor
+from tests.growth.models import GPT2, random_model
+
+SUFFIX, MODEL, OPTIMIZER = ".toy", "model.toy", "adam.toy"
+
+
+@dataclass(frozen=True)
+class ToyTensor:
+    """A tensor in a file of `torch.save`."""
+
+    file: str
+    value: torch.Tensor
+    is_mapped: bool = False
+
+    @property
+    def shape(self):
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    @property
+    def nbytes(self):
+        return self.value.nbytes
+
+    def read(self):
+        return self.value
+
+    def rows(self, start, stop):
+        return self.value[start:stop]
+
+    def read_entries(self, index):
+        return self.value
+
+
+def toy_tensors(file, state):
+    return {name: ToyTensor(str(file), x) for name, x in state.items()}
+
+
+def read_toy(directory, model):
+    return toy_tensors(directory / MODEL, torch.load(directory / MODEL))
+
+
+def read_toy_optimizer(directory, parameters):
+    file = directory / OPTIMIZER
+    return {parameters[name]: toy_tensors(file, x) for name, x in torch.load(file).items()}
+
+
+TOY = formats.Format(
+    recognises=lambda directory: (directory / MODEL).is_file(),
+    read=read_toy,
+    read_header=Path.read_bytes,
+    suffix=SUFFIX,
+    loads=False,
+    read_optimizer=read_toy_optimizer,
+)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Directories of the same model: as safetensors, and in a format that one entry adds."""
+    monkeypatch.setattr(formats, "FORMATS", (TOY, *formats.FORMATS))
+    model = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
+    for name in ("plain", "toy"):
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "toy/model.safetensors").unlink()
+    state = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    torch.save(state, tmp_path / "toy" / MODEL)
+    return model, tmp_path / "plain", tmp_path / "toy"
+
+
+def test_a_new_format_grows_verifies_and_is_recorded(sources, tmp_path):
+    _, plain, toy = sources
+    for source in (plain, toy):
+        growkern.grow_checkpoint(source, tmp_path / f"large_{source.name}", n_embd=24, n_head=6)
+    weights = [tmp_path / f"large_{x.name}/model.safetensors" for x in (plain, toy)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    report = growkern.verify(toy, tmp_path / "large_toy")
+    assert report.ok, report
+    lineage = json.loads((tmp_path / "large_toy/lineage.json").read_text())
+    assert list(lineage["source_files"]) == [MODEL]
+    # a change of the source is seen
+    torch.save({k: v + 1 for k, v in torch.load(toy / MODEL).items()}, toy / MODEL)
+    assert not growkern.verify(toy, tmp_path / "large_toy").ok
+
+
+def test_a_new_format_may_hold_an_optimizer(sources):
+    model, plain, toy = sources
+    own = {name: p for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    state = {name: optimizer.state[p] for name, p in own.items()}
+    torch.save(state, toy / OPTIMIZER)
+    grown = []
+    for source, given in ((plain, optimizer.state_dict()), (toy, toy)):
+        large = growkern.grow(str(source), n_embd=24, n_head=6)
+        adam = torch.optim.AdamW(large.parameters(), lr=1e-3)
+        growkern.grow_optimizer_into(large, adam, given)
+        grown.append([entry["exp_avg"] for entry in adam.state.values()])
+    assert grown[0] and all(map(torch.equal, *grown))
+    assert any(x.abs().max() > 0 for x in grown[0])
+
+
+def test_other_code_names_no_format():
+    """Of growth, only what writes the target and what explains itself to users may."""
+    growth = Path(growkern.__file__).parent / "growth"
+    for name in (
+        *("record/lineage.py", "record/outputs.py", "optimizer/into.py"),
+        *("disk/checksums.py", "disk/companions.py"),
+    ):
+        text = (growth / name).read_text()
+        assert "METADATA_FILE" not in text and '".safetensors"' not in text
+        assert "source.distributed" not in text and "read_header_bytes" not in text
+
+
+def test_formats_of_directories(sources, tmp_path):
+    _, plain, toy = sources
+    assert formats.format_of(toy) is TOY and formats.format_of(plain) is formats.SAFETENSORS
+    (tmp_path / ".metadata").write_bytes(b"")
+    assert formats.format_of(tmp_path) is formats.DISTRIBUTED
+    assert formats.header_reader(plain / "model.safetensors") is formats.SAFETENSORS.read_header
+    assert formats.header_reader(tmp_path / ".metadata") is None
+    assert formats.header_reader(plain / "config.json") is None
+    assert isinstance(read_toy(toy, None)["transformer.wte.weight"], StoredTensor)

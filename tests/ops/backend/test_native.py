@@ -1,0 +1,66 @@
+"""The compiled library is used only if it is built from the sources beside the package."""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from growkern.errors import GrowthWarning
+from growkern.ops.backend import choose, native
+from growkern.ops.backend.choose import choose_backend
+from tests.test_layers import ROOT
+
+OLD = "int growkern_abi() { return 3; }"
+OTHER = 'const char* growkern_sources() { return "of another version"; }'
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The library is looked for again, in this test and after it."""
+    native._load.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    native._load.cache_clear()
+
+
+def compiled(text, folder):
+    source = folder / "library.c"
+    source.write_text(text)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / native.FILE_NAME, source], check=True)
+    return folder / native.FILE_NAME
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("text", [OLD, OTHER], ids=["without a stamp", "with another stamp"])
+def test_a_library_of_other_sources_is_not_used(text, fresh, tmp_path):
+    library = compiled(text, tmp_path)
+    fresh.setattr(native, "_candidates", lambda: [library])
+    with pytest.warns(GrowthWarning, match="not used: .* not built from .* `make setup`") as seen:
+        assert native.loaded() is None
+    assert len(seen) == 1 and str(library) in native.reason() and "\n" not in native.reason()
+    assert choose_backend(None, torch.device("cpu")) == "reference"
+    with pytest.raises(choose.GrowthError, match="make setup"):
+        choose_backend("cpu", torch.device("cpu"))
+
+
+def test_the_library_here_has_the_stamp_of_the_sources_here():
+    if not native._candidates():
+        pytest.skip("built without the compiled library")
+    library = ctypes.CDLL(str(native._candidates()[0]))
+    library.growkern_sources.restype = ctypes.c_char_p
+    assert library.growkern_sources().decode() == native.source_stamp(ROOT)
+    assert native.loaded() is not None
+
+
+@pytest.mark.parametrize("name", ["csrc/hash_noise.h", "csrc/cpu/gemm.h", "csrc/cpu/native.cpp"])
+def test_the_stamp_follows_every_source(name, tmp_path):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert native.source_stamp(tmp_path) == native.source_stamp(ROOT)
+    (tmp_path / "csrc/cuda/device.h").unlink()  # compiled where it runs, not into the library
+    assert native.source_stamp(tmp_path) == native.source_stamp(ROOT)
+    (tmp_path / name).write_text((tmp_path / name).read_text().replace("0", "1", 1) + "\n")
+    assert native.source_stamp(tmp_path) != native.source_stamp(ROOT)
+    (tmp_path / "csrc/cpu/native.cpp").unlink()
+    assert native.source_stamp(tmp_path) is None
