@@ -45,8 +45,8 @@ def cpu_expand(results: Path) -> str:
         for words, kinds, scaled in (
             ("contiguous and tiled maps", ("contiguous", "tiled"), plain),
             ("arbitrary maps", ("arbitrary",), plain),
-            ("any maps, with noise as growth draws it", every, ("noise",)),
-            ("any maps, with routing", every, ("routing",)),
+            ("any maps, with noise", every, ("noise",)),
+            ("any maps, with routing, the default of growth", every, ("routing",)),
         ):
             same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
             found = [row for row in same if row["scaled"] in scaled]

@@ -15,6 +15,7 @@ import growkern
 from bench.symmetry.text import LENGTH, MASK
 
 HEAD_DIM = 16
+AKI = "aki-"
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,14 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
     """The target, grown from a trained source, in training mode.
 
     Args:
-        symmetry: "none", "noise", "split" or "routing".
+        symmetry: "none", "noise", "split" or "routing"; with "aki-" before it, new heads and units
+            come from the next layer.
         amplitude: of noise or routing.
         seed: of noise, shares and routing.
     """
     how: dict[str, Any] = {"seed": seed, **model.target()}
+    if symmetry.startswith(AKI):
+        symmetry, how["method"] = symmetry.removeprefix(AKI), "aki"
     if symmetry in ("noise", "routing"):
         how[symmetry] = amplitude
     return growkern.grow(source, symmetry=symmetry, **how).train()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.symmetry.models import Model
+from bench.symmetry.models import AKI, Model
 from bench.symmetry.runs import SOURCE_FALLS_TO, SOURCE_RATE, Run
 
 SEEDS = (11, 12, 13)
@@ -16,6 +16,7 @@ RATES = (5e-4, 1e-3, 2e-3)
 END_RATE = SOURCE_RATE * SOURCE_FALLS_TO
 SMALL = (Model("gpt2", 2, 48), Model("llama", 2, 48))
 LARGE = (Model("gpt2", 3, 64), Model("llama", 3, 64))
+THREE_COPIES = (Model("gpt2", 2, 48, times=3),)
 MASKED = (Model("bert", 2, 48), Model("bert", 3, 64))
 
 Variant = tuple[str, float]
@@ -26,6 +27,7 @@ THIRD: tuple[Variant, ...] = (
     *(("routing", 1.5), ("routing", 0.5), ("routing", 3.0)),
     ("noise", 1.0),
 )
+NEXT_LAYER: tuple[Variant, ...] = tuple((AKI + symmetry, a) for symmetry, a in FIRST[:2])
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -105,6 +107,8 @@ def _blocks() -> Iterator[Block]:
     yield Block(SMALL, main, both, SEEDS, END_RATE)
     yield Block(SMALL, SECOND, both, SEEDS[:1], END_RATE)
     yield Block(LARGE, main, both, SEEDS[:1], END_RATE)
+    yield Block(THREE_COPIES, main, both, SEEDS[:1], END_RATE)
+    yield Block(SMALL[:1], NEXT_LAYER, both, SEEDS[:1], END_RATE)
     yield Block(SMALL, main, moments, SEEDS[:1], END_RATE)
     yield Block(SMALL, THIRD, both, SEEDS[:1], END_RATE)
     yield Block(MASKED[:1], main, both, SEEDS, END_RATE)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import growkern
 from bench.shared.results import git_facts, machine
-from bench.symmetry.models import Model, distances, grown
+from bench.symmetry.models import AKI, Model, distances, grown
 from bench.symmetry.text import facts, training_batches, validation_batches
 from growkern.growth.optimizer.adamw import decay_groups
 from growkern.whole import write_whole
@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
         model: its source and target.
-        symmetry: "continued" trains the small model further. The others are options of growth.
+        symmetry: "continued" trains the small model further. The others are those of `grown`.
         amplitude: of noise or routing, else 0.
         optimizer: "adamw", "growth" (GrowthAdamW with fresh moments), or with the source's moments
             "growth-moments" and "adamw-moments".
@@ -184,7 +184,7 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
         if step != run.steps and (step not in EVALUATED or run.steps < LONG):
             return
         losses[str(step)] = validation_loss(model, masked)
-        if run.symmetry != "continued":
+        if run.symmetry != "continued" and not run.symmetry.startswith(AKI):
             apart[str(step)] = distances(model, run.model.times, probe)
         if not math.isfinite(losses[str(step)]):
             raise FloatingPointError(f"{run}: loss {losses[str(step)]} at step {step}")

@@ -13,7 +13,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 
 # the symmetry of "auto", except with scheme="paper"
-DEFAULT_SYMMETRY = "noise"
+DEFAULT_SYMMETRY = "routing"
 CHOICES = {
     "method": ("fpi", "aki", "direct_copy", "random"),
     "depth": ("stack", "interleave", "identity"),
@@ -40,9 +40,9 @@ class GrowthOptions:
         symmetry: how copies are made different. Equal copies get equal gradients and never part.
             `routing` gives every weight to one copy, chosen by a hash. `noise` adds noise that
             cancels over the copies. `split` gives copies unequal signed shares. `none` leaves them
-            equal. `auto` is `none` with `scheme="paper"`, else `DEFAULT_SYMMETRY`. Copies add up
-            exactly to the source's weight: with `noise` if their number is a power of two, with
-            `routing` and `split` always.
+            equal. `auto` is `none` with `scheme="paper"`, else `routing`. Copies add up exactly to
+            the source's weight: with `routing` and `split` always, with `noise` if their number is
+            a power of two.
         noise: largest size of the noise, relative to each weight.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
             the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
@@ -83,6 +83,13 @@ class GrowthOptions:
         for name, most in (("noise", 1.0), ("routing", MOST_AMPLITUDE), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
+        for name in ("noise", "routing"):
+            default = GrowthOptions.__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.symmetry != name:
+                raise GrowthError(
+                    f"{name}={getattr(self, name)} has no effect with symmetry={self.symmetry!r}: "
+                    f"give symmetry={name!r} as well"
+                )
         if not 0 < self.identity_gain <= 1:
             raise GrowthError(f"identity_gain={self.identity_gain} must be above 0 and at most 1")
 
