@@ -8,16 +8,17 @@ from bench.fuzz_exactness import __main__ as command
 from bench.fuzz_exactness.cases import Case
 from bench.fuzz_exactness.check import check
 from growkern.families.model import ModelSpec
+from tests import walks
 from tests.growth.plan.test_matrix import FAMILIES
 
-# cases of a part of the 200, so that parts can run side by side and one failure names its part
-PART = 25
+# parts can run side by side, and one failure names its part
+PARTS, PART = 4, 25
 
 
-@pytest.mark.parametrize("first", range(0, 200, PART))
+@pytest.mark.parametrize("first", range(0, PARTS * walks.times * PART, PART))
 def test_the_words_of_plans_hold(first):
     counts = Counter()
-    failed = list(command.failures(0, range(first, first + PART), counts))
+    failed = list(command.failures(walks.start or 0, range(first, first + PART), counts))
     assert not failed, failed[0]
     # the others ask for sizes that do not fit together
     assert counts["exact"] + counts["approximate"] + counts["changed"] >= PART // 5

@@ -23,6 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
 # of the operations that change the disk or take space on it, syncs among them, alone
@@ -215,6 +218,29 @@ class Walk:
                 name for name in now.keys() | self.after if now.get(name) != self.after.get(name)
             }
             yield f"repeated: not the same to the byte: {sorted(names)}"
+
+
+@contextlib.contextmanager
+def models_made_once(model_class: Any) -> Iterator[None]:
+    """Inside, one model without weights is made per config, not three in each growth.
+
+    Making one touches no file, and takes a sixth of the time of a small growth.
+    """
+    make, made = model_class._from_config, {}
+
+    def once(config: Any, **how: Any) -> Any:
+        if torch.get_default_device().type != "meta":
+            return make(config, **how)
+        key = config.to_json_string(use_diff=False), str(how)
+        if key not in made:
+            made[key] = make(config, **how)
+        return made[key]
+
+    model_class._from_config = once
+    try:
+        yield
+    finally:
+        del model_class._from_config
 
 
 @contextlib.contextmanager

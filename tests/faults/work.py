@@ -10,7 +10,7 @@ import transformers
 import growkern
 from growkern.growth.disk import stream
 from growkern.train.data import CausalLMCollator
-from tests.faults.walk import CHANGES, Walk, Work, library, only_one_thread
+from tests.faults.walk import CHANGES, Walk, Work, library, models_made_once, only_one_thread
 from tests.train.tiny import VOCAB, TinyTokenizer
 
 SIZES = {
@@ -22,13 +22,15 @@ SIZES = {
     "vocab_size": 5,
     "max_position_embeddings": 8,
     "tie_word_embeddings": True,
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-HOW = {"hidden_size": 8, "max_shard_size": 600, "progress": False}
+HOW = {"hidden_size": 8, "max_shard_size": 700, "progress": False}
 
 
 def tiny(seed=0, **sizes):
+    """A model of 8 tensors: most operations of a walk are those of a tensor, one like another."""
     torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes))
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES | sizes))
 
 
 def save_source(folder, *, optimizer=False):
@@ -121,7 +123,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     directory, shim = Path(sys.argv[1]), library()
-    with only_one_thread(stream):
+    with only_one_thread(stream), models_made_once(transformers.Phi3ForCausalLM):
         for name in sys.argv[2:]:
             work = WORKS[name]
             for line in Walk(work, directory, shim).run():

@@ -25,7 +25,7 @@ from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
-from growkern.growth.source.formats import WEIGHT_FILES, header_reader
+from growkern.growth.source.formats import header_reader, weight_files
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
 from growkern.publish.manifest import ALGORITHM
@@ -189,7 +189,7 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
         if name not in checksums:
             yield f"{directory / name} is not in the record"
     for file in sorted(directory.iterdir()):
-        is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHT_FILES)
+        is_weights = any(fnmatch(file.name, pattern) for pattern in weight_files())
         if is_weights and file.name not in checksums:
             yield f"{file}: weights were added"
 

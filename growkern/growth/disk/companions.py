@@ -20,13 +20,13 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
 from growkern.growth.source.config import config_directory, read_generation
-from growkern.growth.source.formats import STATE_FILES, WEIGHT_FILES
+from growkern.growth.source.formats import STATE_FILES, weight_files
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model
 OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
-LEFT_OUT = (*WEIGHT_FILES, *STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
+LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -35,10 +35,11 @@ def companions(directory: Path) -> Iterator[Path]:
     A link is followed if it ends inside the directory, or inside the cached repository that the
     directory is a snapshot of. Other links could end at anybody's file: a warning names them.
     """
+    left_out = (*weight_files(), *LEFT_OUT)
     named = (
         file
         for file in sorted(directory.iterdir())
-        if not any(fnmatch(file.name, pattern) for pattern in LEFT_OUT)
+        if not any(fnmatch(file.name, pattern) for pattern in left_out)
     )
     for file in (*named, *sorted((directory / CHAT_TEMPLATE_DIR).rglob("*"))):
         if not file.is_file():

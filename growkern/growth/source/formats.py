@@ -15,10 +15,9 @@ from growkern.growth.source.files import METADATA_FILE, read_header_bytes, read_
 from growkern.growth.source.stored import StoredTensor
 
 # names of files that a loader may read as the model's weights, in formats that growth cannot open
-# too
-WEIGHT_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model*.bin"),
-    *("tf_model*.h5*", "flax_model*.msgpack*", "consolidated*.pth", "*.gguf"),
+OTHER_WEIGHTS = (
+    *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
+    *("consolidated*.pth", "*.gguf"),
 )
 # weights that only other programs read, and the state of training
 STATE_FILES = (
@@ -35,6 +34,7 @@ class Format(NamedTuple):
 
     Attributes:
         recognises: whether a directory has this format.
+        weights: patterns of the names of files that a loader may read as the model's weights.
         read: (directory, model) -> the stored tensors, by their names there.
         read_header: the bytes of a file that list its tensors. The file is that of a tensor of
             `read`.
@@ -47,6 +47,7 @@ class Format(NamedTuple):
     """
 
     recognises: Callable[[Path], bool]
+    weights: tuple[str, ...]
     read: Callable[[Path, ModelSpec], Mapping[str, StoredTensor]]
     read_header: Callable[[Path], bytes]
     suffix: str | None
@@ -74,6 +75,7 @@ def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) 
 # of torch.distributed.checkpoint: the metadata file lists all tensors
 DISTRIBUTED = Format(
     recognises=_has_metadata,
+    weights=(),  # its files are among STATE_FILES, and no loader takes a stray one for a model
     read=_read_distributed,
     read_header=Path.read_bytes,
     suffix=None,
@@ -83,6 +85,7 @@ DISTRIBUTED = Format(
 # any other directory: `read` says which file is missing
 SAFETENSORS = Format(
     recognises=lambda directory: True,
+    weights=("*.safetensors", "*.safetensors.index.json"),
     read=lambda directory, model: read_headers(directory),
     read_header=read_header_bytes,
     suffix=".safetensors",
@@ -95,6 +98,11 @@ FORMATS = (DISTRIBUTED, SAFETENSORS)
 def format_of(directory: Path) -> Format:
     """The format of a checkpoint directory: the first of `FORMATS` that recognises it."""
     return next(one for one in FORMATS if one.recognises(directory))
+
+
+def weight_files() -> tuple[str, ...]:
+    """Patterns of the names of files that a loader may read as the model's weights."""
+    return (*OTHER_WEIGHTS, *(pattern for one in FORMATS for pattern in one.weights))
 
 
 def header_reader(file: Path) -> Callable[[Path], bytes] | None:

@@ -60,6 +60,7 @@ def read_toy_optimizer(directory, parameters):
 
 TOY = formats.Format(
     recognises=lambda directory: (directory / MODEL).is_file(),
+    weights=("*" + SUFFIX,),
     read=read_toy,
     read_header=Path.read_bytes,
     suffix=SUFFIX,
@@ -91,6 +92,7 @@ def test_a_new_format_grows_verifies_and_is_recorded(sources, tmp_path):
     assert report.ok, report
     lineage = json.loads((tmp_path / "large_toy/lineage.json").read_text())
     assert list(lineage["source_files"]) == [MODEL]
+    assert not (tmp_path / "large_toy" / MODEL).exists()  # the weights of another model
     # a change of the source is seen
     torch.save({k: v + 1 for k, v in torch.load(toy / MODEL).items()}, toy / MODEL)
     assert not growkern.verify(toy, tmp_path / "large_toy").ok

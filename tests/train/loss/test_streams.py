@@ -50,13 +50,13 @@ def trainer_of(path, data, model=None, collator=None, **options):
 # ----------------------------------------------------------------------- labels
 
 
-@pytest.mark.parametrize("steps", [3, 2000])
-def test_a_stream_without_a_label(steps, tmp_path):
+@pytest.mark.parametrize("steps, batch", [(3, 2), (2000, 10)])
+def test_a_stream_without_a_label(steps, batch, tmp_path):
     """Looked for in the first 1000 examples, and at the latest in the last step."""
     data = Stream(30)
     for row in data.data.rows:
         row["labels"].fill_(-100)
-    trainer = trainer_of(tmp_path, data, max_steps=steps)
+    trainer = trainer_of(tmp_path, data, max_steps=steps, per_device_train_batch_size=batch)
     with pytest.raises(GrowthError, match=r"not a single label: .* first (6|1000) examples"):
         trainer.train()
     if steps == 3:
