@@ -84,8 +84,8 @@ class GrowthOptions:
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
         for name in ("noise", "routing"):
-            default = GrowthOptions.__dataclass_fields__[name].default
-            if getattr(self, name) != default and self.symmetry != name:
+            unset = GrowthOptions.__dataclass_fields__[name].default
+            if getattr(self, name) != unset and self.symmetry != name:
                 raise GrowthError(
                     f"{name}={getattr(self, name)} has no effect with symmetry={self.symmetry!r}: "
                     f"give symmetry={name!r} as well"
