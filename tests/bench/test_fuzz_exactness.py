@@ -12,7 +12,7 @@ from tests import walks
 from tests.growth.plan.test_matrix import FAMILIES
 
 # parts can run side by side, and one failure names its part
-PARTS, PART = 4, 25
+PARTS, PART = 8, 25
 
 
 @pytest.mark.parametrize("first", range(0, PARTS * walks.times * PART, PART))
