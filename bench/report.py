@@ -5,7 +5,7 @@
 It writes:
 
 - the blocks of README.md between `<!-- name -->` and `<!-- /name -->`,
-- bench/results/aot.md,
+- bench/results/aot.md and symmetry.md,
 - the PNGs of every GPU, beside its JSON.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
@@ -22,6 +22,8 @@ from typing import Any
 
 from bench.shared.pictures import draw
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
+from bench.shared.symmetry_tables import report as symmetry_report
+from bench.shared.symmetry_tables import short_table
 
 NOTHING = "not measured yet"
 Row = dict[str, Any]
@@ -64,6 +66,36 @@ def cpu_expand(results: Path) -> str:
 def _range(rows: Sequence[Row], key: str, digits: int) -> str:
     low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
     return low if low == high else f"{low} to {high}"
+
+
+SYMMETRY_HEAD = """# How growth tells copies apart
+
+`python -m bench.symmetry run` trains small models on the text of Python's standard library, grows
+them to twice their width (or three times) and trains them further. Numbers are validation losses
+in nats per byte, means over the seeds.
+
+- "bump" is how far the loss rises above its start within the first 100 steps.
+- "apart" is the share of the copies' size that is not their mean: 0 for equal copies, about 0.71
+  for unrelated ones.
+- "ahead from" is the first step from which the grown model stays ahead of the small one that was
+  trained on.
+
+"""
+
+
+def symmetry_table(results: Path) -> str:
+    """The README's table of the ways to tell copies apart."""
+    head, lines = short_table(_symmetry_rows(results))
+    return table(head, lines)
+
+
+def symmetry_page(results: Path) -> str:
+    """The text of symmetry.md: every variant with every optimizer, per model."""
+    return SYMMETRY_HEAD + symmetry_report(_symmetry_rows(results))
+
+
+def _symmetry_rows(results: Path) -> list[Row]:
+    return list(quotable(results / "symmetry.json").get("rows", []))
 
 
 # ------------------------------------------------------------------------ GPU
@@ -287,7 +319,7 @@ def aot_table(results: Path) -> str:
 
 # ----------------------------------------------------------------------- write
 
-BLOCKS = {"cpu-expand": cpu_expand, "gpu": gpu_table}
+BLOCKS = {"cpu-expand": cpu_expand, "gpu": gpu_table, "symmetry": symmetry_table}
 
 
 def with_blocks(text: str, results: Path) -> str:
@@ -322,7 +354,8 @@ def main(argv: list[str]) -> int:
         print(f"saved: {path}")
     args.readme.write_text(with_blocks(args.readme.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
-    made = [args.readme, args.results / "aot.md"]
+    (args.results / "symmetry.md").write_text(symmetry_page(args.results))
+    made = [args.readme, args.results / "aot.md", args.results / "symmetry.md"]
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

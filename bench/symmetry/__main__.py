@@ -2,7 +2,9 @@
 
     python -m bench.symmetry run              make all runs, in the order of their importance
     python -m bench.symmetry run --most 10    make at most ten more
-    python -m bench.symmetry report           write the table (and with --picture the curves)
+    python -m bench.symmetry report           print the tables
+    python -m bench.symmetry report --save    also write them, the rows and a picture of the curves
+                                              to bench/results
     python -m bench.symmetry moments          compare grown moments with the model's own
 
 Byte-level GPT-2, Llama and BERT models are trained on Python's standard library, grown to twice
@@ -22,9 +24,10 @@ from typing import Any
 
 import torch
 
+from bench.shared.results import RESULTS, write
+from bench.shared.symmetry_tables import report
 from bench.symmetry.moments import compare
 from bench.symmetry.plan import MASKED, SMALL, key_of, planned
-from bench.symmetry.report import report
 from bench.symmetry.runs import carried_out
 
 FOLDER = Path("runs/symmetry")
@@ -73,6 +76,19 @@ def run_all(folder: Path, most: int | None) -> None:
         say(f"{key}: loss {last[1]:.4f} at step {last[0]}, {row['seconds']:.0f} s")
 
 
+def save(rows: list[dict[str, Any]]) -> None:
+    """Write the rows to bench/results. Facts that many rows share stand there once."""
+    shared, lean = list[dict[str, Any]](), []
+    for row in rows:
+        facts = {key: row[key] for key in ("machine", "text")}
+        if facts not in shared:
+            shared.append(facts)
+        own = {key: value for key, value in row.items() if key not in facts}
+        lean.append({**own, "facts": shared.index(facts)})
+    document = {"op": "symmetry", "status": "ok", "facts": shared, "rows": lean}
+    write(RESULTS / "symmetry.json", document)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,10 +97,13 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=FOLDER, help="output (default: %(default)s)")
     parser.add_argument("--most", type=int, help="the most runs to make now")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch (default: %(default)s)")
-    parser.add_argument("--picture", type=Path, help="report: draw the curves into this file")
+    parser.add_argument("--save", action="store_true", help="report: write to bench/results")
     args = parser.parse_args()
     if args.what == "report":
-        print(report(read_rows(args.dir / "runs.jsonl").values(), args.picture))
+        rows = list(read_rows(args.dir / "runs.jsonl").values())
+        print(report(rows, RESULTS / "symmetry.png" if args.save else None))
+        if args.save:
+            save(rows)
         return 0
     torch.set_num_threads(args.threads)
     if args.what == "moments":

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.shared.symmetry_tables import END_RATE
 from bench.symmetry.models import AKI, Model
-from bench.symmetry.runs import SOURCE_FALLS_TO, SOURCE_RATE, Run
+from bench.symmetry.runs import Run
 
 SEEDS = (11, 12, 13)
 # learning rates are chosen on a seed of their own, in shorter runs
 RATE_SEED, RATE_STEPS = 7, 400
 RATES = (5e-4, 1e-3, 2e-3)
-END_RATE = SOURCE_RATE * SOURCE_FALLS_TO
 SMALL = (Model("gpt2", 2, 48), Model("llama", 2, 48))
 LARGE = (Model("gpt2", 3, 64), Model("llama", 3, 64))
 THREE_COPIES = (Model("gpt2", 2, 48, times=3),)

@@ -15,17 +15,15 @@ from torch.nn.functional import cross_entropy
 
 import growkern
 from bench.shared.results import git_facts, machine
+from bench.shared.symmetry_tables import END_RATE, LONG
 from bench.symmetry.models import AKI, Model, distances, grown
 from bench.symmetry.text import facts, training_batches, validation_batches
 from growkern.growth.optimizer.adamw import decay_groups
 from growkern.whole import write_whole
 
-SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
-# in the last third of its steps, the source's learning rate falls linearly to this share: training
+# in the last third of its steps, the source's learning rate falls linearly to END_RATE: training
 # continues at the rate at which it ended, so that a rise of the loss is due to growth
-SOURCE_FALLS_TO = 0.5
-# steps of a run that is more than the choice of a learning rate
-LONG = 2000
+SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
 WARMUP, CLIP, WEIGHT_DECAY = 50, 1.0, 0.01
 EVALUATED = (25, 50, 100, 200, 400, 700, 1000, 1400, 2000, 3000, 4000)
 OPTIMIZERS = ("adamw", "growth", "growth-moments")
@@ -119,9 +117,9 @@ def _train_source(model: Model, say: Callable[[str], None]) -> dict[str, Any]:
     optimizer, start = _adamw(small), time.perf_counter()
 
     def rate_at(step: int) -> float:
-        left = (SOURCE_STEPS - step) / (SOURCE_STEPS / 3)
-        falls = SOURCE_FALLS_TO + (1 - SOURCE_FALLS_TO) * min(1.0, left)
-        return SOURCE_RATE * falls * min(1.0, step / SOURCE_WARMUP)
+        left = min(1.0, (SOURCE_STEPS - step) / (SOURCE_STEPS / 3))
+        rate = END_RATE + (SOURCE_RATE - END_RATE) * left
+        return rate * min(1.0, step / SOURCE_WARMUP)
 
     curve: dict[str, float] = {}
 

@@ -21,6 +21,8 @@ def test_the_readme_matches_the_results():
     assert all(f"<!-- {name} -->" in text for name in report.BLOCKS)
     aot = (results.RESULTS / "aot.md").read_text()
     assert report.aot_table(results.RESULTS) == aot, "run python -m bench.report"
+    page = (results.RESULTS / "symmetry.md").read_text()
+    assert report.symmetry_page(results.RESULTS) == page, "run python -m bench.report"
 
 
 EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "yes", "of limit": 0.9}

@@ -1,4 +1,4 @@
-"""The tables and the picture of the study."""
+"""The tables and the picture of `bench.symmetry`, the study of how copies are told apart."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.symmetry.runs import LONG
-
+# the learning rate with which the sources end
+END_RATE = 1e-3
+# steps of a run that is more than the choice of a learning rate
+LONG = 2000
 SHOWN = (50, 200, 400, 1000, 2000)
+# the columns of the short table: title, variant and optimizer
+SHORT = {
+    "small model, trained on": ("continued", "adamw"),
+    "noise 0.5, AdamW": ("noise 0.5", "adamw"),
+    "noise 0.5, GrowthAdamW": ("noise 0.5", "growth"),
+    "routing, AdamW": ("routing 1", "adamw"),
+    "routing, GrowthAdamW": ("routing 1", "growth"),
+}
 Row = Mapping[str, Any]
 
 
@@ -69,6 +79,27 @@ def _line(name: tuple[str, str], rows: Sequence[Row], small: Sequence[Row]) -> s
 def _same_seeds(rows: Sequence[Row], like: Sequence[Row]) -> list[Row]:
     seeds = {row["seed"] for row in like}
     return [row for row in rows if row["seed"] in seeds]
+
+
+def short_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """The mean loss at the end, per model, of the runs at the rate with which the sources ended.
+
+    Returns:
+        The head, and one line per model: over the seeds that all of its variants have.
+    """
+    groups, lines = _groups(row for row in rows if row["rate"] == END_RATE), []
+    for model, variants in sorted(groups.items()):
+        found = [variants.get(name, []) for name in SHORT.values()]
+        seeds = set.intersection(*({row["seed"] for row in rows} for rows in found))
+        if not seeds:
+            continue
+        any_row = found[0][0]
+        cells = [model, f"{any_row['source_loss']:.3f}", str(len(seeds))]
+        for same in found:
+            own = [row for row in same if row["seed"] in seeds]
+            cells.append(f"{_mean(own, LONG):.3f}")
+        lines.append(cells)
+    return ["model", "source", "seeds", *SHORT], lines
 
 
 def report(rows: Iterable[Row], picture: Path | None = None) -> str:
