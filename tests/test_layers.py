@@ -43,7 +43,7 @@ LAYERS = (
 )
 # inside a layer the same holds: a part may import itself and the ones before it
 PARTS = {
-    "growkern.ops": ("backend", "expand", "loss"),
+    "growkern.ops": ("backend", "adamw", "expand", "loss"),
     "growkern.ops.loss": (
         "rows",
         "linear",
@@ -92,6 +92,10 @@ BENCH_PARTS = ("shared", "launches", "on_gpu")
 USE_TESTS = {"exactness", "fuzz_exactness", "distributed"}
 # all that the layers above may take of ops
 PUBLIC_OPS = {
+    "growkern.ops.adamw.factors.Factors",
+    "growkern.ops.adamw.factors.Part",
+    "growkern.ops.adamw.factors.Rule",
+    "growkern.ops.adamw.op.adamw_step",
     "growkern.ops.backend.choose.Backend",
     "growkern.ops.backend.choose.describe_backends",
     "growkern.ops.expand.call.Routing",

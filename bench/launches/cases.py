@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.shared.inputs import OPTIONS, in_nan, make_case, make_heads, make_labels, make_logits
+from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.op import adamw_step
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand
@@ -43,7 +45,7 @@ class Case(NamedTuple):
 def all_cases(device: str, shapes: Shapes = SHAPES) -> Iterator[Case]:
     """The cases, those that training launches first; `shapes` are as SHAPES."""
     rng = torch.Generator(device).manual_seed(0)
-    for make in (headline, losses, expands, edges):
+    for make in (headline, losses, expands, steps, edges):
         yield from make(rng, shapes)
 
 
@@ -196,3 +198,39 @@ def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
         yield _expand(ragged, BF16, BF16, kind, rng, layout=layout)
     for drop in (("rows",), ("cols",), ("rows", "row_scale"), ("row_scale",)):
         yield _expand((64, 64, 64, 64), BF16, FP32, {}, rng, drop)
+
+
+# --------------------------------------------------------------------- optimizer
+
+
+def steps(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """Steps of AdamW with factors of their own, on matrices and on a vector."""
+    for _, V in shapes:
+        for shape in ((24, V), (V,)):
+            yield _step(shape, rng, amsgrad=False, maximize=False)
+    yield _step((24, shapes[0][1]), rng, amsgrad=True, maximize=True)
+
+
+def _step(shape: tuple[int, ...], rng: torch.Generator, *, amsgrad: bool, maximize: bool) -> Case:
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device=rng.device)
+
+    tensors = [random(*shape) for _ in range(3)]
+    tensors += [random(*shape).square() for _ in range(2 if amsgrad else 1)]
+    vectors = []
+    for _ in range(3):
+        each = [random(n).abs() + 0.5 for n in shape]
+        vectors.append((each[0][:, None], each[1]) if len(shape) == 2 else tuple(each))
+    lr, eps, old = vectors
+    rule = Rule(1e-2, 0.9, 0.99, 1e-3, 0.1, maximize, 3.0)
+
+    def run(backend: str) -> list[Tensor]:
+        dtype = FP64 if backend == "reference" else FP32
+        part = Part(*(x.to(dtype, copy=True) for x in tensors))
+        wide = [tuple(x.to(dtype) for x in of) for of in (lr, eps)]
+        factors = Factors(*wide, tuple(x > 1 for x in old))
+        adamw_step(part, factors, 0.3, rule, backend=backend)
+        return [part.value, part.mean, part.square, *part.tensors()[4:]]
+
+    words = [f"adamw_step {'x'.join(map(str, shape))} float32", *["amsgrad"] * amsgrad]
+    return Case(", ".join(words), run)

@@ -1,6 +1,7 @@
 // Reports what this processor can do, and picks the kernel of each call.
 #include "native.h"
 
+#include "adamw.h"
 #include "gemm.h"
 #include "kl_mlm.h"
 
@@ -89,6 +90,23 @@ __attribute__((visibility("default"))) int growkern_kl_mlm(const growkern::KlMlm
     }
 #endif
     growkern::kl_mlm_portable(*args);
+    return 0;
+}
+
+// 0: done; 2: this processor lacks the instruction set `isa`
+__attribute__((visibility("default"))) int growkern_adamw(const growkern::AdamwArgs* args) {
+    if (!growkern::supports(args->isa)) return 2;
+#if defined(GROWKERN_X86)
+    if (args->isa >= growkern::AVX512) {
+        growkern::adamw_avx512(*args);
+        return 0;
+    }
+    if (args->isa == growkern::AVX2) {
+        growkern::adamw_avx2(*args);
+        return 0;
+    }
+#endif
+    growkern::adamw_portable(*args);
     return 0;
 }
 }

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import growkern
+from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.op import adamw_step
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import HAS_TRITON
 
@@ -23,7 +25,10 @@ LINEAR = {
     *(f"loss/linear/{name}.py" for name in ("heads", "op", "gemm")),
 }
 ROWS = "loss/rows"
+ADAMW = {"adamw/op.py", "adamw/factors.py"}
 FILES = {
+    ("adamw_step", "cpu"): {*ADAMW, "adamw/on_cpu.py", "csrc/cpu/adamw_body.cpp"},
+    ("adamw_step", "triton"): {*ADAMW, "adamw/on_triton.py"},
     ("expand", "cpu"): {*EXPAND, "expand/on_cpu.py", "csrc/cpu/expand_body.cpp"},
     ("expand", "triton"): {*EXPAND, "expand/on_triton.py"},
     ("expand", "cuda"): {*EXPAND, "expand/on_cuda.py", "csrc/cuda/expand_rows.cu"},
@@ -37,8 +42,9 @@ FILES = {
 }
 # they hold no mathematics: one picks the instruction set, one orders rows and columns
 NOT_COUNTED = {"csrc/cpu/native.cpp", "csrc/cpu/expand.cpp"}
-MOST = {"expand": 6, "linear_kl_mlm_loss": 12}
+MOST = {"adamw_step": 4, "expand": 6, "linear_kl_mlm_loss": 12}
 MODULES = {
+    "adamw_step": "growkern.ops.adamw.op",
     "expand": "growkern.ops.expand.op",
     "linear_kl_mlm_loss": "growkern.ops.loss.linear_kl_mlm_loss",
 }
@@ -50,6 +56,12 @@ def call(op: str, backend: str, device: str) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device)
 
+    if op == "adamw_step":
+        each = ((random(4, 1).abs(), random(6).abs()),) * 2
+        factors = Factors(*each, (torch.ones(4, 1) > 0, torch.ones(6) > 0))
+        part, rule = Part(*(random(4, 6).abs() for _ in range(4))), Rule(*[0.5] * 5, False, 1.0)
+        adamw_step(part, factors, 0.5, rule, backend=backend)
+        return
     weight = random(8, 4).requires_grad_()
     if op == "expand":
         cols = torch.arange(6, device=device) % 4

@@ -15,22 +15,21 @@ from torch import Tensor, nn
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import COUNTS, check_loaded_group, check_state_dict
 from growkern.growth.optimizer.factors import factors_of
-from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
+from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.optimizer.steps import (
-    Part,
-    Rule,
     Uniform,
     can_be_fused,
+    factors_for_step,
     is_old_of,
     rule_of,
     step_fused,
-    step_in_blocks,
     uniform_of,
-    unscaled,
 )
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.sharded.placement import local_tensor
+from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.op import adamw_step
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -63,7 +62,7 @@ class GrowthAdamW(torch.optim.AdamW):
 
     The state is that of AdamW and a count of steps since growth. Parameters may be DTensors. Where
     all copies of a parameter have the same factors, as in growth by whole multiples, PyTorch's
-    fused kernel takes the step, as fast as `AdamW(fused=True)`.
+    fused kernel takes the step. Elsewhere one kernel of this library does it in one pass.
 
     Args:
         params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
@@ -107,13 +106,14 @@ class GrowthAdamW(torch.optim.AdamW):
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)
-        self._factors: dict[Tensor, EntryFactors] = {}
+        self._factors: dict[Tensor, Factors] = {}
         self._uniform: dict[Tensor, Uniform | None] = {}
         self._is_old: dict[Tensor, bool | None] = {}
         for group in self.param_groups:
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
                 found = factors_of(factors, name, p)
-                self._factors[p], self._uniform[p] = found, uniform_of(found)
+                self._factors[p] = factors_for_step(found, scaled=matched)
+                self._uniform[p] = uniform_of(found) if matched else Uniform()
                 self._is_old[p] = is_old_of(found)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
@@ -156,14 +156,13 @@ class GrowthAdamW(torch.optim.AdamW):
             if not part.value.numel():
                 continue
             ratio, rule = self._new_entry_ratio(grown_for), rule_of(group, step)
-            uniform = self._uniform[p] if self.matched else Uniform()
+            uniform = self._uniform[p]
             share = self._share_of_step(p, ratio)
             if uniform is not None and share is not None and can_be_fused(part):
                 key = (part.value.device, part.value.dtype, rule, uniform, share)
                 fused.setdefault(key, []).append(part)
                 continue
-            factors = self._factors[p] if self.matched else unscaled(self._factors[p])
-            step_in_blocks(part, factors, ratio, rule)
+            adamw_step(part, self._factors[p], ratio, rule)
         for (_, _, rule, uniform, share), parts in fused.items():
             step_fused(parts, uniform, share, rule)
 

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import growkern.ops
 from growkern import linear_kl_mlm_loss, topk_kl_mlm_loss
+from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.on_triton import step_on_triton
 from growkern.ops.backend import tuned
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
@@ -109,6 +111,8 @@ def launches_on(device):
     steps = Steps(sums=True, grad=True)
     rows_on_triton(rows, made(n_numbers(1), 4), steps, made(2, 4), made(4, 33))
     tail_gradient_on_triton(rows._replace(teachers_NV=[]), made(5, 4), made(4, 33))
+    vectors = ((made(4, 1), made(1, 6)),) * 2
+    step_on_triton(Part(*[made(4, 6)] * 4), Factors(*vectors, vectors[0]), 1.0, Rule(*[0.5] * 7))
     maps = {"rows": made(8, dtype=index), "cols": made(6, dtype=index)}
     call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
     expand_triton(call)

@@ -1,0 +1,1 @@
+"""A step of AdamW with factors for every row and column."""

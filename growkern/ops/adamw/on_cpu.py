@@ -1,0 +1,59 @@
+"""The CPU backend of `adamw_step`: passes a call to the compiled library (csrc/cpu/adamw.h)."""
+
+import ctypes
+
+import torch
+
+from growkern.ops.adamw.factors import VECTORS, Factors, Part, Rule
+from growkern.ops.backend import native
+
+# below this many entries a second thread costs more than it saves
+PARALLEL_ELEMENTS = 1 << 15
+
+_POINTERS = ("value", "gradient", "mean", "square", "largest", *VECTORS)
+_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "correction1", "correction2", "ratio")
+_FLAGS = ("maximize", "type", "threads", "isa")
+
+
+class _Args(ctypes.Structure):
+    """struct AdamwArgs."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in ("M", "N")]
+        + [(name, ctypes.c_double) for name in _NUMBERS]
+        + [(name, ctypes.c_int32) for name in _FLAGS]
+    )
+
+
+def step_on_cpu(
+    part: Part, factors: Factors, ratio: float, rule: Rule, isa: int | None = None
+) -> None:
+    """As `adamw_step`.
+
+    Args:
+        part, factors, ratio, rule: as there.
+        isa: the instruction set, an index into `native.ISA_NAMES`, for tests. None: the best.
+    """
+    lib = native.loaded()
+    assert lib is not None
+    tensors = [part.value, part.gradient, part.mean, part.square, part.largest]
+    args = _Args(
+        *(None if x is None else x.data_ptr() for x in tensors),
+        *(x.data_ptr() for x in factors.matrix.values()),
+        *part.sizes(),
+        rule.lr,
+        rule.beta1,
+        rule.beta2,
+        rule.eps,
+        rule.weight_decay,
+        1 - rule.beta1**rule.step,
+        1 - rule.beta2**rule.step,
+        ratio,
+        rule.maximize,
+        native.TYPES[part.value.dtype],
+        torch.get_num_threads() if part.value.numel() >= PARALLEL_ELEMENTS else 1,
+        lib.growkern_best_isa() if isa is None else isa,
+    )
+    if lib.growkern_adamw(ctypes.byref(args)):
+        raise RuntimeError(f"adamw_step: this processor has no {native.ISA_NAMES[args.isa]}")
