@@ -38,6 +38,7 @@ from growkern.train.safety.checkpoints import (
 from growkern.train.safety.precision import set_precision
 from growkern.train.safety.signals import SignalWatch, interruption
 from growkern.train.safety.staging import write_together
+from growkern.train.safety.workers import guard_workers
 
 ON_NONFINITE = ("stop", "skip")
 FINAL = "model"
@@ -165,6 +166,10 @@ class SafeTrainer(ShardedTrainer):
         if found[1] is not None:
             raise GrowthError(found[1])
         return found[0]
+
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        """Trainer's; a signal to all processes of the run does not kill those that load data."""
+        return guard_workers(super()._get_dataloader(*args, **options))
 
     # ------------------------------------------------------------------ steps
 
