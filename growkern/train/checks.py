@@ -80,6 +80,30 @@ _SHARDED = (
 )
 
 
+def check_switches() -> None:
+    """Refuse environment variables that tell accelerate to shard the model.
+
+    `TrainingArguments` follow them too, so call this before those are made.
+
+    Raises:
+        GrowthError: a variable is set.
+    """
+    for name in SWITCHES:
+        value = os.environ.get(name) or "false"
+        try:
+            is_set = str_to_bool(value)
+        except ValueError:
+            raise GrowthError(
+                f"the environment variable {name} is {value!r}, which is neither true nor false: "
+                "unset it"
+            ) from None
+        if is_set:
+            raise GrowthError(
+                f"the environment variable {name} is {value!r}, which shards the model: unset it, "
+                f"or run `accelerate config` again. {_SHARDED}"
+            )
+
+
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
     """Refuse arguments under which training would hang, crash or compute a wrong loss.
 
@@ -91,12 +115,7 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         GrowthError: for the first argument that cannot be used, with a way out.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in SWITCHES:
-        if str_to_bool(os.environ.get(name, "false") or "false"):
-            raise GrowthError(
-                f"the environment variable {name} is {os.environ[name]!r}, which shards the "
-                f"model: unset it, or run `accelerate config` again. {_SHARDED}"
-            )
+    check_switches()
     refusals = {
         "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
         "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for each "
@@ -116,6 +135,10 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
             and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
         ),
     }
+    refusals[
+        "bf16_full_eval and fp16_full_eval round the weights in training to half precision: unset "
+        "them, and set precision='bf16' for a faster evaluation"
+    ] = bool(args.bf16_full_eval or args.fp16_full_eval)
     refusals[
         "model_init cannot be used, because the teacher and the FLOPs belong to one model: "
         "pass model=model_init() instead"

@@ -183,9 +183,10 @@ class DataSection:
     masking_probability: float = 0.15
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sequence_length <= MOST:
+        if not 2 <= self.sequence_length <= MOST:
             raise GrowthError(
-                f"data.sequence_length is {self.sequence_length}: it must be in 1 .. {MOST}"
+                f"data.sequence_length is {self.sequence_length}: it must be in 2 .. {MOST}, "
+                "because one token has no other one to predict it from"
             )
         if not 0 < self.masking_probability <= 1:
             raise GrowthError(

@@ -27,6 +27,7 @@ from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
+from growkern.train.checks import check_switches
 from growkern.train.config import DataSection, Run, load_run
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
 from growkern.train.load import (
@@ -86,6 +87,7 @@ def train(
 
 
 def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> TrainOutput | None:
+    check_switches()
     run, base = load_run(path), path.parent
     _batch_of_a_process(run)
     texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
@@ -221,6 +223,12 @@ def build_trainer(
     """
     tokenizer = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
     teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
+    for directory in teacher_paths:
+        if not has_tokenizer(directory):
+            raise GrowthError(
+                f"the teacher {directory} has no tokenizer files, so its tokens cannot be compared "
+                "with those of the run: copy the files of the teacher's tokenizer there"
+            )
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
     model = build_model(run, base, first_start=first_start)
@@ -237,7 +245,7 @@ def build_trainer(
         teacher=TeacherCache(base / run.teacher.cache)
         if run.teacher and run.teacher.cache
         else [build_teacher(one, run.distributed) for one in teacher_paths] or None,
-        teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths if has_tokenizer(one)],
+        teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],
         loss=run.loss,
         optimizer=run.training.optimizer,
         processing_class=tokenizer,

@@ -6,6 +6,7 @@ was never interrupted.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
     `linear_kl_mlm_loss`. Evaluation is the plain cross-entropy of the whole model without a
     teacher, as a mean over all labels.
 
-    Log lines hold flops (so far, without evaluation), mlm, kl, top1_agreement, alpha, depth and
+    The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
+    without a single label are left out. `mlm` is the mean over all labels. Log lines also hold flops (so far, without evaluation), mlm, kl, top1_agreement, alpha, depth and
     tokens_per_second.
 
     Args:
@@ -373,11 +375,12 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Like Trainer's, but the loss is a mean over labels, not over batches."""
+        """Like Trainer's, but the loss is a mean over labels, not batches; NaN without any."""
         self._eval_sum, self._eval_items = 0.0, 0
         output = super().evaluation_loop(
             dataloader, description, True, ignore_keys, metric_key_prefix
         )
-        if self._eval_items:
-            output.metrics[f"{metric_key_prefix}_loss"] = float(self._eval_sum / self._eval_items)
+        items = float(self._eval_items)
+        loss = float(self._eval_sum) / items if items else math.nan
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
         return output

@@ -123,6 +123,7 @@ HUGE = {
         "end_step = 44\ntemperature = nan",
         "temperature is nan",
     ),
+    "a single token": ("sequence_length = 64", "sequence_length = 1", "must be in 2 .. "),
     "a negative length": ("sequence_length = 64", "sequence_length = -1", "sequence_length is -1"),
 }
 

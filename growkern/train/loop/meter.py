@@ -1,5 +1,6 @@
 """Collects the numbers of a log line: means over rows and steps, and tokens per second."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -63,12 +64,15 @@ class Meter:
         self._seconds += time.perf_counter() - self._since
 
     def drain(self) -> dict[str, float]:
-        """The means since the last call, over all processes. The meter is emptied."""
+        """The means since the last call, over all processes; NaN over no rows. It is emptied."""
         rows = [(self._sums[name], self._weights[name]) for name in self._sums]
         # seconds, and 1 per process: their quotient is the mean over processes
         rows += [(self._tokens, 0), (self._seconds, 1)]
         sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
-        logs = {name: x / max(n, 1) for name, (x, n) in zip(self._sums, sums_N2, strict=False)}
+        logs = {
+            name: x / n if n else math.nan
+            for name, (x, n) in zip(self._sums, sums_N2, strict=False)
+        }
         (tokens, _), (seconds, processes) = sums_N2[-2:]
         if seconds > 0:
             logs["tokens_per_second"] = tokens / (seconds / processes)

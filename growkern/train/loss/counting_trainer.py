@@ -1,6 +1,7 @@
 """`transformers.Trainer` whose batches are checked, counted on the CPU and never repeated."""
 
 import contextlib
+import math
 import random
 import warnings
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -51,19 +53,34 @@ class CountingTrainer(Trainer):
     _unlabelled: int | None = 0
     # batches that were read in the current pass through the data, skipped ones included
     _read: int = 0
+    # since the last log line: all steps, those without a single label, and the loss of the latter
+    _steps: int = 0
+    _empty_steps: Tensor | int = 0
+    _empty_loss: Tensor | float = 0.0
 
     def check_labels(self) -> None:
-        """Check that the training data has labels.
+        """Check that the data for training and for evaluation has labels, where it has an index.
 
         Raises:
             GrowthError: it has none.
         """
-        data = self.train_dataset
-        if isinstance(data, IndexedDataset) and not isinstance(data, IterableDataset):
-            collator = self._get_collator_with_removed_columns(self.data_collator)
-            with unchanged_random_state():
-                check_some_label(data, collator, self._train_batch_size, self.loss.row_weights)
+        if _has_index(self.train_dataset):
+            self._search_label(
+                self.train_dataset, self.data_collator, "training", self.loss.row_weights
+            )
             self._unlabelled = None
+        data = self.eval_dataset
+        for one in data.values() if isinstance(data, dict) else [data]:
+            if _has_index(one):
+                self._search_label(one, evaluation_collator(self.data_collator), "evaluation")
+
+    def _search_label(
+        self, dataset: Any, collator: Any, name: str, row_weights: str | None = None
+    ) -> None:
+        collator = self._get_collator_with_removed_columns(collator)
+        size = self.args.eval_batch_size if name == "evaluation" else self._train_batch_size
+        with unchanged_random_state():
+            check_some_label(dataset, collator, size, row_weights, causal=self._causal, name=name)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Like Trainer's, and the row weights are not removed from the data."""
@@ -164,7 +181,36 @@ class CountingTrainer(Trainer):
                 batch_samples[i] = {**batch, ROW_COUNTS: counts}
         items = super()._get_num_items_in_batch(batch_samples, device)
         self._look_for_labels(batch_samples, items)
+        if items is not None:
+            self._steps += 1
+            self._empty_steps = self._empty_steps + (items == 0)
         return items
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Like Trainer's, and the loss of steps without a label is added up."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None:
+            is_empty = torch.as_tensor(num_items_in_batch, device=loss.device) == 0
+            self._empty_loss = self._empty_loss + torch.where(is_empty, loss, 0.0)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a line. The loss is the mean over the steps with a label, NaN if there is none."""
+        if "loss" in logs:
+            # Trainer counts the others as well, with a loss that is 0 or that of the teacher alone
+            empty, steps = int(self._empty_steps), self._steps
+            if empty:
+                rest = logs["loss"] * steps - float(self.mean_of_processes(self._empty_loss))
+                logs["loss"] = rest / (steps - empty) if steps > empty else math.nan
+            self._steps, self._empty_steps, self._empty_loss = 0, 0, 0.0
+        super().log(logs, start_time)
+
+    def mean_of_processes(self, x: Any) -> Tensor:
+        """The mean of a number over all processes."""
+        mine = torch.as_tensor(x, dtype=torch.float32, device=self.args.device)
+        return mine if self.accelerator.num_processes == 1 else self.accelerator.reduce(mine, "mean")
 
     def _look_for_labels(self, batches: list[Any], items: Any) -> None:
         """Refuse data whose first examples have no label. Data with an index was looked at before.
@@ -197,6 +243,10 @@ class CountingTrainer(Trainer):
             kept = examples_in_last_batch(loader, rank, processes, split=split)
         if kept is not None:
             batches[-1] = first_examples(dict(batches[-1]), kept, size)
+
+
+def _has_index(dataset: Any) -> bool:
+    return isinstance(dataset, IndexedDataset) and not isinstance(dataset, IterableDataset)
 
 
 @contextlib.contextmanager

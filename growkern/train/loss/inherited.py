@@ -89,7 +89,9 @@ def inherited_loss(
         label_options: label_smoothing, z_loss and all other fields of `LabelOptions`.
 
     Returns:
-        The loss, 0-d; with `return_parts` also the parts.
+        The loss, 0-d; with `return_parts` also the parts. A batch without a single row with a term
+        gives 0 and zero gradients, so that a loop may add it to others. Leave such batches out of
+        the mean that you print.
 
     Raises:
         GrowthError: models, batch or options that do not fit together, or a model that would be

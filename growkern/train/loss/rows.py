@@ -174,14 +174,21 @@ def check_some_label(
     collator: Callable[[Sequence[Any]], Any],
     batch_size: int,
     row_weights: str | None = None,
+    *,
+    causal: bool,
+    name: str = "training",
 ) -> None:
     """Check that the batches of a data set have labels. It stops at the first label.
+
+    A causal model does not predict the first token of a row, so a label there does not count.
 
     Args:
         dataset: is read by index.
         collator: makes the batches of the training.
         batch_size: examples per batch.
         row_weights: key of the weights that the batches must have too.
+        causal: whether the model predicts the next token.
+        name: of the data set, for the error message.
 
     Raises:
         GrowthError: the batches have no labels or weights, or all labels of up to 1000 examples,
@@ -194,12 +201,14 @@ def check_some_label(
         if not isinstance(batch, Mapping):
             raise GrowthError(f"the data collator makes a {type(batch).__name__}, not a dict")
         check_keys(batch, "labels", row_weights)
-        if bool((torch.as_tensor(batch["labels"]) != IGNORE_INDEX).any()):
+        labels_BS = align_labels(torch.as_tensor(batch["labels"]), causal=causal)
+        if bool((labels_BS != IGNORE_INDEX).any()):
             return
     if len(indices):
+        first = ", or belong to a first token, which is not predicted" if causal else ""
         raise GrowthError(
-            f"the training data has not a single label: all labels of {len(indices)} examples, "
-            "evenly spread over the data set, are -100. Check the data collator"
+            f"the {name} data has not a single label: all labels of {len(indices)} examples, "
+            f"evenly spread over the data set, are -100{first}. Check the data collator"
         )
 
 

@@ -1,5 +1,6 @@
 """Input that would be trained wrongly in silence is refused with one line, before training."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,6 +47,14 @@ def without_tokenizer(folder):
 def test_a_run_without_tokenizer_files(workplace):  # noqa: F811
     without_tokenizer(workplace / "model")
     with pytest.raises(GrowthError, match="has no tokenizer files"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_teacher_without_tokenizer_files(workplace):  # noqa: F811
+    without_tokenizer(workplace / "teacher")
+    with pytest.raises(GrowthError, match=r"teacher has no tokenizer files, .*: copy the files"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
 
@@ -108,6 +117,27 @@ def test_data_without_a_label(tmp_path):
     TwoStageTrainer(build("bert"), arguments(tmp_path), train_dataset=data)
 
 
+def test_a_causal_model_does_not_predict_the_first_token(tmp_path):
+    """Its labels vanish when they are shifted, and the loss would be 0."""
+    data = Batches(9)
+    for row in data.rows:
+        row["labels"][:, 1:] = -100
+        row["labels"][:, 0] = 5
+    match = "training data has not a single label: .* first token"
+    refuse(match, tmp_path, build("gpt2"), train_dataset=data)
+    TwoStageTrainer(build("bert"), arguments(tmp_path), train_dataset=data)
+
+
+def test_an_evaluation_without_a_label(tmp_path):
+    data = Batches(9)
+    for row in data.rows:
+        row["labels"].fill_(-100)
+    for given in (data, {"a": Batches(3), "b": data}):
+        refuse("evaluation data has not a single label", tmp_path, eval_dataset=given)
+    trainer = TwoStageTrainer(build("bert"), arguments(tmp_path))
+    assert math.isnan(trainer.evaluate(data)["eval_loss"])
+
+
 def test_data_whose_batches_have_no_labels(tmp_path):
     rows = [{"input_ids": torch.arange(5, 13)}] * 4
     refuse("have no 'labels'", tmp_path, train_dataset=rows)
@@ -161,6 +191,12 @@ def test_a_quantised_model(tmp_path):
     refuse("quantised", tmp_path, model)
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_that_rounds_the_weights_in_training(name, tmp_path):
+    with pytest.raises(GrowthError, match="precision='bf16'"):
+        TwoStageTrainer(build("bert"), arguments(tmp_path, use_cpu=True, **{name: True}))
+
+
 def test_a_model_without_memory(tmp_path):
     refuse("meta device", tmp_path, build("bert").to("meta"))
 
@@ -176,6 +212,17 @@ def test_switches_of_accelerate(name, tmp_path, monkeypatch):
         TwoStageTrainer(build("bert"), args)
     monkeypatch.setenv(name, "false")
     TwoStageTrainer(build("bert"), args)
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize(("value", "found"), [("1", "which shards"), ("maybe", "which is neither")])
+def test_switches_before_a_run_file(name, value, found, workplace, monkeypatch):  # noqa: F811
+    """The arguments of the run, which follow the switches too, are not made yet."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(GrowthError, match=f"variable {name} is '{value}', {found}"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
 
 
 @pytest.mark.parametrize(
