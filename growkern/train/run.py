@@ -6,10 +6,7 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 `manifest.json` with the checksums of these files. A run is finished if they are all as written.
 """
 
-import dataclasses
 import glob
-import hashlib
-import json
 import os
 import shlex
 from contextlib import nullcontext
@@ -40,6 +37,7 @@ from growkern.train.load import (
 )
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
+from growkern.train.safety.identity import identity_of
 from growkern.train.safety.messages import (
     PRECISIONS,
     describe_device,
@@ -100,7 +98,7 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
         )
     output = base / run.output.directory
     check_output(output, [base / name for name in _input_directories(run)], texts)
-    identity = _identity(run, base, texts)
+    identity = identity_of(run, texts, {name: base / name for name in _input_directories(run)})
     is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
         if is_first:
@@ -256,37 +254,6 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
-
-
-def _identity(run: Run, base: Path, texts: dict[str, list[Path]]) -> dict[str, Any]:
-    """The settings and a checksum of the inputs; two runs are the same if these are equal."""
-    values = dataclasses.asdict(run)
-    del values["output"]
-    # what may change when a run is started again
-    for name in (
-        *("log_every", "save_every", "save_minutes", "keep_checkpoints"),
-        *("data_workers", "on_nonfinite"),
-    ):
-        del values["training"][name]
-    if run.distributed is not None:
-        # these change where numbers are kept, not the numbers
-        for name in (
-            "replicas",
-            "reshard_after_forward",
-            "cpu_offload",
-            "activation_checkpointing",
-        ):
-            del values["distributed"][name]
-    digest = hashlib.sha256()
-    for files in texts.values():
-        digest.update(str(len(files)).encode())
-        for file in files:
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    for name in _input_directories(run):
-        for file in sorted((base / name).glob("*.*")):
-            whole = file.suffix == ".json"
-            digest.update(file.read_bytes() if whole else str(file.stat().st_size).encode())
-    return {"run": json.loads(json.dumps(values)), "inputs": digest.hexdigest()}
 
 
 def _checkpoint_directories(run: Run) -> list[str]:

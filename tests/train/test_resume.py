@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.data import MaskedLMCollator, TokenBlocks
+from tests.train.safety.runs import assert_same, small_trainer, weights_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 
 STEPS = 10
@@ -95,6 +96,18 @@ def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
     for batch, other in zip(left, same, strict=True):
         assert torch.equal(batch["input_ids"], other["input_ids"])
         assert torch.equal(batch["labels"], other["labels"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_does_not_change_the_training(tmp_path, workers):
+    """The order of a data set that is shuffled, and dropout, come from the same generator."""
+    weights = []
+    for every in (100, 2):
+        args = {"eval_strategy": "steps", "eval_steps": every, "dataloader_num_workers": workers}
+        trainer = small_trainer(tmp_path, args={**args, "save_strategy": "no", "max_steps": 5})
+        trainer.train()
+        weights.append(weights_of(trainer))
+    assert_same(*weights)
 
 
 def test_masks_differ_between_the_epochs_of_a_run(straight):

@@ -102,13 +102,15 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     train(workplace / "run.toml", progress=False)
     before = files_of(workplace / "out")
     (workplace / "run.toml").write_text(RUN.replace("steps = 6", "steps = 5"))
-    with pytest.raises(GrowthError, match="holds another run"):
+    changed = r"holds another run \(training.steps 6 -> 5\): .*--overwrite would delete its check"
+    with pytest.raises(GrowthError, match=changed):
         train(workplace / "run.toml", progress=False)
     assert files_of(workplace / "out") == before
     assert train(workplace / "run.toml", overwrite=True, progress=False).global_step == 5
 
     (workplace / "text" / "a.txt").write_text("w1 " * 300)
-    with pytest.raises(GrowthError, match="holds another run"):
+    changed = r"another run \(the files of data.train changed; the files of data.validation changed"
+    with pytest.raises(GrowthError, match=changed):
         train(workplace / "run.toml", progress=False)
 
     shutil.rmtree(workplace / "out")

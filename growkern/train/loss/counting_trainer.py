@@ -114,6 +114,11 @@ class CountingTrainer(Trainer):
         with self._collating(evaluation_collator(self.data_collator), dataset):
             return super().get_eval_dataloader(eval_dataset)
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Like Trainer's, and training draws the same random numbers with it as without."""
+        with unchanged_random_state():
+            return super().evaluation_loop(*args, **options)
+
     # ------------------------------------------------------- batches of a step
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -14,6 +14,7 @@ from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
 from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.identity import changes
 from growkern.whole import PARTIAL, write_whole
 
 MARKER = "run.json"
@@ -52,10 +53,14 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
         raise GrowthError(
             f"{output} is not empty and not the directory of a run: choose another directory"
         )
-    if _marked(marker) == identity:
+    before = _marked(marker)
+    if before == identity:
         return True
     if not overwrite:
-        raise GrowthError(f"{output} holds another run: choose another directory, or --overwrite")
+        raise GrowthError(
+            f"{output} holds another run ({changes(before, identity)}): undo the changes or choose "
+            "another directory. --overwrite would delete its checkpoints and its model"
+        )
     return False
 
 

@@ -1,0 +1,132 @@
+"""Which run a directory belongs to: its settings and fingerprints of its inputs.
+
+`run.json` holds the identity. A run file that gives the same one resumes the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from growkern.train.config import Run
+
+# settings that may change when a run is started again: they do not change the steps
+FREE = {
+    "training": (
+        *("log_every", "eval_every", "save_every", "save_minutes", "keep_checkpoints"),
+        *("data_workers", "on_nonfinite"),
+    ),
+    # these change where numbers are kept, not the numbers
+    "distributed": ("replicas", "reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+}
+# of a large file, the first and the last MiB and blocks between them are read
+READ_WHOLE, END, BLOCK, BLOCKS = 8 << 20, 1 << 20, 1 << 14, 256
+MOST_CHANGES, MOST_CHARACTERS = 6, 60
+
+
+def identity_of(
+    run: Run, texts: Mapping[str, Iterable[Path]], directories: Mapping[str, Path]
+) -> dict[str, Any]:
+    """The identity of a run; two runs are the same if these are equal.
+
+    Args:
+        run: the settings.
+        texts: the text files, by the field of [data] that names them.
+        directories: the checkpoints and the teacher cache that the run reads, by their names in
+            the run file.
+
+    Returns:
+        Values for JSON: the settings, and a fingerprint of each input by its name.
+    """
+    values = dataclasses.asdict(run)
+    del values["output"]
+    for section, names in FREE.items():
+        for name in names:
+            if values[section] is not None:
+                del values[section][name]
+    inputs = {f"data.{name}": _of_texts(files) for name, files in texts.items()}
+    inputs |= {name: _of_directory(path) for name, path in directories.items()}
+    return {"run": json.loads(json.dumps(values)), "inputs": inputs}
+
+
+def fingerprint(file: Path) -> str:
+    """A checksum of a file that is quick for files of any size.
+
+    Up to 8 MiB all bytes count. Of a larger file count its size, its first and last MiB, and 256
+    blocks of 16 KiB that are evenly spread between these. It misses a change that lies between
+    the blocks alone. Training changes nearly all weights, so two models are told apart.
+    """
+    digest, size = hashlib.sha256(), file.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with file.open("rb") as stream:
+        if size <= READ_WHOLE:
+            digest.update(stream.read())
+            return digest.hexdigest()
+        gap = (size - 2 * END - BLOCK) / (BLOCKS - 1)
+        middle = [(END + int(i * gap), BLOCK) for i in range(BLOCKS)]
+        for start, length in [(0, END), *middle, (size - END, END)]:
+            stream.seek(start, os.SEEK_SET)
+            digest.update(stream.read(length))
+    return digest.hexdigest()
+
+
+def _of_texts(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _of_directory(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.*")):
+        if file.is_file():
+            digest.update(fingerprint(file).encode())
+    return digest.hexdigest()
+
+
+def changes(old: Any, new: dict[str, Any]) -> str:
+    """How an identity differs from an earlier one, as a phrase.
+
+    Args:
+        old: as read from a file; it may be anything.
+        new: of the run that is about to start.
+    """
+    if not isinstance(old, dict) or not isinstance(old.get("run"), dict):
+        return "its run.json cannot be read"
+    found = []
+    for section, after in new["run"].items():
+        before = old["run"].get(section)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _changed_values(section, before, after)
+        elif before != after:
+            found.append(f"[{section}] is {'left out' if after is None else 'new'}")
+    known = old.get("inputs")
+    if not isinstance(known, dict):
+        known = {}
+    found += [
+        f"the files of {name} changed"
+        for name, value in new["inputs"].items()
+        if known.get(name, value) != value
+    ]
+    found = found or ["its run.json is of another version of growkern"]
+    more = len(found) - MOST_CHANGES
+    return "; ".join(found[:MOST_CHANGES] + ([f"and {more} more"] if more > 0 else []))
+
+
+def _changed_values(section: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"{section}.{name} {_short(before.get(name))} -> {_short(after.get(name))}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."

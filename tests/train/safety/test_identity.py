@@ -1,0 +1,75 @@
+"""A directory resumes the run that it holds, and no other one; the error names the difference."""
+
+import pytest
+import torch
+
+from growkern import GrowthError
+from growkern.train.run import train
+from growkern.train.safety.identity import BLOCK, END, READ_WHOLE, changes, fingerprint
+from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.tiny import build
+
+ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def begun(workplace, monkeypatch):  # noqa: F811
+    """A run that was killed before its first step."""
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("growkern.train.run._train_from", killed)
+        train(workplace / "run.toml", progress=False)
+    assert (workplace / "out" / "run.json").is_file()
+    monkeypatch.setattr("growkern.train.run._train_from", killed)
+    return workplace
+
+
+@ONE
+@pytest.mark.parametrize("name", ["model", "teacher"])
+def test_other_weights_of_the_same_size(begun, name):
+    file = begun / name / "model.safetensors"
+    before = file.stat().st_size
+    layers, width = (3, 16) if name == "model" else (1, 8)
+    build("bert", layers=layers, width=width, seed=7).save_pretrained(begun / name)
+    assert file.stat().st_size == before
+    with pytest.raises(GrowthError, match=rf"the files of \S*{name} changed\)"):
+        train(begun / "run.toml", progress=False)
+
+
+@ONE
+def test_what_changes_no_step_may_change(begun):
+    text = RUN.replace("eval_every = 3", "eval_every = 2").replace("log_every = 1", "log_every = 3")
+    (begun / "run.toml").write_text(text)
+    with pytest.raises(KeyboardInterrupt):
+        train(begun / "run.toml", progress=False)
+    without = RUN.replace('[inheritance]\nend_step = 4\n[teacher]\npaths = ["teacher"]\n', "")
+    (begun / "run.toml").write_text(without.replace("warmup_steps = 2\n", ""))
+    with pytest.raises(GrowthError) as refused:
+        train(begun / "run.toml", progress=False)
+    found = "(training.warmup_steps 2 -> 0; [inheritance] is left out; [teacher] is left out)"
+    assert found in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_old_identity_that_is_nothing():
+    for old in (None, [], {"run": 3}, {}):
+        assert changes(old, {"run": {}, "inputs": {}}) == "its run.json cannot be read"
+    assert "another version" in changes({"run": {}, "inputs": "abc"}, {"run": {}, "inputs": {}})
+
+
+@pytest.mark.parametrize("size", [READ_WHOLE, READ_WHOLE + 1, 5 * READ_WHOLE + 12345])
+def test_a_change_where_a_large_file_is_read_shows(tmp_path, size):
+    file = tmp_path / "file"
+    contents = bytearray(torch.arange(size, dtype=torch.uint8).numpy().tobytes())
+    file.write_bytes(contents)
+    before = fingerprint(file)
+    for place in (0, END - 1, END, END + BLOCK - 1, size - END - 1, size - END, size - 1):
+        contents[place] ^= 1
+        file.write_bytes(contents)
+        assert fingerprint(file) != before, place
+        contents[place] ^= 1
+    file.write_bytes(contents + b"x")
+    assert fingerprint(file) != before
