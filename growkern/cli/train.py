@@ -16,7 +16,10 @@ def train(
         Path, typer.Argument(metavar="RUN.toml", help="File with the settings of the run.")
     ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete another run in the output directory, with its checkpoints.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Delete another run in the output directory, with its checkpoints."
+        ),
     ] = False,
 ) -> None:
     """Train as RUN.toml says. Started again, it resumes from the last checkpoint.

@@ -12,7 +12,6 @@ from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import check_sharding
-from growkern.train.head import check_causal
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 
 
@@ -172,33 +171,3 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "accelerate was set to compile the whole model, which fails on the fused loss: set "
             "dynamo_backend to 'no'"
         )
-
-
-def check_model(model: Any, causal: bool) -> None:
-    """Refuse a model that the trainer would train wrongly.
-
-    Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model.
-        causal: whether it predicts the next token.
-
-    Raises:
-        GrowthError: the model is quantised or without memory; it was sharded in a way that does
-            not train right; its tokens see the tokens that they predict; or it has a loss of its
-            own besides that of the labels.
-    """
-    name = type(model).__name__
-    check_sharding(model, "model")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise GrowthError(f"{name} is on the meta device: load its weights before training")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise GrowthError(
-            f"{name} is quantised: its weights cannot be trained. Load it without "
-            "quantization_config"
-        )
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise GrowthError(
-            f"{name} adds a loss for the router of its experts, which the fused loss leaves out: "
-            "set config.output_router_logits=False to train without it"
-        )
-    if causal:
-        check_causal(model)

@@ -8,7 +8,8 @@ The function runs inside the model's own call. Casts, hooks and wrappers apply, 
 complete, and a transform before the projection (such as BERT's dense layer and norm) has run.
 
 Some models change their logits to c * tanh(s * logits / c). This is switched off during the call:
-the scale s is applied to the hidden states and the bias, and the loss applies the softcap c.
+the scale s is applied to the hidden states and the bias, and the loss applies the softcap c. A bias
+that BART adds after the projection joins the bias of the projection.
 """
 
 import contextlib
@@ -36,6 +37,14 @@ class HeadInputs(NamedTuple):
 
 # attributes of models or configs that change the logits, each with the value that changes nothing
 NEUTRAL = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
+
+
+# buffer (1, V) of BART and its relatives, added to the logits
+ADDED_BIAS = "final_logits_bias"
+
+
+def _added_bias(model: Any) -> Tensor | None:
+    return getattr(model, ADDED_BIAS, None)
 
 
 def _changes(model: Any) -> dict[str, tuple[Any, float]]:
@@ -79,12 +88,16 @@ def _scale_of(model: Any) -> float:
 @contextlib.contextmanager
 def _neutral(model: Any) -> Iterator[None]:
     """While active, the model does not change its logits after the output projection."""
-    changes = _changes(model)
+    changes, added = _changes(model), _added_bias(model)
     for name, (owner, _) in changes.items():
         setattr(owner, name, NEUTRAL[name])
+    if added is not None:
+        setattr(model, ADDED_BIAS, added.new_zeros(()))
     try:
         yield
     finally:
+        if added is not None:
+            setattr(model, ADDED_BIAS, added)
         for name, (owner, value) in changes.items():
             setattr(owner, name, value)
 
@@ -109,10 +122,12 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
         model: a model that passed `check_head`.
         function: gets hidden states (..., H), the weight (V, H), and the bias (V,) or None.
     """
-    head, scale = model.get_output_embeddings(), _scale_of(model)
+    head, scale, added = model.get_output_embeddings(), _scale_of(model), _added_bias(model)
 
     def forward(hidden: Tensor) -> Tensor:
         bias = head.bias
+        if added is not None:
+            bias = added[0] if bias is None else bias + added[0]
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         return function(hidden, head.weight, bias)
@@ -157,29 +172,39 @@ def teacher_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
 
 
 @contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While active, a model is in evaluation mode. Afterwards each module has its own mode."""
+    training = [module for module in model.modules() if module.training]
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """While active, a model runs without dropout, without gradients and without compiled code.
 
     Compiled code would be compiled again for a probe, and would not call new hooks. The parameters
     of a sharded model are shards again afterwards.
     """
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        model.train(training)
         free_gathered(model)
 
 
 def check_head(model: Any) -> None:
     """Check that the fused loss computes the same function as the model's own logits.
 
-    The logits must be head(hidden), or c * tanh(s * head(hidden) / c). To test this, the head is
-    replaced by one that returns a ramp of large numbers. With the small logits of a new model,
-    other changes would not be visible. The model runs on its own tiny dummy inputs, without
-    dropout and without gradients.
+    The logits must be head(hidden), or c * tanh(s * head(hidden) / c); a constant bias may be
+    added. To test this, the head is replaced by one that returns a ramp of large numbers. With the
+    small logits of a new model, other changes would not be visible. The model runs on its own tiny
+    dummy inputs, without dropout and without gradients.
 
     Raises:
         GrowthError: the model has no linear output projection, or changes its logits in another
@@ -207,7 +232,8 @@ def check_head(model: Any) -> None:
             bare = model(**inputs).logits
     is_known = False
     if len(ramps) == 2:
-        scaled, cap = ramps[0] * _scale_of(model), softcap_of(model)
+        scaled, cap, added = ramps[0] * _scale_of(model), softcap_of(model), _added_bias(model)
+        scaled = scaled if added is None else scaled + added
         expected = cap * torch.tanh(scaled / cap) if cap else scaled
         is_known = torch.equal(bare.to(ramps[1].dtype), ramps[1]) and torch.allclose(
             changed.to(expected.dtype), expected, rtol=1e-3

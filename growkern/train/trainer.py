@@ -22,7 +22,6 @@ from growkern.train.checks import (
     check_accelerator,
     check_arguments,
     check_block_size,
-    check_model,
     choose_teachers,
 )
 from growkern.train.config import TwoStageConfig
@@ -35,6 +34,7 @@ from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.optimizer import OptimizerChoice, growth_optimizer, plan_of_optimizer
 from growkern.train.loss.counting_trainer import CountingTrainer
+from growkern.train.loss.models import check_model
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.safety.trainer import SafeTrainer
@@ -49,8 +49,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
     teacher, as a mean over all labels.
 
     The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
-    without a single label are left out. `mlm` is the mean over all labels. Log lines also hold flops (so far, without evaluation), mlm, kl, top1_agreement, alpha, depth and
-    tokens_per_second.
+    without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
+    flops (so far, without evaluation), kl, top1_agreement, alpha, depth and tokens_per_second.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model.

@@ -215,7 +215,8 @@ class CountingTrainer(Trainer):
     def mean_of_processes(self, x: Any) -> Tensor:
         """The mean of a number over all processes."""
         mine = torch.as_tensor(x, dtype=torch.float32, device=self.args.device)
-        return mine if self.accelerator.num_processes == 1 else self.accelerator.reduce(mine, "mean")
+        several = self.accelerator.num_processes > 1
+        return self.accelerator.reduce(mine, "mean") if several else mine
 
     def _look_for_labels(self, batches: list[Any], items: Any) -> None:
         """Refuse data whose first examples have no label. Data with an index was looked at before.

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import LossParts
 from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
-from growkern.train.head import (
-    IGNORE_INDEX,
-    HeadInputs,
-    align_labels,
-    check_causal,
-    check_head,
-    common_softcap,
-    head_swap,
-    softcap_of,
-    teacher_inputs,
+from growkern.train.head import IGNORE_INDEX, align_labels, common_softcap, head_swap
+from growkern.train.inheritance import Divergence, KLRows, loss_beside
+from growkern.train.loss.models import (
+    as_list,
+    check_models,
+    head_of_pair,
+    inputs_of,
+    is_pair,
+    is_two_stacks,
+    predict,
+    shifts_labels,
+    softcap,
+    unwrapped,
 )
-from growkern.train.inheritance import Divergence, KLRows, check_same_objective, loss_beside
-from growkern.train.load import is_causal
-from growkern.train.loss.rows import take_rows
+from growkern.train.loss.rows import LossRows, take_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# models that passed the checks
-_checked: WeakSet[Any] = WeakSet()
 
 
 @show_label_options
@@ -64,12 +58,15 @@ def inherited_loss(
     sharded, or whose blocks are compiled.
 
     Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model, or a pair (hidden states (B, S, H), output
-            projection). The projection is a linear module or its weight (V, H).
+        model: a ...ForMaskedLM or ...ForCausalLM model; a model of an encoder and a decoder such
+            as T5ForConditionalGeneration; or a tuple (hidden states (B, S, H), output projection).
+            The projection is a linear module or its weight (V, H).
         teacher: the same; a list of them; or None to train on the labels alone. Teachers run
             without gradients and in evaluation mode. The root of a sharded teacher must keep its
             parameters after its forward pass (`reshard_after_forward` unset).
-        batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted.
+        batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted. With
+            an encoder and a decoder the labels belong to the decoder, and each model makes its
+            decoder_input_ids of them if the batch has none.
         alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
         temperature: of the softmax in the KL term.
         num_items: the number by which the sum over rows is divided: the labels of the whole
@@ -77,7 +74,8 @@ def inherited_loss(
             processes then, because DistributedDataParallel and FSDP average the gradients. A pair
             holds the rows of either term. None takes the rows of this batch.
         divergence, beta: as in `InheritanceSchedule`.
-        kl_rows: rows with a KL term: "labels", or "all" for every real token.
+        kl_rows: rows with a KL term: "labels", or "all" for every real token. A decoder beside an
+            encoder needs a decoder_attention_mask for "all".
         teacher_weights: one per teacher, with sum 1; None weighs all alike.
         row_weights: (B, S) float, the weight of each label. Not shifted.
         vocab_size: columns that mean the same token in all models; later columns are padding.
@@ -98,17 +96,19 @@ def inherited_loss(
             trained wrongly.
     """
     check_names(label_options, "inherited_loss")
-    causal = _is_causal(model, causal)
-    teachers = [] if teacher is None else _as_list(teacher)
+    teachers = [] if teacher is None else as_list(teacher)
+    check_models(model, teachers)
+    causal = shifts_labels(model, causal)
     if not teachers:
         alpha = 0.0
     inputs = dict(batch)
     if row_weights is not None:
         inputs["row_weights"] = row_weights
     weights = None if row_weights is None else "row_weights"
-    rows = take_rows(inputs, causal=causal, kl_rows=kl_rows, row_weights=weights)
-    _check_models(model, teachers, causal)
-    loss_function = _run_teachers(teachers, inputs, alpha, teacher_weights)
+    rows = take_rows(
+        inputs, causal=causal, kl_rows=kl_rows, row_weights=weights, decoder=is_two_stacks(model)
+    )
+    loss_function = _run_teachers(teachers, inputs, rows, alpha, teacher_weights)
     options = {
         **rows.options(),
         "alpha": alpha,
@@ -119,7 +119,7 @@ def inherited_loss(
         **label_options,
         "vocab_size": vocab_size,
         "max_rows": max_rows,
-        "softcap": _softcap(model),
+        "softcap": softcap(model),
         "return_parts": True,
     }
     seen: list[LossParts] = []
@@ -129,24 +129,25 @@ def inherited_loss(
         seen.append(parts)
         return loss
 
-    if _is_pair(model):
-        loss = loss_of(*_head_of_pair(model))
+    if is_pair(model):
+        loss = loss_of(*head_of_pair(model))
     else:
-        with head_swap(_unwrapped(model), loss_of):
-            loss = model(**inputs).logits
+        with head_swap(unwrapped(model), loss_of):
+            loss = model(**inputs_of(model, inputs, rows.labels_BS)).logits
     return (loss, seen[0]) if return_parts else loss
 
 
 def _run_teachers(
     teachers: Sequence[Any],
     inputs: dict[str, Any],
+    rows: LossRows,
     alpha: float | Tensor,
     teacher_weights: Sequence[float] | None,
 ) -> Callable[..., Any]:
     """The loss function beside the teachers' predictions; without a KL term they do not run."""
-    predictions = [] if _is_zero(alpha) else [_predict(one, inputs) for one in teachers]
-    softcap = common_softcap(map(_softcap, teachers))
-    return loss_beside(predictions, teacher_weights, softcap)
+    runs = isinstance(alpha, Tensor) or alpha != 0
+    predictions = [predict(one, inputs, rows.labels_BS) for one in teachers] if runs else []
+    return loss_beside(predictions, teacher_weights, common_softcap(map(softcap, teachers)))
 
 
 def count_labels(
@@ -162,74 +163,6 @@ def count_labels(
     Returns:
         0-d int64, on the device of the labels. Add it up over all processes.
     """
-    causal = bool(causal) if model is None else _is_causal(model, causal)
+    causal = bool(causal) if model is None else shifts_labels(model, causal)
     counts = [(align_labels(b["labels"], causal=causal) != IGNORE_INDEX).sum() for b in batches]
     return torch.stack(counts).sum()
-
-
-# ------------------------------------------------------------------- models
-
-
-def _is_pair(model: Any) -> bool:
-    return isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Tensor)
-
-
-def _head_of_pair(pair: tuple[Tensor, Any]) -> HeadInputs:
-    hidden, head = pair
-    if isinstance(head, Tensor):
-        return HeadInputs(hidden, head, None)
-    return HeadInputs(hidden, head.weight, getattr(head, "bias", None))
-
-
-def _as_list(teacher: Any) -> list[Any]:
-    several = isinstance(teacher, list | tuple) and not _is_pair(teacher)
-    return list(teacher) if several else [teacher]
-
-
-def _unwrapped(model: Any) -> Any:
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    if isinstance(model, OptimizedModule):
-        raise GrowthError(
-            "the whole model was compiled, which fails on the fused loss: compile its blocks "
-            "instead, with `block.compile()` for each"
-        )
-    return model
-
-
-def _is_causal(model: Any, causal: bool | None) -> bool:
-    return bool(causal) if _is_pair(model) else is_causal(_unwrapped(model))
-
-
-def _softcap(model: Any) -> float | None:
-    return None if _is_pair(model) else softcap_of(_unwrapped(model))
-
-
-def _is_zero(alpha: float | Tensor) -> bool:
-    return not isinstance(alpha, Tensor) and alpha == 0
-
-
-def _check_models(model: Any, teachers: Sequence[Any], causal: bool) -> None:
-    """Check each model once, when it is first seen."""
-    for one in (model, *teachers):
-        if _is_pair(one) or _unwrapped(one) in _checked:
-            continue
-        inner = _unwrapped(one)
-        if one is not model and not _is_pair(model):
-            check_same_objective(f"the teacher ({type(inner).__name__})", inner, causal)
-        check_head(inner)
-        if is_causal(inner):
-            check_causal(inner)
-        _checked.add(inner)
-
-
-@torch.no_grad()
-def _predict(teacher: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Run a teacher up to its output projection."""
-    if _is_pair(teacher):
-        hidden, weight, bias = _head_of_pair(teacher)
-        return HeadInputs(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
-    inner: nn.Module = _unwrapped(teacher)
-    if inner.training:
-        inner.eval()
-    return teacher_inputs(inner, inputs)

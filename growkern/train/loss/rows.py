@@ -36,7 +36,12 @@ class LossRows(NamedTuple):
 
 
 def take_rows(
-    inputs: dict[str, Any], *, causal: bool, kl_rows: KLRows, row_weights: str | None = None
+    inputs: dict[str, Any],
+    *,
+    causal: bool,
+    kl_rows: KLRows,
+    row_weights: str | None = None,
+    decoder: bool = False,
 ) -> LossRows:
     """Remove the labels and the row weights from a batch, and align them.
 
@@ -45,16 +50,24 @@ def take_rows(
         causal: whether the model predicts the next token.
         kl_rows: rows with a KL term: "labels", or "all" for every real token.
         row_weights: key of the weights; None if there are none.
+        decoder: whether the rows belong to a decoder beside an encoder, whose tokens differ.
 
     Raises:
-        GrowthError: the batch has no labels or no weights.
+        GrowthError: the batch has no labels, no weights, or no mask of the decoder's real tokens
+            where these have a KL term.
     """
     check_keys(inputs, "labels", row_weights)
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
     weights_BS = None
     if row_weights is not None:
         weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
-    rows = real_rows(inputs, labels_BS, causal=causal) if kl_rows == "all" else kl_rows
+    if kl_rows != "all":
+        return LossRows(labels_BS, kl_rows, weights_BS)
+    batch: Mapping[str, Any] = inputs
+    if decoder:
+        check_keys(inputs, "decoder_attention_mask")
+        batch = {"attention_mask": inputs["decoder_attention_mask"]}
+    rows = real_rows(batch, labels_BS, causal=causal)
     return LossRows(labels_BS, rows, weights_BS)
 
 

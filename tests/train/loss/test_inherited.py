@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
@@ -11,7 +12,7 @@ from growkern.train.sub_model import layer_stacks
 from tests.forked_ranks import on_ranks
 from tests.test_examples import MODELS
 from tests.train.loss.plain import plain_loss
-from tests.train.tiny import batch, build, randomise
+from tests.train.tiny import VOCAB, batch, build, randomise
 
 
 def padded(seed=0):
@@ -168,3 +169,52 @@ def test_what_cannot_be_trained_is_refused():
 
 def test_the_public_names():
     assert {"inherited_loss", "count_labels", "LossOptions"} <= set(dir(growkern))
+
+
+# ------------------------------------------------------------------ refused
+
+
+def test_a_student_that_the_trainer_refuses_is_refused():
+    model = build("bert")
+    model.is_quantized = True
+    with pytest.raises(GrowthError, match="quantised"):
+        inherited_loss(model, None, batch())
+    inherited_loss(build("bert", seed=1), model, batch())
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+        output_router_logits=True,
+    )  # fmt: skip
+    with pytest.raises(GrowthError, match="router"):
+        inherited_loss(transformers.MixtralForCausalLM(config), None, batch())
+    with pytest.raises(GrowthError, match="meta device"):
+        inherited_loss(build("bert").to("meta"), None, batch())
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def test_what_is_no_model_is_refused():
+    model, hidden = build("gpt2"), torch.zeros(3, 10, 16)
+    for wrong, found in (
+        ([hidden, model.lm_head], "a list"),
+        (Wrapper(model), "a Wrapper"),
+        ((hidden, "head"), "a pair with a str"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(GrowthError, match=f"model is {found}: give .* or a tuple"):
+            inherited_loss(wrong, None, batch())
+    with pytest.raises(GrowthError, match="teacher is a Wrapper: give"):
+        inherited_loss(model, Wrapper(model), batch())
+
+
+def test_a_model_that_is_its_own_teacher_stays_in_training():
+    model = build("gpt2")
+    model.train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    assert inherited_loss(model, model, batch(), alpha=1.0).item() == pytest.approx(0, abs=1e-6)
+    assert [module.training for module in model.modules()] == before
