@@ -10,7 +10,8 @@ trained layer directly have no gradient of their input to compute, so they cost 
 width and V the vocabulary size, the output projection costs 2 H V per row forward and 6 H V when
 trained. It counts only for the rows that reach it.
 
-A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
+A multiply-add counts as two operations. A layer that also attends to the output of an encoder counts
+4 S A twice; encoder and decoder are taken to be equally long. Causal attention counts as the full square. Sequences that
 are packed into one row count as one long sequence, unless the attention keeps them apart
 (FlashAttention). Activations, norms, and the recomputation of checkpointed layers and of
 FlashAttention's backward pass are not counted.
@@ -51,6 +52,7 @@ class ModelCost:
         self._at_input = [
             [_linear_flops(layer, first[layer]) for layer in stack] for stack in stacks
         ]
+        self._attentions = [[1 + (layer in uses.crosses) for layer in stack] for stack in stacks]
         outside = _linear_flops(model, uses.rows) - sum(map(sum, self._layers))
         self._before = _linear_flops(model, uses.before) if stacks else 0.0
         self._after = outside - self._before
@@ -119,8 +121,9 @@ class ModelCost:
         return batch * length**2 if pairs is None or not self._keeps_apart else pairs
 
     def _layer_flops(self, tokens: int, pairs: int, depth: int | None = None) -> float:
-        shown = [layer for stack in self._layers for layer in stack[:depth]]
-        return tokens * sum(shown) + len(shown) * pairs * self._attention
+        linear = sum(sum(stack[:depth]) for stack in self._layers)
+        attentions = sum(sum(stack[:depth]) for stack in self._attentions)
+        return tokens * linear + attentions * pairs * self._attention
 
 
 class _Uses(NamedTuple):
@@ -129,6 +132,7 @@ class _Uses(NamedTuple):
     rows: dict[nn.Module, float]  # in all
     before: dict[nn.Module, float]  # of the maps that run before the first layer
     at_input: dict[nn.Module, dict[nn.Module, float]]  # by layer: maps that read its input directly
+    crosses: set[nn.Module]  # layers that attend to the output of an encoder too
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
@@ -144,9 +148,12 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     before: Counter[nn.Module] = Counter()
     at_input: dict[nn.Module, Counter[nn.Module]] = {}
     entered: list[tuple[nn.Module, Tensor]] = []
+    beside: list[Any] = []  # what the current layer gets besides its input
+    crosses: set[nn.Module] = set()
 
     def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append((layer, args[0] if args else kwargs["hidden_states"]))
+        beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
 
     def count(linear: nn.Module, args: Any, output: Tensor) -> None:
         uses = math.prod(output.shape[:-1])
@@ -155,6 +162,9 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
             before[linear] += uses
         elif args[0] is entered[-1][1]:
             at_input.setdefault(entered[-1][0], Counter())[linear] += uses
+        elif any(args[0] is x for x in beside):
+            # the keys and values of an attention over the output of the encoder
+            crosses.add(entered[-1][0])
 
     hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
     hooks += [
@@ -174,4 +184,5 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     def per_token(counts: Counter[nn.Module]) -> dict[nn.Module, float]:
         return {module: count / tokens for module, count in counts.items()}
 
-    return _Uses(per_token(rows), per_token(before), {k: per_token(v) for k, v in at_input.items()})
+    first = {layer: per_token(counts) for layer, counts in at_input.items()}
+    return _Uses(per_token(rows), per_token(before), first, crosses)

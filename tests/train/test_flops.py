@@ -44,6 +44,7 @@ SIZES = {
     "intermediate_size": 24,
     "pad_token_id": 0,
 }
+TWO_STACKS = {"vocab_size": 48, "d_model": 16, "decoder_start_token_id": 0}
 GROUPED = {**SIZES, "num_key_value_heads": 1}
 # by model type: the Auto class and the sizes
 ALL_FAMILIES = {
@@ -68,6 +69,19 @@ ALL_FAMILIES = {
             "decoder_ffn_dim": 24,
         },
     ),
+    "t5": ("Seq2SeqLM", {**TWO_STACKS, "d_kv": 12, "d_ff": 24, "num_layers": 5, "num_heads": 2}),
+    "bart with encoder": (
+        "Seq2SeqLM",
+        {
+            **TWO_STACKS,
+            "encoder_layers": 5,
+            "decoder_layers": 5,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+        },
+    ),
 }
 
 
@@ -75,7 +89,7 @@ def model_of(name):
     if name in FAMILIES:
         return eager(name)
     auto, sizes = ALL_FAMILIES[name]
-    config = transformers.AutoConfig.for_model(name, **sizes)
+    config = transformers.AutoConfig.for_model(name.split()[0], **sizes)
     cls = getattr(transformers, f"AutoModelFor{auto}")
     return cls.from_config(config, attn_implementation="eager")
 
@@ -93,7 +107,7 @@ def test_every_family_and_stage_agrees_with_the_counter(name):
 
     with torch.no_grad():
         forward = cost.forward(ROWS, LENGTH)
-        check(lambda: model(input_ids=inputs["input_ids"]), forward, train=False)
+        check(lambda: model(**inputs), forward, train=False)
     check(lambda: model(**inputs).loss.backward(), cost.train(ROWS, LENGTH), train=True)
 
     def step(depth, embeddings):
