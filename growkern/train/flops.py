@@ -10,11 +10,11 @@ trained layer directly have no gradient of their input to compute, so they cost 
 width and V the vocabulary size, the output projection costs 2 H V per row forward and 6 H V when
 trained. It counts only for the rows that reach it.
 
-A multiply-add counts as two operations. A layer that also attends to the output of an encoder counts
-4 S A twice; encoder and decoder are taken to be equally long. Causal attention counts as the full square. Sequences that
+A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
 are packed into one row count as one long sequence, unless the attention keeps them apart
-(FlashAttention). Activations, norms, and the recomputation of checkpointed layers and of
-FlashAttention's backward pass are not counted.
+(FlashAttention). A decoder layer beside an encoder attends twice; both are taken to be equally
+long. Activations, norms, and the recomputation of checkpointed layers and of FlashAttention's
+backward pass are not counted.
 """
 
 import math

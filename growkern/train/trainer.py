@@ -33,6 +33,7 @@ from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.optimizer import OptimizerChoice, growth_optimizer, plan_of_optimizer
+from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.counting_trainer import CountingTrainer
 from growkern.train.loss.models import check_model
 from growkern.train.loss.options import LossOptions
@@ -129,6 +130,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         self._eval_items: Tensor | float = 0
         self.meter = Meter(self._add_up)
         self.add_callback(LoopCallback(self))
+        use_safe_tensorboard(self)
 
     # ------------------------------------------------------------------- loss
 

@@ -158,3 +158,21 @@ def test_new_intervals_hold_for_a_resumed_run(tmp_path):
     assert names(tmp_path / "again") == [f"checkpoint-{n}" for n in range(8, 3, -1)]
     new = [line["step"] for line in again.state.log_history if "loss" in line]
     assert new == [1, 2, 3, 4, 8]
+
+
+def test_a_full_disk_ends_the_tensorboard_log_and_not_the_run(straight, tmp_path, capfd):
+    """The thread that writes the log fails in silence; its error is one warning."""
+    with contextlib.ExitStack() as stack:
+        # the log is larger by now, and the captured output stays smaller
+        fill = At(3, lambda _: stack.enter_context(small_files(4000)))
+        args = {"report_to": "tensorboard", "save_strategy": "no"}
+        trainer = small_trainer(tmp_path, callbacks=[fill], args=args)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert trainer.train().global_step == 8
+    lines = [str(w.message) for w in caught if "TensorBoard" in str(w.message)]
+    assert len(lines) == 1
+    assert lines[0].endswith("; training continues")
+    assert not [w for w in caught if "thread" in str(w.message).lower()]
+    assert "Traceback" not in capfd.readouterr().err
+    assert_same(weights_of(trainer), weights_of(straight))
