@@ -152,6 +152,10 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
         return trainer.train(resume_from_checkpoint=checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    last = [line for line in trainer.state.log_history if line["step"] == step_of(checkpoint)]
+    if trainer.args.eval_strategy != "no" and not any("eval_loss" in line for line in last):
+        # a signal ended the last evaluation
+        trainer.evaluate()
     return None
 
 

@@ -357,6 +357,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
         """The loss of a batch without a teacher. There are no logits to return."""
+        self.end_evaluation_after_signal()
         inputs = self._prepare_inputs(inputs)
         rows = self._take_rows(inputs, 0.0, weighted=False)
         options = self._loss_options(inputs, rows, 0.0, None) | {"reduction": "none"}

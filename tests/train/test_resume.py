@@ -1,9 +1,12 @@
 """A run that is killed and resumed is the run that was not: weights, state, losses, masks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from transformers import TrainingArguments
+from transformers import trainer as trainer_of_transformers
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.data import MaskedLMCollator, TokenBlocks
@@ -114,3 +117,18 @@ def test_masks_differ_between_the_epochs_of_a_run(straight):
     labels = [b["labels"] for b in straight.data_collator.seen]
     masked = [torch.cat([x[x != -100] for x in labels[i : i + 5]]) for i in (0, 5)]
     assert masked[0].sort().values.tolist() != masked[1].sort().values.tolist()
+
+
+def test_resuming_a_tied_model_reports_no_missing_weight(tmp_path, monkeypatch):
+    """The output matrix of a tied model is not in the file: it is the input matrix."""
+    said = []
+    monkeypatch.setattr(trainer_of_transformers.logger, "warning", said.append)
+    trainer = small_trainer(tmp_path, args={"max_steps": 2})
+    trainer.train()
+    small_trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert not said
+    found = SimpleNamespace(
+        missing_keys=["cls.predictions.transform.dense.bias"], unexpected_keys=[]
+    )
+    trainer._issue_warnings_after_load(found)
+    assert "transform.dense.bias" in said[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,9 +89,10 @@ class ShardedTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Trainer's; afterwards the parameters are shards again."""
-        output = super().evaluation_loop(*args, **options)
-        free_gathered(self.model)
-        return output
+        try:
+            return super().evaluation_loop(*args, **options)
+        finally:
+            free_gathered(self.model)
 
     # --------------------------------------------------------------- checkpoints
 
@@ -141,6 +143,15 @@ class ShardedTrainer(Trainer):
             load_weights(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer's, without the weights that share the memory of one that was loaded."""
+        missing, state = set(load_result.missing_keys), self.model.state_dict(keep_vars=True)
+        loaded = {id(value) for name, value in state.items() if name not in missing}
+        absent = [name for name in load_result.missing_keys if id(state.get(name)) not in loaded]
+        super()._issue_warnings_after_load(
+            SimpleNamespace(missing_keys=absent, unexpected_keys=load_result.unexpected_keys)
+        )
 
     def _load_best_model(self) -> None:
         if self.sharded:

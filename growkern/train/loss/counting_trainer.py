@@ -259,7 +259,9 @@ def _has_index(dataset: Any) -> bool:
 def unchanged_random_state() -> Iterator[None]:
     """While active, random numbers may be drawn; afterwards the generators are as before."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -41,14 +41,17 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
         GrowthError: `precision` is unknown or contradicts the arguments.
     """
     of_args = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    where = f"the training arguments set {of_args}=True"
+    where = f"the training arguments set {of_args}=True: give one of the two"
     of_launcher = os.environ.get(SWITCH, "no")
     if of_args is None and of_launcher in ("bf16", "fp16"):
-        of_args, where = of_launcher, f"the environment variable {SWITCH} is {of_launcher!r}"
+        of_args = of_launcher
+        instead = f', or give precision = "{of_args}"' if of_args in PRECISIONS else ""
+        where = f"the environment variable {SWITCH} is {of_args!r}: unset it{instead}"
     if precision is not None and precision not in PRECISIONS:
         raise GrowthError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
     if precision is not None and of_args not in (None, precision):
-        raise GrowthError(f"precision is {precision!r}, but {where}: give one of the two")
+        default = ", also where a run file says nothing" if precision == "fp32" else ""
+        raise GrowthError(f"precision is {precision!r}{default}, but {where}")
     chosen = precision or of_args or "fp32"
     if chosen == "bf16":
         args.bf16, args.mixed_precision = True, "bf16"

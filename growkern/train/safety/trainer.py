@@ -24,7 +24,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.train.distributed.shard import all_finite, largest_entry
-from growkern.train.distributed.trainer import ShardedTrainer
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     close_staging,
@@ -35,6 +34,7 @@ from growkern.train.safety.checkpoints import (
     publish_into,
     rotate,
 )
+from growkern.train.safety.evaluation import StoppableTrainer
 from growkern.train.safety.precision import set_precision
 from growkern.train.safety.signals import SignalWatch, interruption
 from growkern.train.safety.staging import write_together
@@ -63,7 +63,7 @@ class StepReport:
     save: bool
 
 
-class SafeTrainer(ShardedTrainer):
+class SafeTrainer(StoppableTrainer):
     """A trainer that saves whole checkpoints, stops cleanly, and never steps on NaN.
 
     Args:
@@ -230,9 +230,14 @@ class SafeTrainer(ShardedTrainer):
         return "there is no checkpoint" if last is None else f"the last good checkpoint is {last}"
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a line, with the number of steps that were skipped in this process, if any."""
+        """Log a line, with the number of steps that were skipped in this process, if any.
+
+        The last line has no `train_loss`: Trainer does not know the whole run's.
+        """
         if self._skipped and "loss" in logs:
             logs["skipped_steps"] = self._skipped
+        # a mean since the last start alone, and NaN after a step that was skipped
+        logs.pop("train_loss", None)
         super().log(logs, start_time)
 
     # ----------------------------------------------------------------- saving

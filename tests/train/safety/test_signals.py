@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from growkern import GrowthError
-from growkern.train.run import train
+from growkern.train.run import train, train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.signals import SignalWatch, Terminated
@@ -97,6 +97,49 @@ def test_an_evaluation_does_not_delay_the_save(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "_evaluate", lambda *_: pytest.fail("evaluated"))
     with pytest.raises(Terminated):
         trainer.train()
+
+
+class InEvaluation(TrainerCallback):
+    """Sends SIGTERM after the second batch of the evaluation after a step."""
+
+    def __init__(self, step):
+        self.step, self.batches = step, 0
+
+    def on_prediction_step(self, args, state, control, **objects):
+        if state.global_step == self.step:
+            self.batches += 1
+            if self.batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_long_evaluation_ends_early(tmp_path, straight, step, capsys):
+    """Also the one after the last step, which the next start does again."""
+    args = {
+        "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1,
+        "metric_for_best_model": "eval_loss", "save_steps": 3,
+    }  # fmt: skip
+    callback = InEvaluation(step)
+    trainer = small_trainer(tmp_path, callbacks=[callback], args=args)
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert callback.batches == 2
+    assert f"SIGTERM after step {step}: saved in" in capsys.readouterr().err
+    assert checkpoints_in(tmp_path)[0].name == f"checkpoint-{step}"
+    again = small_trainer(tmp_path, args=args)
+    train_or_resume(again)
+    assert_same(weights_of(again), straight)
+    evaluated = [line["step"] for line in again.state.log_history if "eval_loss" in line]
+    assert evaluated == ([4, 8] if step == 8 else [8])
+
+
+def test_an_evaluation_of_ones_own_is_not_stopped(tmp_path):
+    trainer = small_trainer(tmp_path)
+    trainer.train()
+    trainer.add_callback(InEvaluation(8))
+    with SignalWatch() as trainer._signals:
+        trainer._signals.defer()
+        assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_a_trainer_that_saves_nothing_leaves_signals_alone(tmp_path):

@@ -73,7 +73,10 @@ def test_skip_leaves_out_the_step_and_counts_it(tmp_path, act):
 
 def test_a_loss_that_is_nan_is_logged_as_nan(tmp_path):
     trainer = small_trainer(tmp_path, callbacks=[At(5, poison(math.nan))], on_nonfinite="skip")
-    trainer.train()
+    result = trainer.train()
+    # it would be NaN, and that of the last start alone
+    assert "train_loss" not in result.metrics
+    assert not any("train_loss" in line for line in trainer.state.log_history)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert [math.isnan(loss) for loss in losses] == [False] * 5 + [True] + [False] * 2
 

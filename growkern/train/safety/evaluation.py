@@ -1,0 +1,63 @@
+"""Evaluations that a signal ends early, so that the run can save before it is killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from growkern.train.distributed.trainer import ShardedTrainer
+from growkern.train.safety.signals import SignalWatch
+
+BATCHES_BETWEEN_QUESTIONS = 8
+
+
+class _EvaluationStopped(Exception):
+    """A signal came during an evaluation.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class StoppableTrainer(ShardedTrainer):
+    """A trainer whose evaluations between two steps end after a signal."""
+
+    control: Any
+    _signals: SignalWatch
+    # number of the signal that ends the run, or 0
+    _stop: int = 0
+    # batches of the evaluation that runs
+    _evaluated: int = 0
+
+    def end_evaluation_after_signal(self) -> None:
+        """End an evaluation of the training loop if a signal waits. Call this for every batch."""
+        if not self.is_in_train:
+            return
+        self._evaluated += 1
+        pending, several = self._signals.pending, self.accelerator.num_processes > 1
+        if several:
+            # all processes have to leave at the same batch, and every question costs time
+            if self._evaluated % BATCHES_BETWEEN_QUESTIONS:
+                return
+            mine = torch.tensor([pending], device=self.args.device)
+            pending = int(self.accelerator.gather(mine).max())
+        if pending:
+            raise _EvaluationStopped(pending)
+
+    def _evaluate(self, *args: Any, **options: Any) -> Any:
+        """Trainer's. After a signal it gives no numbers; the run will save and end."""
+        self._evaluated = 0
+        try:
+            return super()._evaluate(*args, **options)
+        except _EvaluationStopped as stopped:
+            self._stop, self.control.should_save = stopped.number, True
+            return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Trainer's; without numbers, whether to save."""
+        return bool(self._stop) or super()._determine_best_metric(metrics, trial)
