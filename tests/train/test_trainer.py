@@ -327,7 +327,7 @@ def test_a_batch_without_labels_does_not_break_the_step(tmp_path):
         row["labels"].fill_(-100)
     trainer = TwoStageTrainer(build("bert"), arguments(tmp_path, max_steps=1), train_dataset=data)
     trainer.train()
-    assert losses_of(trainer) == [0.0]
+    assert np.isnan(losses_of(trainer)).all()
 
 
 def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
