@@ -311,7 +311,8 @@ class SafeTrainer(StoppableTrainer):
             return
         message = f"{target.name} was not saved ({failure}); {self._last_save()}"
         if self._stop:
-            raise GrowthError(f"{Signals(self._stop).name}: {message}")
+            name = Signals(self._stop).name
+            raise GrowthError(f"{name}: {message}; to resume: {self.resume_hint}")
         if self.is_world_process_zero():
             warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=2)
 
