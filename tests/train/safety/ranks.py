@@ -73,6 +73,11 @@ def main(folder):
         same = all(torch.equal(weights[key], value) for key, value in weights_of(again).items())
         found[f"{name} resumed"]["same"] = same
 
+    # 12 batches on each process, which ask each other after the eighth
+    long = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1}
+    stop = At(4, only(1, send(signal.SIGTERM)), "on_prediction_step")
+    _, found["evaluation"] = run(folder / "evaluation", callbacks=[stop], args=long)
+
     _, found["nan"] = run(folder / "nan", callbacks=[At(5, only(1, poison(float("nan"))))])
 
     disk = [At(3, only(1, fill_disk), "on_optimizer_step")]

@@ -26,6 +26,12 @@ def test_a_signal_to_one_process_stops_both_at_one_step(found, name, end):
         assert (one["end"], one["step"], one["same"]) == ("done", 8, True)
 
 
+def test_a_signal_to_one_process_ends_the_evaluation_of_both(found):
+    for one in found["evaluation"]:
+        assert (one["end"], one["step"]) == ("Terminated", 4)
+        assert one["checkpoints"] == ["checkpoint-4", "checkpoint-2"]
+
+
 def test_a_nan_on_one_process_stops_both_and_is_named(found):
     for one in found["nan"]:
         assert one["end"].startswith("GrowthError step 6: the loss is NaN or infinite on rank 1; ")
