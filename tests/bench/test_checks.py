@@ -224,4 +224,4 @@ def test_the_calls_of_a_growth_make_every_tensor_of_the_target():
         made = {call.name: call.shape[-len(expected[call.name]) :] for call in calls}
         assert made == expected and len(calls) == len(expected)
         assert any(call.has_upper for call in calls) == (method == "aki")
-        assert any("col_noise" in call.given for call in calls)
+        assert any("routing" in call.given for call in calls)

@@ -148,7 +148,7 @@ def test_growth_in_place_is_growth_through_the_disk(workplace, one_group):  # no
 def test_sections(tmp_path):
     text = grown_run(GROWTH, SHARDED)
     run = load_run(write(tmp_path, "a", text))
-    assert run.growth.sizes == SIZES and run.growth.symmetry == "noise"
+    assert run.growth.sizes == SIZES and run.growth.symmetry == "routing"
     assert run.checkpoint == "model" and run.distributed.sharding == "fsdp"
     (tmp_path / "b.toml").write_text(run.to_toml())
     assert load_run(tmp_path / "b.toml") == run
