@@ -29,49 +29,64 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
     """All bytes of a file.
 
     Args:
-        file: a regular file; a pipe or a device could make the process wait for ever.
+        file: a regular file.
         most_bytes: of the file; a larger one is refused unread.
         what: the file's kind, for messages: "config".
 
     Raises:
         GrowthError: the file is missing, no regular file, or too large.
     """
+    size = regular_size(file)
+    if size > most_bytes:
+        raise GrowthError(f"{file}: {size} bytes, more than any {what} has ({most_bytes})")
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise GrowthError(f"{file}: not a regular file")
-        if found.st_size > most_bytes:
-            raise GrowthError(
-                f"{file}: {found.st_size} bytes, more than any {what} has ({most_bytes})"
-            )
         return file.read_bytes()
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
 
 
-def read_json(file: Path, most_bytes: int, what: str) -> Any:
-    """The content of a JSON file; the arguments are those of `read_bounded`.
+def regular_size(file: Path) -> int:
+    """The size of a file in bytes; a pipe or a device could make the process wait for ever.
+
+    Raises:
+        GrowthError: the file is missing, or no regular file.
+    """
+    try:
+        found = file.stat()
+    except (OSError, ValueError) as error:
+        # ValueError: a null byte in the name
+        raise GrowthError(f"{file}: {getattr(error, 'strerror', error)}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise GrowthError(f"{file}: not a regular file")
+    return found.st_size
+
+
+def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VALUES) -> Any:
+    """The content of a JSON file; the arguments are those of `read_bounded` and `parse_json`.
 
     Raises:
         GrowthError: as `read_bounded`, or it is no JSON that `parse_json` reads.
     """
     try:
-        return parse_json(read_bounded(file, most_bytes, what))
+        return parse_json(read_bounded(file, most_bytes, what), most_values)
     except GrowthError:
         raise
     except ValueError as error:
         raise GrowthError(f"{file}: not valid JSON: {error}") from error
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
     """The value of a JSON text.
+
+    Args:
+        most_values: of all its objects and lists together.
 
     Raises:
         ValueError: it is not UTF-8, not JSON, has too many values, or nests too deep; or an object
             has a name twice.
     """
-    if data.count(b",") > MOST_VALUES:
-        raise ValueError(f"more than {MOST_VALUES} values")
+    if data.count(b",") > most_values:
+        raise ValueError(f"more than {most_values} values")
     try:
         with _no_collections():
             value = json.loads(data.decode(), object_pairs_hook=_unique)

@@ -242,7 +242,7 @@ def plot_attention(
         raise GrowthError("the text to draw attention maps for is empty")
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
-    models = (load_model(c, attn_implementation="eager") for c in checkpoints)
+    models = (load_model(c, attention="eager") for c in checkpoints)
     all_maps = [attention_maps(model, ids) for model in models]
     widths = [maps.shape[1] for maps in all_maps]
     figure.set_size_inches(0.9 * sum(widths) + 1, 0.9 * max(map(len, all_maps)) + 1)

@@ -219,7 +219,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     """
     from growkern.growth.record.outputs import longest
     from growkern.growth.source.source import open_source
-    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text, read_text
     from growkern.train.head import align_labels
     from growkern.train.load import load_tokenizer
 
@@ -227,7 +227,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     tokenizer = load_tokenizer(source)
     length = min(length, longest(opened))
     # 16 characters per token are more than enough for any tokenizer
-    blocks = pack_text([text.read_text(encoding="utf-8")[: 16 * most]], tokenizer, length)
+    blocks = pack_text([read_text(text, 16 * most)], tokenizer, length)
     rows = [blocks[i] for i in range(min(len(blocks), most // length))]
     if not rows:
         raise GrowthError(f"{text} has fewer than {length} tokens: give more text")

@@ -43,10 +43,16 @@ def cache_teacher(
     "The run" below is the training run that will use the cache.
     """
     from growkern.train.cached_teacher.write import cache_teacher as make
-    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+    from growkern.train.data import (
+        CausalLMCollator,
+        MaskedLMCollator,
+        check_probability,
+        pack_text,
+    )
     from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
     silence_transformers()
+    check_probability(masking_probability)
     model = load_language_model(source)
     reader = load_tokenizer(tokenizer or source)
     check_fits(source, reader, sequence_length)

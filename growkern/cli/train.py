@@ -84,6 +84,7 @@ def plot(
 ) -> None:
     """Draw loss against FLOPs of runs side by side, or attention maps of checkpoints."""
     from growkern.plot import plot_attention, plot_runs
+    from growkern.train.data import read_text
 
     if attention is None:
         out = out or Path("loss_vs_flops.png")
@@ -91,5 +92,5 @@ def plot(
     else:
         out = out or Path("attention.png")
         silence_transformers()
-        plot_attention(directories, attention.read_text(encoding="utf-8")[:4096], out)
+        plot_attention(directories, read_text(attention, 4096), out)
     print(out)

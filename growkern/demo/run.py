@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM
 
 from growkern.demo.config import (
     CONTESTANTS,
@@ -40,6 +40,7 @@ from growkern.plot import Curve, draw
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text
 from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.load import load_language_model, load_tokenizer
 
 RESULT_FILE = "results.json"
 PICTURE_FILE = "loss_vs_flops.png"
@@ -162,7 +163,7 @@ class _Demo:
             TokenBlocks(np.load(self.directory / f"{name}.npy", mmap_mode="r"))
             for name in ("train", "validation")
         )
-        return Data(AutoTokenizer.from_pretrained(self.directory / "tokenizer"), train, validation)
+        return Data(load_tokenizer(self.directory / "tokenizer"), train, validation)
 
     # ----------------------------------------------------------------- models
 
@@ -241,7 +242,7 @@ class _Demo:
             model = self._new_model(config.target, len(data.tokenizer))
         else:
             method = contestant.growth["method"]
-            model = BertForMaskedLM.from_pretrained(self.directory / "grown" / method)
+            model = load_language_model(self.directory / "grown" / method)
         options: dict[str, Any] = {}
         if contestant.two_stage:
             stage1 = max(1, round(steps * config.stage1_share))
@@ -249,7 +250,7 @@ class _Demo:
         if contestant.inheritance:
             end = max(1, round(steps * config.inheritance_share))
             options["inheritance"] = InheritanceSchedule(end_step=end)
-            options["teacher"] = BertForMaskedLM.from_pretrained(self.directory / "source")
+            options["teacher"] = load_language_model(self.directory / "source")
         curve = train_model(
             model,
             self.directory / contestant.name,

@@ -7,8 +7,10 @@ seed, the epoch and the tokens of the block. Data workers, resumed runs and shuf
 therefore draw the same masks, and no generator state has to be saved.
 """
 
+import glob
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,10 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from growkern.bounded import regular_size
 from growkern.errors import GrowthError
 from growkern.train.head import IGNORE_INDEX
 
 _TEXTS_PER_CALL = 256
+# names that a pattern of text files may match; listing them takes half a second
+MOST_NAMES = 100_000
 
 
 # ------------------------------------------------------------------ packing
@@ -84,7 +89,9 @@ def _token_runs(texts: Iterable[str | Path], tokenizer: Any) -> Iterator[np.ndar
     if separator is None:
         separator = tokenizer.sep_token_id
     end = [] if separator is None else [separator]
-    for chunk in _chunks((_read(text) for text in texts), _TEXTS_PER_CALL):
+    for chunk in _chunks(
+        (text if isinstance(text, str) else read_text(text) for text in texts), _TEXTS_PER_CALL
+    ):
         encoded = tokenizer(
             chunk, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
@@ -92,13 +99,33 @@ def _token_runs(texts: Iterable[str | Path], tokenizer: Any) -> Iterator[np.ndar
             yield np.asarray(ids + end, np.int32)
 
 
-def _read(text: str | Path) -> str:
-    if isinstance(text, str):
-        return text
+def read_text(file: Path, most: int = -1) -> str:
+    """A text file, or its first `most` characters.
+
+    Raises:
+        GrowthError: it is missing, no regular file, or not UTF-8.
+    """
+    regular_size(file)
     try:
-        return text.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as stream:
+            return stream.read(most)
     except (OSError, UnicodeDecodeError) as error:
-        raise GrowthError(f"cannot read the text file {text}: {error}") from error
+        raise GrowthError(f"cannot read the text file {file}: {error}") from error
+
+
+def matching_files(pattern: Path) -> list[Path]:
+    """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
+
+    Raises:
+        GrowthError: there are none, or far too many names to look at.
+    """
+    names = list(islice(glob.iglob(str(pattern), recursive=True), MOST_NAMES + 1))
+    if len(names) > MOST_NAMES:
+        raise GrowthError(f"{pattern} matches more than {MOST_NAMES} names: give a narrower one")
+    found = [Path(name) for name in sorted(names) if Path(name).is_file()]
+    if not found:
+        raise GrowthError(f"no text file matches {pattern}")
+    return found
 
 
 def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -113,6 +140,16 @@ def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 # ---------------------------------------------------------------- collators
+
+
+def check_probability(probability: float) -> None:
+    """Refuse a masking probability that is none.
+
+    Raises:
+        GrowthError: it is not in (0, 1].
+    """
+    if not 0 < probability <= 1:
+        raise GrowthError(f"masking probability is {probability}: it must be in (0, 1]")
 
 
 # rows of a data set to a batch: {input_ids, labels, ...}, tensors of one leading size
@@ -189,8 +226,7 @@ class MaskedLMCollator:
     def __init__(self, tokenizer: Any, probability: float = 0.15, seed: int = 0) -> None:
         if tokenizer.mask_token_id is None:
             raise GrowthError("the tokenizer has no mask token: masked-LM training needs one")
-        if not 0 < probability <= 1:
-            raise GrowthError(f"masking probability is {probability}: it must be in (0, 1]")
+        check_probability(probability)
         self.probability, self.seed = probability, seed
         self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
         self.vocab_size = len(tokenizer)

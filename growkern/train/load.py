@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.growth.disk.companions import beside_weights
+from growkern.growth.source.config import read_config
+from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.loading import load_model
+
+# the largest, of 260,000 tokens, have 35 MB; a tokenizer config with all of them has 8 MB
+MOST_TOKENIZER_BYTES, MOST_BYTES = 200_000_000, 32_000_000
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
@@ -26,43 +34,77 @@ def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> An
 
     Raises:
         GrowthError: there is no checkpoint, its class is unknown to transformers, or its weights
-            cannot be read.
+            are damaged or not complete.
     """
     check_directory(directory)
-    names = AutoConfig.from_pretrained(directory).architectures or ["(none)"]
-    cls = getattr(transformers, names[0], None)
-    if cls is None:
-        raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
-    try:
-        return cls.from_pretrained(directory, dtype=dtype or "auto")
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise GrowthError(f"{directory}: the weights cannot be loaded: {error}") from error
+    return load_model(directory, dtype)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """The dtype of a checkpoint's weights as its config names it; float32 if it names none."""
-    return AutoConfig.from_pretrained(directory).dtype or torch.float32
+    return read_config(directory, any_family=True).dtype or torch.float32
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a directory.
+    """Load the tokenizer of a directory. Code beside it is never run.
 
     Raises:
-        GrowthError: the directory has no tokenizer files. transformers would make an empty
-            tokenizer, to which every word is unknown.
+        GrowthError: a file is too large, no regular file, a link to somewhere else, or damaged. Or
+            the directory has no tokenizer files. transformers would make an empty tokenizer, to
+            which every word is unknown.
     """
+    directory = Path(directory)
     lacks = GrowthError(
         f"{directory} has no tokenizer files: copy those of the model's tokenizer into it, or name "
         "another directory of a tokenizer"
     )
     if not has_tokenizer(directory):
         raise lacks
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise GrowthError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    _check_tokenizer_files(directory)
+    has_config = (directory / "config.json").exists()
+    # without it transformers would read the config itself
+    how = {"config": read_config(directory, any_family=True)} if has_config else {}
+    tokenizer = _read_tokenizer(directory, **how)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise lacks
+    return tokenizer
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    """Refuse files that transformers must not open, before it opens any."""
+    for file in beside_weights(directory):
+        refuse_links_out(file, directory)
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise GrowthError(f"{file}: not a regular file")
+        if found.st_size > MOST_TOKENIZER_BYTES:
+            raise GrowthError(
+                f"{file}: {found.st_size} bytes, more than any tokenizer has "
+                f"({MOST_TOKENIZER_BYTES})"
+            )
+    file = directory / TOKENIZER_CONFIG_FILE
+    if file.exists() and not isinstance(read_json(file, MOST_BYTES, "tokenizer config"), dict):
+        raise GrowthError(f"{file}: not a JSON object")
+
+
+def _read_tokenizer(directory: Path, **how: Any) -> Any:
+    """The tokenizer of transformers.
+
+    Raises:
+        GrowthError: transformers cannot read it.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True, **how
+        )
+        # both fail for some damaged files
+        len(tokenizer), tokenizer.all_special_ids
+    except BaseException as error:
+        # damaged files raise errors of all kinds; panics of Rust code are no `Exception`
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise GrowthError(f"{directory}: the tokenizer cannot be loaded: {why[:300]}") from error
     return tokenizer
 
 
@@ -99,7 +141,7 @@ def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
     Raises:
         GrowthError: the blocks are too long or the tokenizer is too large.
     """
-    config = AutoConfig.from_pretrained(directory)
+    config = read_config(directory, any_family=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise GrowthError(

@@ -6,7 +6,6 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 `manifest.json` with the checksums of these files. A run is finished if they are all as written.
 """
 
-import glob
 import os
 import shlex
 from contextlib import nullcontext
@@ -26,7 +25,13 @@ from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.checks import check_switches
 from growkern.train.config import DataSection, Run, load_run
-from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks, pack_text
+from growkern.train.data import (
+    CausalLMCollator,
+    MaskedLMCollator,
+    TokenBlocks,
+    matching_files,
+    pack_text,
+)
 from growkern.train.load import (
     check_directory,
     check_fits,
@@ -277,11 +282,7 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        found = sorted(glob.glob(str(base / pattern), recursive=True))
-        found = [name for name in found if Path(name).is_file()]
-        if not found:
-            raise GrowthError(f"no text file matches {base / pattern}")
-        files += map(Path, found)
+        files += matching_files(base / pattern)
     for file in files:
         if file.suffix in NOT_TEXT:
             raise GrowthError(

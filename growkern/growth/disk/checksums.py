@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,7 +28,7 @@ from growkern.growth.source.files import PIECE_BYTES, row_blocks
 from growkern.growth.source.formats import header_reader, weight_files
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
-from growkern.publish.manifest import ALGORITHM
+from growkern.publish.manifest import ALGORITHM, checksum
 
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
 # an entry has 100 bytes; there is one for each tensor and file
@@ -74,7 +74,7 @@ def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[
     record = {
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
-        "files": {name: checksum_file(directory / name) for name in files_within(directory)},
+        "files": {name: checksum_file(directory, name) for name in files_within(directory)},
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
@@ -88,22 +88,24 @@ def files_within(directory: Path) -> list[str]:
     return sorted(file.relative_to(directory).as_posix() for file in files)
 
 
-def checksum_file(file: Path) -> str:
-    """The checksum of a file; for a file of tensors, of its header only.
+def checksum_file(directory: Path, name: str) -> str:
+    """The checksum of a file; for a file of the model's tensors, of its header only.
+
+    Args:
+        name: its path in the directory.
 
     Raises:
         ValueError, OSError: the file cannot be read.
     """
-    read_header = header_reader(file)
-    if read_header is not None:
-        return checksum_bytes(read_header(file))
-    import xxhash
+    read_header = _header_reader(name)
+    file = directory / name
+    return checksum(file) if read_header is None else checksum_bytes(read_header(file))
 
-    total = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while data := stream.read(PIECE_BYTES):
-            total.update(data)
-    return total.hexdigest()
+
+def _header_reader(name: str) -> Callable[[Path], bytes] | None:
+    """How the header of a file of the model's tensors is read; None for any other file."""
+    # the tensors of other files, in folders, have no checksums of their own
+    return None if "/" in name else header_reader(Path(name))
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,11 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
             yield f"{file} is missing"
             continue
         try:
-            found = checksum_file(file)
+            found = checksum_file(directory, name)
         except (OSError, ValueError) as error:
             found = str(error)
         if found != expected:
-            part = "file" if header_reader(file) is None else "header"
+            part = "file" if _header_reader(name) is None else "header"
             yield f"{file}: the {part} was changed"
     for name in NEVER_WITHOUT:
         if name not in checksums:

@@ -11,22 +11,50 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers.utils import CHAT_TEMPLATE_DIR
 
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import untrained_model
 from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.formats import STATE_FILES, weight_files
+from growkern.growth.source.links import stays_in
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model
 OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
 LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
+# a tokenizer has ten
+MOST_FILES = 10_000
+
+
+def beside_weights(directory: Path) -> Iterator[Path]:
+    """Everything beside the weights of a checkpoint but its directories; links are not followed.
+
+    A link that leads out of the checkpoint in place of the chat templates is among it.
+
+    Raises:
+        GrowthError: there are too many files.
+    """
+    left_out = (*weight_files(), *LEFT_OUT)
+    templates = directory / CHAT_TEMPLATE_DIR
+    named = [
+        file
+        for file in sorted(directory.iterdir())
+        if not any(fnmatch(file.name, pattern) for pattern in left_out)
+        and not (file.is_dir() and (file != templates or stays_in(file, directory)))
+    ]
+    inside = islice(templates.rglob("*"), MOST_FILES) if stays_in(templates, directory) else ()
+    found = [*named, *sorted(file for file in inside if not file.is_dir())]
+    if len(found) >= MOST_FILES:
+        raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")
+    yield from found
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -34,33 +62,20 @@ def companions(directory: Path) -> Iterator[Path]:
 
     A link is followed if it ends inside the directory, or inside the cached repository that the
     directory is a snapshot of. Other links could end at anybody's file: a warning names them.
+
+    Raises:
+        GrowthError: there are too many files.
     """
-    left_out = (*weight_files(), *LEFT_OUT)
-    named = (
-        file
-        for file in sorted(directory.iterdir())
-        if not any(fnmatch(file.name, pattern) for pattern in left_out)
-    )
-    for file in (*named, *sorted((directory / CHAT_TEMPLATE_DIR).rglob("*"))):
-        if not file.is_file():
-            continue
-        if file.resolve().is_relative_to(_root(directory)):
-            yield file
-        else:
+    for file in beside_weights(directory):
+        if not stays_in(file, directory):
             warnings.warn(
                 f"{file} links to {file.resolve()}, outside of the checkpoint: left out; replace "
                 "the link by the file itself",
+                GrowthWarning,
                 stacklevel=2,
             )
-
-
-def _root(directory: Path) -> Path:
-    """The directory that links may not leave: the checkpoint, or its repository in a Hub cache."""
-    real = directory.resolve()
-    # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
-    if real.parent.name == "snapshots" and (real.parents[1] / "blobs").is_dir():
-        return real.parents[1]
-    return real
+        elif file.is_file():
+            yield file
 
 
 def copy_companions(source: Path, target: Path) -> None:

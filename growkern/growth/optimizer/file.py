@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.bounded import regular_size
 from growkern.errors import GrowthError
 
 OPTIMIZER_FILE = "optimizer.pt"
@@ -40,6 +41,8 @@ def read_optimizer(path: Path) -> dict[str, Any]:
         GrowthError: the file is missing, damaged, or holds more than tensors and plain values.
     """
     file = optimizer_file(path)
+    if file.exists():
+        regular_size(file)
     try:
         # files from before PyTorch 1.6 are not archives and cannot be mapped. zipfile.is_zipfile
         # would take an archive that cannot be read for such a file

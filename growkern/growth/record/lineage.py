@@ -28,6 +28,7 @@ from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
+from growkern.growth.source.config import check_config, config_from
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
@@ -239,8 +240,8 @@ def read_lineage(path: Path) -> Lineage:
             _typed(Settings, data["settings"]),
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
-            _read_config(data["source_config"]),
-            _read_config(data["target_config"]),
+            _read_config(file, data["source_config"]),
+            _read_config(file, data["target_config"]),
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
@@ -272,13 +273,9 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
 
 
-def _read_config(data: Mapping[str, Any]) -> Any:
-    try:
-        return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
-    except Exception as error:
-        # transformers raises several types of errors for bad values
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise GrowthError(lines[-1].strip()[:200]) from error
+def _read_config(file: Path, data: Any) -> Any:
+    check_config(file, data)
+    return config_from(data)
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:

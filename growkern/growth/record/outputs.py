@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import nll_loss
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
@@ -17,6 +16,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.models import untrained_model
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.source import loading
 from growkern.growth.source.source import Source
 
 # tokens that are generated to compare the caches of both models
@@ -66,12 +66,17 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
 
 
-def load_model(model: Any, **how: Any) -> Any:
-    """A checkpoint directory as a float32 model in evaluation mode; a model is returned as is."""
+def load_model(model: Any, *, attention: str | None = None) -> Any:
+    """A checkpoint directory as a float32 model in evaluation mode; a model is returned as is.
+
+    Args:
+        attention: the attention implementation of a model that is loaded.
+
+    Raises:
+        GrowthError: as `growkern.growth.source.loading.load_model`.
+    """
     if isinstance(model, (str, Path)):
-        config = transformers.AutoConfig.from_pretrained(model)
-        model_class = getattr(transformers, config.architectures[0])
-        return model_class.from_pretrained(model, dtype=torch.float32, **how).eval()
+        return loading.load_model(Path(model), torch.float32, attention=attention).eval()
     return model
 
 

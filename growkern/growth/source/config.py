@@ -1,72 +1,96 @@
 """Reads the config.json of a checkpoint: refuses damaged and hostile ones before any work.
 
-transformers builds models from a config without checking most of its values. A label count of a
-billion then takes minutes, and an attention implementation may name code on a hub. So the raw JSON
-is checked first. Only then does transformers see it.
+The raw JSON is checked first (`config_values`). Only then does transformers see it. Every command
+reads configs here.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Iterator
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from growkern.bounded import read_json
+from growkern.bounded import parse_json, read_bounded, read_json
 from growkern.errors import GrowthError
-from growkern.families.family import Family
-from growkern.families.load import load_family
+from growkern.families.load import load_family, supported_families
+from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
+from growkern.growth.source.links import refuse_links_out
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
-MOST_BYTES = 8_000_000
-# classes that a head may tell apart
-MOST_LABELS = 1 << 20
-# fields that must be positive, also inside nested dictionaries
-POSITIVE = {
-    *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_eps"),
-    *("layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range"),
-    *("max_position_embeddings", "n_positions", "sliding_window", "local_attention"),
-    *("query_pre_attn_scalar", "num_labels"),
-}
-IMPLEMENTATIONS = (
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
-    *("experts_implementation", "_experts_implementation"),
-)
+MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
+# a chat model has 1 kB, one with suppressed tokens 100 kB
+MOST_GENERATION_BYTES, MOST_GENERATION_VALUES = 1_000_000, 100_000
 
 
-def read_config(directory: Path) -> Any:
+def read_config(directory: Path, *, any_family: bool = False) -> Any:
     """The Hugging Face config of a checkpoint directory. Runs no code and asks no hub.
 
     A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
 
     Args:
         directory: the checkpoint.
+        any_family: True: any model of transformers; False: only those that growth has a table for.
 
     Raises:
-        GrowthError: no such directory, no config.json, or one that is damaged, too large, names
-            code of a hub, or has values that make no model.
+        GrowthError: no such directory, no config.json, or one that is damaged, too large, links to
+            somewhere else, names code of a hub, or has values that make no model.
     """
     file = config_directory(directory) / "config.json"
-    data = read_json(file, MOST_BYTES, "config")
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise GrowthError(f'{file}: no "model_type"')
-    family = load_family(data["model_type"])
-    _check_code(file, data)
-    _check_architectures(file, data)
-    _check_sizes(file, family, data)
-    for name, value in _entries(data):
-        _check_number(file, name, value)
-    _check_tokens(file, data)
+    refuse_links_out(file, file.parent)
+    data = read_json(file, MOST_BYTES, "config", MOST_VALUES)
+    check_config(file, data, any_family=any_family)
     try:
-        return transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(
+            file.parent, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:
-        # transformers raises several types of exceptions for a bad config
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise GrowthError(f"{file}: {lines[-1].strip()[:300]}") from error
+        raise GrowthError(f"{file}: {_last_line(error)}") from error
+
+
+def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
+    """Refuse the raw JSON of a config that makes no model.
+
+    Args:
+        file: that holds it, for error messages.
+        any_family: as in `read_config`.
+
+    Raises:
+        GrowthError: it does not.
+    """
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise GrowthError(f'{file}: no "model_type"')
+    family = None
+    if not any_family or kind in supported_families():
+        family = load_family(kind)
+    if kind not in transformers.CONFIG_MAPPING:
+        raise GrowthError(
+            f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "
+            "code of a checkpoint is never run"
+        )
+    check_values(file, data, transformers.CONFIG_MAPPING[kind], family)
+
+
+def config_from(data: dict[str, Any]) -> Any:
+    """The Hugging Face config of JSON data that `check_config` accepted.
+
+    Raises:
+        GrowthError: transformers refuses it.
+    """
+    try:
+        return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
+    except Exception as error:
+        raise GrowthError(_last_line(error)) from error
+
+
+def _last_line(error: Exception) -> str:
+    """transformers raises several types of exceptions for a bad config, some of many lines."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()[:300]
 
 
 def config_directory(directory: Path) -> Path:
@@ -96,78 +120,38 @@ def read_generation(directory: Path) -> Any | None:
 
     Returns:
         None if transformers can read neither.
+
+    Raises:
+        GrowthError: generation_config.json is too large, links to somewhere else, or replaces
+            methods of transformers.
     """
-    read = transformers.GenerationConfig.from_pretrained
+    file, read = directory / GENERATION_CONFIG_NAME, transformers.GenerationConfig.from_pretrained
+    is_there = file.is_symlink() or file.exists()
+    if is_there:
+        refuse_links_out(file, directory)
+        data = read_bounded(file, MOST_GENERATION_BYTES, "generation config")
+        values = None
+        with contextlib.suppress(ValueError):
+            values = parse_json(data, MOST_GENERATION_VALUES)
+        if not isinstance(values, dict):
+            return None
+        check_names(file, values, transformers.GenerationConfig)
     try:
-        if (directory / GENERATION_CONFIG_NAME).is_file():
-            return read(directory)
+        if is_there:
+            return read(directory, local_files_only=True)
         return read(directory, config_file_name="config.json", _from_model_config=True)
     except Exception:
         # a damaged file raises several types of errors; the weights can be grown without it
         return None
 
 
-def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number, text and null of a config, with the name of the field that holds it."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from _entries(value, key)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _entries(value, name)
-    else:
-        yield name, data
+def refuse_quantised(config: Any) -> None:
+    """Refuse the config of a quantised model.
 
-
-# ------------------------------------------------------------------- values
-
-
-def _check_code(file: Path, data: dict[str, Any]) -> None:
-    """Refuse an implementation that lies on a hub: transformers would download and run it."""
-    for name in IMPLEMENTATIONS:
-        value = data.get(name)
-        values = value.values() if isinstance(value, dict) else [value]
-        for one in values:
-            if one is not None and not (isinstance(one, str) and one.isidentifier()):
-                raise GrowthError(
-                    f"{file}: {name}={reprlib.repr(one)} refers to code outside transformers: "
-                    "remove it"
-                )
-
-
-def _check_architectures(file: Path, data: dict[str, Any]) -> None:
-    names = data.get("architectures")
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ):
+    Raises:
+        GrowthError: it is one.
+    """
+    if getattr(config, "quantization_config", None) is not None:
         raise GrowthError(
-            f"{file}: architectures={reprlib.repr(names)}: expected a list of class names"
+            "the checkpoint is quantised: use the full-precision one and quantise the result"
         )
-
-
-def _check_sizes(file: Path, family: Family, data: dict[str, Any]) -> None:
-    """Refuse sizes beyond any model: transformers makes a list entry for every layer."""
-    for key, size in family.config.items():
-        value = data.get(str(size.field))
-        if type(value) is int and value > family.largest(key):
-            most = family.largest(key)
-            raise GrowthError(f"{file}: {size.field}={reprlib.repr(value)} must lie in 1 .. {most}")
-
-
-def _check_number(file: Path, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if not -(1 << 62) < value < 1 << 62:
-        # the comparison is also false for NaN
-        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62")
-    if name in POSITIVE and value <= 0:
-        raise GrowthError(f"{file}: {name}={value} must be positive")
-    if name == "num_labels" and value > MOST_LABELS:
-        raise GrowthError(f"{file}: num_labels={value}: at most {MOST_LABELS}")
-
-
-def _check_tokens(file: Path, data: dict[str, Any]) -> None:
-    """Refuse a padding token beyond the vocabulary: embeddings cannot be built with it."""
-    size, padding = data.get("vocab_size"), data.get("pad_token_id")
-    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
-        raise GrowthError(f"{file}: pad_token_id={padding} lies beyond vocab_size={size}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from growkern.bounded import parse_json, read_json
 from growkern.errors import GrowthError
+from growkern.growth.source.links import refuse_links_out
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -112,7 +113,10 @@ def read_headers(directory: Path) -> dict[str, Header]:
     """
     index = directory / INDEX_FILE
     if not index.is_file():
-        return _read_shard(_weights_file(directory))
+        file = _weights_file(directory)
+        refuse_links_out(file, directory)
+        return _read_shard(file)
+    refuse_links_out(index, directory)
     weight_map = _read_index(index)
     headers: dict[str, Header] = {}
     for shard in sorted(set(weight_map.values())):
@@ -121,6 +125,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
         # Path.is_file would raise if the name is too long for the file system
         if not os.path.isfile(directory / shard):
             raise GrowthError(f"{directory}: shard {shard!r} is missing: download it again")
+        refuse_links_out(directory / shard, directory)
         for name, header in _read_shard(directory / shard).items():
             if name in headers:
                 raise GrowthError(f"{directory}: {name} is in {headers[name].file} and in {shard}")

@@ -29,7 +29,12 @@ from growkern.growth.source.checks import (
     check_values,
     refuse_nonfinite,
 )
-from growkern.growth.source.config import config_directory, read_config, read_generation
+from growkern.growth.source.config import (
+    config_directory,
+    read_config,
+    read_generation,
+    refuse_quantised,
+)
 from growkern.growth.source.files import HANDLED
 from growkern.growth.source.formats import Format, format_of
 from growkern.growth.source.live import check_live
@@ -118,7 +123,7 @@ def _refusing_nonfinite(source: Source) -> Source:
 
 
 def _open_model(model: transformers.PreTrainedModel) -> Source:
-    _refuse_quantised(model.config)
+    refuse_quantised(model.config)
     spec = ModelSpec.of(model.config, type(model).__name__)
     state = model.state_dict()
     found = {name: tuple(t.shape) for name, t in state.items()}
@@ -134,13 +139,6 @@ def _open_model(model: transformers.PreTrainedModel) -> Source:
 
     generation = getattr(model, "generation_config", None)
     return Source(spec, dtypes, read, device=device, generation=generation)
-
-
-def _refuse_quantised(config: Any) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise GrowthError(
-            "the checkpoint is quantised: grow the full-precision one and quantise the result"
-        )
 
 
 # -------------------------------------------------------------- directories
@@ -172,7 +170,7 @@ def _open_directory(directory: Path) -> Source:
 def _read_spec(directory: Path) -> ModelSpec:
     """The model that config.json describes."""
     config = read_config(directory)
-    _refuse_quantised(config)
+    refuse_quantised(config)
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
         raise GrowthError(

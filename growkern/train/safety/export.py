@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig
 
 from growkern.errors import GrowthError
 from growkern.growth.disk.staging import check_target, may_replace
 from growkern.growth.models import materialise, restore_buffers
+from growkern.growth.source.config import read_config
+from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
 from growkern.train.distributed.checkpoint import OPTIMIZER, WEIGHTS, has_weights, load_weights
 from growkern.train.load import load_language_model
@@ -83,10 +83,9 @@ def _newest(run: Path) -> Path:
 def _load(checkpoint: Path) -> Any:
     if not has_weights(checkpoint):
         return load_language_model(checkpoint)
-    config = AutoConfig.from_pretrained(checkpoint)
-    (name,) = config.architectures
+    config = read_config(checkpoint, any_family=True)
     with torch.device("meta"):
-        model = getattr(transformers, name)._from_config(config, dtype=config.dtype)
+        model = class_of(checkpoint, config)._from_config(config, dtype=config.dtype)
     materialise(model, "cpu")
     restore_buffers(model)
     load_weights(model, checkpoint)

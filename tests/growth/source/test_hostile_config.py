@@ -59,7 +59,7 @@ def refusal(checkpoint, tmp_path, text):
     """The error for a checkpoint with this config.json. Without its checks some take minutes."""
     source = tmp_path / "small"
     source.mkdir()
-    (source / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    (source / "model.safetensors").hardlink_to(checkpoint / "model.safetensors")
     (source / "config.json").write_text(text)
     with pytest.raises(GrowthError) as error:
         growkern.grow_checkpoint(source, tmp_path / "large", hidden_size=24, progress=False)
@@ -87,7 +87,7 @@ def test_code_beside_a_checkpoint_is_not_asked_for(checkpoint, tmp_path, monkeyp
     """`auto_map` names it; transformers would ask on the terminal whether to run it."""
     source = tmp_path / "small"
     source.mkdir()
-    (source / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    (source / "model.safetensors").hardlink_to(checkpoint / "model.safetensors")
     config = json.loads((checkpoint / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (source / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,189 @@
+"""Checks the raw JSON of a config before transformers sees it.
+
+transformers builds models from a config without checking most of its values. A label count of a
+billion then takes minutes. An attention implementation may name code on a hub. A field called like
+a method replaces the method.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growkern.errors import GrowthError
+from growkern.families.family import Family
+
+# classes that a head may tell apart; ImageNet-21k has 21,841
+MOST_LABELS = 1 << 15
+# attention heads, or layers, to be removed
+MOST_PRUNED = 1 << 12
+# transformers makes a list entry for every layer, and a module for it
+MOST_LAYERS = 1 << 14
+# the longest contexts have 10 million tokens
+MOST_POSITIONS = 1 << 30
+MOST_CLASSES, MOST_CLASS_NAME = 16, 200
+# fields that must be positive, also inside nested dictionaries
+POSITIVE = {
+    *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_eps"),
+    *("layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range"),
+    *("max_position_embeddings", "n_positions", "sliding_window", "local_attention"),
+    *("query_pre_attn_scalar", "num_labels", "vocab_size", "hidden_size", "num_attention_heads"),
+}
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+LAYERS += ("encoder_layers", "decoder_layers")
+IMPLEMENTATIONS = (
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
+DTYPES = ("dtype", "torch_dtype")
+# of transformers' config classes: they say how fields are read and where files are
+OF_THE_CLASS = {
+    *("attribute_map", "sub_configs", "sub_configs_defaults", "base_config_key", "extra_files"),
+    *("keys_to_ignore_at_inference", "has_no_defaults_at_init", "_auto_class"),
+    *("transformers_weights", "configuration_files", "fusion_config", "distributed_config"),
+}
+
+
+def check_values(
+    file: Path, data: dict[str, Any], config_class: type, family: Family | None
+) -> None:
+    """Check all values of a config.
+
+    Args:
+        file: that holds it, for error messages.
+        data: the JSON object.
+        config_class: of transformers, which will be made from it.
+        family: of the model; None where growkern has no table for it.
+
+    Raises:
+        GrowthError: a value makes no model, or would make transformers run or read something.
+    """
+    check_names(file, data, config_class)
+    _check_code(file, data)
+    _check_architectures(file, data)
+    _check_counts(file, data)
+    if family is not None:
+        _check_sizes(file, family, data)
+    for name, value in _entries(data):
+        _check_dtype(file, name, value)
+        _check_number(file, name, value)
+    _check_tokens(file, data)
+
+
+def check_names(file: Path, data: dict[str, Any], config_class: type) -> None:
+    """Refuse fields with the name of a method: transformers would set them in its place.
+
+    Args:
+        config_class: of transformers.
+
+    Raises:
+        GrowthError: there is one.
+    """
+    for name, value in data.items():
+        is_method = callable(getattr(config_class, name, None))
+        if is_method or name.startswith("__") or name in OF_THE_CLASS:
+            raise GrowthError(f"{file}: {reprlib.repr(name)} is no field of a config: remove it")
+        is_config = isinstance(value, dict) and ("model_type" in value or name.endswith("_config"))
+        if is_config:
+            check_names(file, value, config_class)
+
+
+def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every number, text and null of a config, with the name of the field that holds it."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _entries(value, key)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _entries(value, name)
+    else:
+        yield name, data
+
+
+def _check_code(file: Path, data: Any, inherited: str | None = None) -> None:
+    """Refuse an implementation that lies on a hub: transformers would download and run it.
+
+    Args:
+        inherited: the field that all values in `data` belong to.
+    """
+    for key, value in data.items():
+        name = key if key in IMPLEMENTATIONS else inherited
+        if isinstance(value, dict):
+            _check_code(file, value, name)
+        elif isinstance(value, list):
+            for inner in value:
+                _check_code(file, inner if isinstance(inner, dict) else {"": inner}, name)
+        elif name and value is not None and not (isinstance(value, str) and value.isidentifier()):
+            raise GrowthError(
+                f"{file}: {name}={reprlib.repr(value)} refers to code outside transformers: "
+                "remove it"
+            )
+
+
+def _check_architectures(file: Path, data: dict[str, Any]) -> None:
+    names = data.get("architectures")
+    is_list = isinstance(names, list) and len(names) <= MOST_CLASSES
+    if names is not None and not (
+        is_list and all(isinstance(name, str) and len(name) <= MOST_CLASS_NAME for name in names)
+    ):
+        raise GrowthError(
+            f"{file}: architectures={reprlib.repr(names)}: expected a list of class names"
+        )
+
+
+def _check_counts(file: Path, data: dict[str, Any]) -> None:
+    """Refuse tables with more entries than transformers handles in a second."""
+    limits = {"id2label": MOST_LABELS, "label2id": MOST_LABELS, "pruned_heads": MOST_PRUNED}
+    for name, most in limits.items():
+        table = data.get(name)
+        if table is not None and not isinstance(table, dict):
+            raise GrowthError(f"{file}: {name}={reprlib.repr(table)}: expected a table")
+        if table and len(table) > most:
+            raise GrowthError(f"{file}: {name} has {len(table)} entries: at most {most}")
+
+
+def _check_sizes(file: Path, family: Family, data: dict[str, Any]) -> None:
+    """Refuse sizes beyond any model: transformers makes a list entry for every layer."""
+    for key, size in family.config.items():
+        value = data.get(str(size.field))
+        if type(value) is int and value > family.largest(key):
+            most = family.largest(key)
+            raise GrowthError(f"{file}: {size.field}={reprlib.repr(value)} must lie in 1 .. {most}")
+
+
+def _check_dtype(file: Path, name: str, value: Any) -> None:
+    """Refuse a dtype that PyTorch does not have: transformers takes any name of the package."""
+    if name not in DTYPES or value is None:
+        return
+    if not isinstance(value, str) or not isinstance(
+        getattr(torch, value.removeprefix("torch."), None), torch.dtype
+    ):
+        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is no dtype of PyTorch")
+
+
+def _check_number(file: Path, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if not -(1 << 62) < value < 1 << 62:
+        # the comparison is also false for NaN
+        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62")
+    if name in POSITIVE and value <= 0:
+        raise GrowthError(f"{file}: {name}={value} must be positive")
+    if ("dropout" in name or name.endswith("pdrop")) and not 0 <= value <= 1:
+        raise GrowthError(f"{file}: {name}={value} must lie in 0 .. 1")
+    limits = {"num_labels": MOST_LABELS}
+    limits |= dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(POSITIONS, MOST_POSITIONS)
+    if value > limits.get(name, value):
+        raise GrowthError(f"{file}: {name}={value}: at most {limits[name]}")
+
+
+def _check_tokens(file: Path, data: dict[str, Any]) -> None:
+    """Refuse a padding token beyond the vocabulary: embeddings cannot be built with it."""
+    size, padding = data.get("vocab_size"), data.get("pad_token_id")
+    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
+        raise GrowthError(f"{file}: pad_token_id={padding} lies beyond vocab_size={size}")

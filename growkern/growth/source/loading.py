@@ -1,0 +1,125 @@
+"""Loads a checkpoint directory as a model of transformers. Every command loads models here.
+
+The config and the headers of the weights are read and checked by `config` and `files`.
+transformers gets the tensors, not the directory. So it opens no other file there: no pickles, no
+adapters, no code, nothing that a link or a config points to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from growkern.errors import GrowthError
+from growkern.growth.source.config import (
+    config_directory,
+    read_config,
+    read_generation,
+    refuse_quantised,
+)
+from growkern.growth.source.config_values import LAYERS
+from growkern.growth.source.files import Header, read_headers
+
+# names in an error message
+MOST_NAMED = 3
+
+
+def load_model(
+    directory: Path, dtype: torch.dtype | None = None, *, attention: str | None = None
+) -> Any:
+    """The model of a checkpoint directory, in evaluation mode, on the CPU.
+
+    Args:
+        directory: of the checkpoint.
+        dtype: of the weights; None takes the one of the checkpoint.
+        attention: the attention implementation; None takes the default of transformers.
+
+    Raises:
+        GrowthError: the config or the weights are damaged or hostile, a tensor is missing or has
+            another shape than the config says, or transformers cannot build the model.
+    """
+    config = read_config(directory, any_family=True)
+    refuse_quantised(config)
+    cls = class_of(directory, config)
+    headers = read_headers(directory)
+    _check_layers(directory, config, len(headers))
+    if attention is not None:
+        config._attn_implementation = attention
+    model = _built(directory, cls, config, dtype or _dtype_of(config, headers), headers)
+    _own_memory(model)
+    model.name_or_path = model.config._name_or_path = str(directory)
+    if model.can_generate():
+        generation = read_generation(config_directory(directory))
+        if generation is not None:
+            model.generation_config = generation
+    return model
+
+
+def class_of(directory: Path, config: Any) -> Any:
+    """The class of transformers that a config names.
+
+    Raises:
+        GrowthError: it names none, or something that is no model.
+    """
+    names = config.architectures or ["(none)"]
+    cls = getattr(transformers, names[0], None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
+    return cls
+
+
+def _check_layers(directory: Path, config: Any, tensors: int) -> None:
+    """Refuse more layers than the files have tensors: building them could take minutes."""
+    for name in LAYERS:
+        layers = getattr(config, name, None)
+        if isinstance(layers, int) and layers > tensors:
+            raise GrowthError(
+                f"{directory}: config.json says {name}={layers}, but the files have {tensors} "
+                "tensors"
+            )
+
+
+def _dtype_of(config: Any, headers: Mapping[str, Header]) -> torch.dtype:
+    """The dtype that the config names, else that of the first tensor of floating-point numbers."""
+    found = (header.dtype for header in headers.values() if header.dtype.is_floating_point)
+    return config.dtype or next(found, torch.float32)
+
+
+def _built(
+    directory: Path, cls: Any, config: Any, dtype: torch.dtype, headers: Mapping[str, Header]
+) -> Any:
+    state = {name: header.read() for name, header in headers.items()}
+    try:
+        model, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            # they are named below
+            ignore_mismatched_sizes=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # values in a config make classes raise all kinds of errors
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise GrowthError(f"{directory}: the weights cannot be loaded: {why[:300]}") from error
+    missing, wrong = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    if missing or wrong:
+        # transformers would train from random numbers there
+        what = "has no tensor" if missing else "has another shape than config.json says for"
+        names = [str(name) for name in missing] or [str(entry[0]) for entry in wrong]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise GrowthError(f"{directory} {what} {', '.join(names[:MOST_NAMED])}{more}")
+    return model
+
+
+def _own_memory(model: Any) -> None:
+    """Copy the tensors that are still mapped from the files: these may change or be cut."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
