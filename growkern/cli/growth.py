@@ -1,6 +1,7 @@
 """The commands `growkern plan`, `growkern grow` and `growkern verify`."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,7 +147,8 @@ def verify(
         typer.Option(
             "--checksums",
             help="Only check whether files changed since they were written. Takes SRC and DST, or "
-            "one directory: a grown checkpoint, a teacher cache, a run or one of its checkpoints.",
+            "one directory: a grown, folded or exported model, a teacher cache, a run or one of its "
+            "checkpoints.",
         ),
     ] = False,
 ) -> None:
@@ -168,11 +170,13 @@ def compare_checksums(source: Path, target: Path | None) -> None:
         target: the grown checkpoint. None: `source` is the directory to check, of any kind.
     """
     from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
+    from growkern.growth.source.formats import WEIGHT_FILES
     from growkern.publish.manifest import differences
 
-    if target is None and not (source / CHECKSUMS_FILE).exists():
-        count, wrong = differences(source)
-        checked = f"{count} files"
+    if not ((target or source) / CHECKSUMS_FILE).exists():
+        found = differences(target or source, WEIGHT_FILES)
+        wrong, checked = list(found.wrong), f"{found.checked} files"
+        print_uncovered(found.uncovered)
     else:
         is_source = target is not None and source.exists()
         report = verify_checksums(target or source, source if is_source else None)
@@ -184,6 +188,13 @@ def compare_checksums(source: Path, target: Path | None) -> None:
     print(f"{checked}: {len(wrong)} changed")
     if wrong:
         raise typer.Exit(1)
+
+
+def print_uncovered(files: Sequence[str], most: int = 5) -> None:
+    """Name the files of which no checksums were recorded."""
+    if files:
+        more = f" and {len(files) - most} more" if len(files) > most else ""
+        print(f"not covered by checksums: {', '.join(files[:most])}{more}")
 
 
 def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from growkern.growth.record.verify import verify
 from growkern.info import collect
 from growkern.package import version
 from growkern.plot import Curve, draw
+from growkern.publish.lock import locked
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text
 from growkern.train.inheritance import InheritanceSchedule
@@ -74,9 +75,8 @@ def run_demo(
             standard library, or a grown model fails its verification.
     """
     config = config or (QUICK if quick else FULL)
-    demo = _Demo(Path(directory), config, seed, console or Console())
-    with _quiet_transformers():
-        return demo.run()
+    with locked(Path(directory), "running a demo in"), _quiet_transformers():
+        return _Demo(Path(directory), config, seed, console or Console()).run()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.publish.lock import LOCK_FILE
 from growkern.whole import PARTIAL, write_whole
 
 IDENTITY_FILE = "demo.json"
@@ -59,8 +60,9 @@ class Stages:
 
 
 def _is_empty(directory: Path) -> bool:
-    """Whether a directory holds nothing but an identity file that was not completely written."""
-    return all(path.match(PARTIAL.format(name=IDENTITY_FILE)) for path in directory.iterdir())
+    """Whether a directory holds no more than a demo that was killed at its start leaves."""
+    begun = (LOCK_FILE, PARTIAL.format(name=IDENTITY_FILE))
+    return all(any(path.match(one) for one in begun) for path in directory.iterdir())
 
 
 def write_json(file: Path, value: Any) -> None:

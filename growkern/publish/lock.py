@@ -1,8 +1,13 @@
-"""A lock file, so that two processes do not do the same work at once."""
+"""A lock file, so that two processes do not write to the same directory at once.
+
+Each target has one lock, `.NAME.lock` beside it, whatever a command does there. Where nobody may
+write beside a directory, such as a mounted volume, it is `.lock` inside.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -12,14 +17,20 @@ from pathlib import Path
 from growkern.errors import GrowthError
 from growkern.whole import write_all
 
-# in a directory that is locked for as long as a process works there
 LOCK_FILE = ".lock"
+# errors of a folder that takes no new files
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def lock_file_of(target: Path) -> Path:
+    """The lock of a directory that exists or will."""
+    return target.parent.resolve() / f".{target.name}{LOCK_FILE}"
 
 
 class Lock:
     """An exclusive lock that ends with its process, however that ends.
 
-    The file holds the process id and the host of the process that has the lock.
+    The file holds the process id and the host of the process that has the lock, and its work.
     """
 
     def __init__(self, file: Path, target: Path, doing: str) -> None:
@@ -28,7 +39,7 @@ class Lock:
         Args:
             file: the lock file; its folder must exist.
             target: the directory that the lock protects, for the message.
-            doing: the work, for the message: "growing".
+            doing: the work, for the message to other processes: "growing".
 
         Raises:
             GrowthError: another process has the lock; the message names it.
@@ -53,9 +64,7 @@ class Lock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(self._descriptor)
-            raise GrowthError(
-                f"{target}: {holder} is {doing} it now: wait for it or stop it"
-            ) from None
+            raise GrowthError(f"{target}: {holder} it now: wait for it or stop it") from None
         # the process that had the lock may have removed the file since it was opened here
         try:
             if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self.file)):
@@ -63,7 +72,7 @@ class Lock:
         except FileNotFoundError:
             return False
         os.ftruncate(self._descriptor, 0)
-        write_all(self._descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        write_all(self._descriptor, f"{os.getpid()} {socket.gethostname()} {doing}\n".encode(), 0)
         return True
 
     @property
@@ -106,7 +115,12 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
     """
     was_there = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    lock = Lock(directory / LOCK_FILE, directory, doing)
+    try:
+        lock = Lock(lock_file_of(directory.resolve()), directory, doing)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        lock = Lock(directory / LOCK_FILE, directory, doing)
     try:
         yield
     finally:
@@ -118,9 +132,12 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    """The process that wrote the lock file; it may not have come to that yet."""
-    process, _, host = os.pread(descriptor, 300, 0).decode(errors="replace").strip().partition(" ")
-    return f"process {process} on {host}" if process and host else "another process"
+    """The process that wrote the lock file, and its work; it may not have come to that yet."""
+    words = os.pread(descriptor, 300, 0).decode(errors="replace").split(maxsplit=2)
+    if len(words) < 3:
+        return "another process is writing"
+    process, host, doing = words
+    return f"process {process} on {host} is {doing.strip()}"
 
 
 def _let_go_in_child() -> None:

@@ -1,13 +1,15 @@
 """Records the size and the checksum of every file in a directory, and compares them later.
 
-Run checkpoints, the final model of a run, and teacher caches have such a `manifest.json`. It is
-written last, so a directory that has one was written to its end.
+Run checkpoints, the final model of a run, exports, folded models and teacher caches have such a
+`manifest.json`. It is written last, so a directory that has one was written to its end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from growkern.bounded import read_json, stays_inside
@@ -23,12 +25,15 @@ BLOCK = 1 << 24
 Manifest = dict[str, tuple[int, str]]
 
 
-def write_manifest(directory: Path, known: Mapping[str, str] | None = None) -> None:
+def write_manifest(
+    directory: Path, known: Mapping[str, str] | None = None, beside: Iterable[Path] = ()
+) -> None:
     """Record the size and the checksum of every file below a directory.
 
     Args:
         directory: it has no manifest yet.
         known: checksums of files that were computed when they were written.
+        beside: files that will lie in the directory when its contents have their place.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
@@ -38,6 +43,8 @@ def write_manifest(directory: Path, known: Mapping[str, str] | None = None) -> N
         name = path.relative_to(directory).as_posix()
         total = (known or {}).get(name) or checksum(path)
         files[name] = {"bytes": path.stat().st_size, "checksum": total}
+    for path in beside:
+        files[path.name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
     text = json.dumps({"algorithm": ALGORITHM, "files": files}, indent=1) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
@@ -84,34 +91,57 @@ def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:
     return None
 
 
-def differences(directory: Path) -> tuple[int, list[str]]:
-    """Compare a teacher cache, a checkpoint or a run with what was recorded when it was written.
+@dataclass(frozen=True)
+class Differences:
+    """Result of `differences`.
+
+    Attributes:
+        checked: number of files that were compared.
+        wrong: "file: reason" for every difference.
+        uncovered: files that no manifest names, such as event logs; they were not compared.
+    """
+
+    checked: int
+    wrong: tuple[str, ...]
+    uncovered: tuple[str, ...]
+
+
+def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
+    """Compare a directory with what was recorded when it was written.
 
     Args:
-        directory: it has a manifest, or is of a run with checkpoints that have one.
-
-    Returns:
-        The number of files that were compared, and "file: reason" for every difference.
+        directory: a teacher cache, an export, a folded model, a checkpoint of a run, or a run.
+        weights: patterns of names that a loader may read as weights. Such a file must be recorded.
 
     Raises:
-        GrowthError: there is no manifest, or one that cannot be read.
+        GrowthError: nothing in it was recorded, or a manifest cannot be read.
     """
-    parts = [directory] if (directory / MANIFEST).exists() else []
-    parts += sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())
-    if not parts:
+    checkpoints = sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())
+    has_own = (directory / MANIFEST).exists()
+    if not has_own and not checkpoints:
         raise GrowthError(
-            f"{directory}: no {MANIFEST}; a teacher cache of an earlier version has none: it can "
-            "be read, but not checked"
+            f"{directory}: no checksums were recorded: it has no checksums.json, which a growth "
+            f"writes, and no {MANIFEST}, which every other command writes"
         )
-    count, found = 0, []
-    for part in parts:
+    count, wrong, seen = 0, [], set()
+    for part in (directory, *checkpoints):
+        names = sorted(path.name for path in part.iterdir() if path.is_file())
+        of_model = [name for name in names if any(fnmatch(name, one) for one in weights)]
+        if not (part / MANIFEST).exists():
+            # a run that is not finished has no model yet
+            if part != directory or of_model:
+                wrong.append(f"{part}: {MANIFEST} is missing: its files cannot be compared")
+            continue
         manifest = read_manifest(part)
         # a reader may take weights that were added for recorded ones
-        names = sorted({*manifest, *(path.name for path in part.glob("*.safetensors"))})
-        wrong = (damage_of(part, name, manifest) for name in names)
-        found += [f"{part}: {phrase}" for phrase in wrong if phrase is not None]
-        count += len(names)
-    return count, found
+        compared = sorted({*manifest, *of_model})
+        found = (damage_of(part, name, manifest) for name in compared)
+        wrong += [f"{part}: {phrase}" for phrase in found if phrase is not None]
+        count += len(compared)
+        seen |= {part / name for name in (*compared, MANIFEST)}
+    left = (path for path in directory.rglob("*") if path.is_file() and path not in seen)
+    uncovered = sorted(path.relative_to(directory).as_posix() for path in left)
+    return Differences(count, tuple(wrong), tuple(uncovered))
 
 
 def checksum(path: Path) -> str:

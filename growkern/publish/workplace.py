@@ -1,8 +1,8 @@
 """Publishes a directory atomically: it appears complete, or is replaced in a single step.
 
-The contents are made in a private directory beside the target, `.NAME.KIND`:
+The process that works on a target holds its lock, see `growkern.publish.lock`. The contents are
+made in a private directory beside the target, `.NAME.KIND`:
 
-    lock           held by the working process; contains its number
     journal.jsonl  the caller's record of finished work, see `growkern.growth.disk.journal`
     new/           the new contents; one rename makes it the target
     swap           exists during a replacement; contains the inode of new/, which identifies it
@@ -29,10 +29,10 @@ from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
-from growkern.publish.lock import Lock
+from growkern.publish.lock import Lock, lock_file_of
 from growkern.whole import sync, write_all
 
-LOCK, JOURNAL, NEW, SWAP, OLD, TRASH = "lock", "journal.jsonl", "new", "swap", "old", "trash"
+JOURNAL, NEW, SWAP, OLD, TRASH = "journal.jsonl", "new", "swap", "old", "trash"
 
 
 def workplace_of(target: Path, kind: str) -> Path:
@@ -48,7 +48,8 @@ def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
     Raises:
         GrowthError: as `Workplace`.
     """
-    if os.path.lexists(workplace_of(target, kind)):
+    left = workplace_of(target, kind), lock_file_of(target)
+    if any(map(os.path.lexists, left)):
         place = Workplace(target, kind, may_replace)
         place.close(keep=os.path.lexists(place.new))
 
@@ -119,21 +120,16 @@ class Workplace:
             self._descriptors = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Make and lock the private directory; a process that just ended may be removing it."""
+        """Lock the target and make the private directory."""
         self.directory.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(lock_file_of(self.target), self.target, self.kind)
+        stack.callback(self._lock.release)
         self._parent = os.open(self.directory.parent, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, self._parent)
-        while True:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.directory, 0o700)
-            with contextlib.ExitStack() as attempt, contextlib.suppress(FileNotFoundError):
-                self._here = open_ours(self.directory, private=True)
-                attempt.callback(os.close, self._here)
-                self._lock = Lock(self.directory / LOCK, self.target, self.kind)
-                attempt.callback(self._lock.release, remove=False)
-                if os.path.samestat(os.fstat(self._here), os.lstat(self.directory)):
-                    stack.push(attempt.pop_all())
-                    return
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.directory, 0o700)
+        self._here = open_ours(self.directory, private=True)
+        stack.callback(os.close, self._here)
 
     def __enter__(self) -> Workplace:
         return self
@@ -175,10 +171,7 @@ class Workplace:
             if keep or exists(SWAP, self._here):
                 return
             for name in sorted(os.listdir(self._here)):
-                if name != LOCK:
-                    remove(name, self._here)
-            # the lock last: from here on the directory may be another process's
-            self._lock.release()
+                remove(name, self._here)
             os.rmdir(self.directory)
 
     # ------------------------------------------------------------ the contents

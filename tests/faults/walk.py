@@ -68,7 +68,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     found = {}
     for path in sorted(folder.rglob("*")):
         # the number of the process is another one in each case
-        data = b"" if path.is_dir() or path.name == "lock" else path.read_bytes()
+        data = b"" if path.is_dir() or path.name.endswith(".lock") else path.read_bytes()
         found[str(path.relative_to(folder))] = path.stat().st_mode, data
     return found
 

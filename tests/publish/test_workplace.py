@@ -188,13 +188,13 @@ def victim(tmp_path):
     return tmp_path / "victim"
 
 
-@pytest.mark.parametrize("name", ["", "new", "journal.jsonl", "lock", "swap", "old", "trash"])
+@pytest.mark.parametrize("name", ["", "new", "journal.jsonl", "swap", "old", "trash"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_planted_links_are_not_followed(target, victim, name, resume):
     place = target.parent / ".target.making"
     if name:
         place.mkdir()
-    is_file = name in ("journal.jsonl", "lock", "swap")
+    is_file = name in ("journal.jsonl", "swap")
     (place / name).symlink_to(victim / "thesis.tex" if is_file else victim)
     refused = None
     try:
@@ -274,7 +274,7 @@ def test_a_child_does_not_hold_the_lock(tmp_path):
 
 def test_a_locked_directory_is_as_it_was_afterwards(tmp_path):
     with locked(tmp_path / "deep" / "new", "training in"):
-        assert names(tmp_path / "deep" / "new") == [".lock"]
+        assert names(tmp_path / "deep") == [".new.lock", "new"]
         with (
             pytest.raises(GrowthError, match=rf"process {os.getpid()} on .* is training in it"),
             locked(tmp_path / "deep" / "new", "training in"),
@@ -285,6 +285,44 @@ def test_a_locked_directory_is_as_it_was_afterwards(tmp_path):
     with locked(tmp_path / "empty", "training in"):
         pass
     assert names(tmp_path / "empty") == []
+
+
+def test_a_planted_lock_is_not_followed(target, victim):
+    (target.parent / ".target.lock").symlink_to(victim / "thesis.tex")
+    with pytest.raises(GrowthError) as error:
+        work(target)
+    assert "\n" not in str(error.value)
+    assert (victim / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_target_has_one_writer_whatever_it_does(target):
+    """The message names the work of the one that was first."""
+    who = rf"process {os.getpid()} on \S+ is exporting it now"
+    with Workplace(target, "exporting", lambda directory: False):
+        with pytest.raises(GrowthError, match=who):
+            Workplace(target, "growing", lambda directory: False)
+        with pytest.raises(GrowthError, match=who), locked(target, "training in"):
+            pass
+    with locked(target, "training in"), pytest.raises(GrowthError, match="is training in it now"):
+        Workplace(target, "growing", lambda directory: False)
+
+
+def test_where_nobody_may_write_beside_it_the_lock_is_inside(tmp_path, monkeypatch):
+    """As for a mounted volume; root may write anywhere, so the system is asked in its place."""
+    (tmp_path / "volume").mkdir()
+    system, refused = os.open, os.fspath(tmp_path / ".volume.lock")
+
+    def denied(path, *given, **named):
+        if os.fspath(path) == refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return system(path, *given, **named)
+
+    monkeypatch.setattr(os, "open", denied)
+    with locked(tmp_path / "volume", "training in"):
+        assert names(tmp_path / "volume") == [".lock"]
+        with pytest.raises(GrowthError, match="is training in it"), locked(tmp_path / "volume", ""):
+            pass
+    assert names(tmp_path / "volume") == []
 
 
 # ----------------------------------------------------------------- what is kept

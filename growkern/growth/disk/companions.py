@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,11 @@ from growkern.growth.source.links import stays_in
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model
-OTHERS = ("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json")
+OTHERS = (
+    *("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json"),
+    # of a run or an export: they describe its own files
+    *("manifest.json", "run.json"),
+)
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
 LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 # a tokenizer has ten
@@ -78,9 +82,16 @@ def companions(directory: Path) -> Iterator[Path]:
             yield file
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy the companion files of `source`, the directory of the config, with plain file modes."""
+def copy_companions(source: Path, target: Path, only: Collection[str] | None = None) -> None:
+    """Copy companion files with plain modes.
+
+    Args:
+        source: the directory of the config.
+        only: paths in it that may be copied; None: all of them.
+    """
     for file in companions(source):
+        if only is not None and file.relative_to(source).as_posix() not in only:
+            continue
         copy = target / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file.resolve(), copy)

@@ -23,6 +23,7 @@ from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import Lineage, read_lineage
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
+from growkern.publish.manifest import write_manifest
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def fold(
         new = place.open_new()
         _write(new, layout, opened, record, chosen, progress)
         complete(new, small, dtype, layout, target)
+        # last, so that it covers every file
+        write_manifest(new)
         place.publish(overwrite=overwrite)
     size = sum(header.nbytes for header in layout.tensors.values())
     return FoldReport(out, chosen, size, time.perf_counter() - start)

@@ -34,8 +34,10 @@ POSITIVE = {
     *("query_pre_attn_scalar", "num_labels", "vocab_size", "hidden_size", "num_attention_heads"),
 }
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-LAYERS += ("encoder_layers", "decoder_layers")
+LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
 IMPLEMENTATIONS = (
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -23,6 +23,8 @@ from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_
 from growkern.whole import sync
 
 STAGING = ".saving"
+# which run a directory belongs to
+MARKER = "run.json"
 DAMAGED = "damaged-{}"
 
 
@@ -169,7 +171,8 @@ def publish_into(staged: Path, directory: Path) -> None:
     Raises:
         OSError: the disk is full or failed.
     """
-    finish(staged)
+    marker = directory / MARKER
+    finish(staged, [marker] if marker.is_file() else [])
     (directory / MANIFEST).unlink(missing_ok=True)
     sync(directory)
     for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
@@ -179,13 +182,16 @@ def publish_into(staged: Path, directory: Path) -> None:
     sync(directory)
 
 
-def finish(staged: Path) -> None:
+def finish(staged: Path, beside: Iterable[Path] = ()) -> None:
     """Write the manifest of a staged folder and return when all of it is on disk.
+
+    Args:
+        beside: files that the manifest covers too. They will lie beside those of the folder.
 
     Raises:
         OSError: the disk is full or failed.
     """
-    write_manifest(staged)
+    write_manifest(staged, beside=beside)
     for path in (*staged.rglob("*"), staged):
         sync(path)
 

@@ -13,11 +13,10 @@ from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
-from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.checkpoints import MARKER, checkpoints_in, damage
 from growkern.train.safety.identity import changes
 from growkern.whole import PARTIAL, write_whole
 
-MARKER = "run.json"
 # one of the longest run files makes this much
 MOST_BYTES = 1_000_000
 

@@ -6,28 +6,25 @@ on has only checkpoints. An export reads them in one process, without the GPUs o
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
+from growkern.growth.disk.companions import copy_companions
 from growkern.growth.disk.staging import check_target, may_replace
 from growkern.growth.models import materialise, restore_buffers
+from growkern.growth.record.lineage import DTYPES
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
-from growkern.train.distributed.checkpoint import OPTIMIZER, WEIGHTS, has_weights, load_weights
+from growkern.publish.manifest import read_manifest, write_manifest
+from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.load import load_language_model
-from growkern.train.safety.checkpoints import MANIFEST, checkpoints_in, damage
+from growkern.train.safety.checkpoints import checkpoints_in, damage
 
 KIND = "exporting"
-# files of a checkpoint that belong to the training, not to the model
-OF_TRAINING = (
-    *(MANIFEST, WEIGHTS, OPTIMIZER, "optimizer*.pt", "scheduler.pt", "rng_state*.pth"),
-    *("trainer_state.json", "training_args.bin", "scaler.pt", "model*.safetensors*", "*.bin"),
-)
 
 
 def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
@@ -38,7 +35,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     Args:
         run: the output directory of a run, or one of its checkpoints.
         target: the directory to be made.
-        dtype: of the weights in the file, a name of PyTorch such as "bfloat16"; None keeps that of
+        dtype: of the weights in the file, such as "bfloat16"; None keeps that of
             the checkpoint.
         overwrite: replace a model directory at `target`.
 
@@ -49,9 +46,9 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         GrowthError: no checkpoint is whole, the target exists, or the disk takes no more.
     """
     checkpoint = _newest(run)
-    wanted = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not isinstance(wanted, torch.dtype):
-        raise GrowthError(f"dtype is {dtype!r}: it must be one of PyTorch, such as 'bfloat16'")
+    if dtype is not None and dtype not in DTYPES:
+        raise GrowthError(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}")
+    wanted = None if dtype is None else DTYPES[dtype]
     target = target.absolute()
     workplace.sweep(target, KIND, may_replace)
     check_target(run, target, overwrite)
@@ -59,10 +56,10 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     model = _load(checkpoint)
     with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
         new = place.open_new()
-        shutil.copytree(
-            checkpoint, new, ignore=shutil.ignore_patterns(*OF_TRAINING), dirs_exist_ok=True
-        )
+        copy_companions(checkpoint, new, only=read_manifest(checkpoint))
         model.to(wanted or model.dtype).save_pretrained(new)
+        # last, so that it covers every file
+        write_manifest(new)
         place.publish(overwrite=overwrite)
     return checkpoint
 
