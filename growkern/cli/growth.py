@@ -147,8 +147,8 @@ def verify(
         typer.Option(
             "--checksums",
             help="Only check whether files changed since they were written. Takes SRC and DST, or "
-            "one directory: a grown, folded or exported model, a teacher cache, a run or one of its "
-            "checkpoints.",
+            "one directory: a grown, folded or exported model, a teacher cache, a run or a "
+            "checkpoint of it.",
         ),
     ] = False,
 ) -> None:

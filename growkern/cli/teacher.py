@@ -42,31 +42,26 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
+    from growkern.train import data
     from growkern.train.cached_teacher.write import cache_teacher as make
-    from growkern.train.data import (
-        CausalLMCollator,
-        MaskedLMCollator,
-        check_probability,
-        pack_text,
-    )
     from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
     silence_transformers()
-    check_probability(masking_probability)
+    data.check_probability(masking_probability)
     model = load_language_model(source)
     reader = load_tokenizer(tokenizer or source)
     check_fits(source, reader, sequence_length)
     report = make(
         model,
-        pack_text(texts, reader, sequence_length),
+        data.pack_text(texts, reader, sequence_length),
         out,
         k=k,
         temperature=temperature,
         rows=rows,
         dtype=dtype,
-        collator=CausalLMCollator(reader)
+        collator=data.CausalLMCollator(reader)
         if is_causal(model)
-        else MaskedLMCollator(reader, masking_probability, seed),
+        else data.MaskedLMCollator(reader, masking_probability, seed),
         epochs=epochs,
         tokenizer=reader,
         batch_size=batch_size,

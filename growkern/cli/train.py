@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 from growkern.cli.app import Overwrite, app, silence_transformers
+from growkern.errors import GrowthError
+
+# of the error of a data loader
+DEAD_WORKER = "DataLoader worker"
 
 
 @app.command()
@@ -29,6 +33,7 @@ def train(
     import torch.distributed as dist
 
     from growkern.train.run import train as start
+    from growkern.train.safety.messages import resume_command
     from growkern.train.safety.signals import Terminated
 
     silence_transformers()
@@ -40,6 +45,14 @@ def train(
         if str(stop):
             print(f"growkern: {stop}", file=sys.stderr)
         code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+    except RuntimeError as error:
+        if not str(error).startswith(DEAD_WORKER):
+            raise
+        # the system kills it where memory is short; PyTorch's traceback has a hundred lines
+        raise GrowthError(
+            f"a data worker was killed, which happens when memory is short; to resume: "
+            f"{resume_command(run)}"
+        ) from error
     if dist.is_initialized():
         dist.destroy_process_group()
     raise typer.Exit(code)

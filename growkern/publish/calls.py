@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError
@@ -100,6 +101,47 @@ def remove(name: str, folder: int) -> None:
     finally:
         os.close(inside)
     os.rmdir(name, dir_fd=folder)
+
+
+def delete(path: Path) -> None:
+    """Remove a file, a link, or a directory with all that is in it; nothing may be there.
+
+    Raises:
+        OSError: something cannot be removed; some of the rest may be gone.
+    """
+    try:
+        with _opened(path.parent) as folder:
+            remove(path.name, folder)
+    except FileNotFoundError:
+        return
+
+
+def move(path: Path, place: Path) -> None:
+    """Rename a file or directory. One that has the new name gets the old name, in the same step.
+
+    Where the system cannot do that, the one that is there moves beside the other one first.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    with _opened(path.parent) as here, _opened(place.parent) as there:
+        try:
+            rename_new(path.name, here, place.name, there)
+        except FileExistsError:
+            if not exchange(path.name, here, place.name, there):
+                aside = f"replaced-{place.name}"
+                remove(aside, here)
+                os.rename(place.name, aside, src_dir_fd=there, dst_dir_fd=here)
+                rename_new(path.name, here, place.name, there)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def open_ours(path: Path, *, private: bool) -> int:

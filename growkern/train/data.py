@@ -105,11 +105,11 @@ def read_text(file: Path, most: int = -1) -> str:
     Raises:
         GrowthError: it is missing, no regular file, or not UTF-8.
     """
-    regular_size(file)
     try:
+        regular_size(file)
         with file.open(encoding="utf-8") as stream:
             return stream.read(most)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, GrowthError, UnicodeDecodeError) as error:
         raise GrowthError(f"cannot read the text file {file}: {error}") from error
 
 

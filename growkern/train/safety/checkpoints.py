@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.publish.calls import exchange, remove, rename_new
+from growkern.publish.calls import delete, move, open_ours
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
 from growkern.whole import sync
 
@@ -103,9 +102,8 @@ def newest_whole(directory: Path) -> Path | None:
 def _set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither resumed from nor counted."""
     aside = checkpoint.with_name(DAMAGED.format(checkpoint.name))
-    if aside.exists():
-        shutil.rmtree(aside)
-    _put(checkpoint, aside)
+    delete(aside)
+    move(checkpoint, aside)
     return aside
 
 
@@ -113,16 +111,25 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def open_staging(directory: Path) -> Path:
-    """An empty staging folder in the directory of a run. Remains of a killed save are deleted."""
-    close_staging(directory)
+    """An empty staging folder in the directory of a run, for this user alone.
+
+    Remains of a killed save are deleted.
+
+    Raises:
+        GrowthError, OSError: something else lies in its place and cannot be deleted.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     staging = directory / STAGING
-    staging.mkdir(parents=True)
+    delete(staging)
+    staging.mkdir(mode=0o700)
+    os.close(open_ours(staging, private=True))
     return staging
 
 
 def close_staging(directory: Path) -> None:
-    """Delete the staging folder with everything in it."""
-    shutil.rmtree(directory / STAGING, ignore_errors=True)
+    """Delete the staging folder with everything in it. What cannot be deleted stays."""
+    with contextlib.suppress(OSError):
+        delete(directory / STAGING)
 
 
 def publish(staged: Path, target: Path) -> None:
@@ -137,30 +144,8 @@ def publish(staged: Path, target: Path) -> None:
     """
     finish(staged)
     # an old checkpoint is deleted with the staging folder
-    _put(staged, target)
+    move(staged, target)
     sync(target.parent)
-
-
-def _put(path: Path, place: Path) -> None:
-    """Rename a file or folder. One that has the new name gets the old name, in the same step."""
-    with _opened(path.parent) as here, _opened(place.parent) as there:
-        try:
-            rename_new(path.name, here, place.name, there)
-        except FileExistsError:
-            if not exchange(path.name, here, place.name, there):
-                aside = f"replaced-{place.name}"
-                remove(aside, here)
-                os.rename(place.name, aside, src_dir_fd=there, dst_dir_fd=here)
-                rename_new(path.name, here, place.name, there)
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def publish_into(staged: Path, directory: Path) -> None:
@@ -178,7 +163,7 @@ def publish_into(staged: Path, directory: Path) -> None:
     for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
         if path.name == MANIFEST:
             sync(directory)
-        _put(path, directory / path.name)
+        move(path, directory / path.name)
     sync(directory)
 
 
@@ -213,6 +198,7 @@ def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
     for path in others[max(0, limit - kept) :]:
         # renamed first: half a checkpoint would be reported as damaged
         trash = newest.parent / STAGING / f"old-{path.name}"
-        trash.parent.mkdir(exist_ok=True)
-        _put(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        trash.parent.mkdir(mode=0o700, exist_ok=True)
+        move(path, trash)
+        with contextlib.suppress(OSError):
+            delete(trash)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
+from growkern.publish import calls
 from growkern.publish.manifest import MANIFEST
 from growkern.train.safety import checkpoints
 from growkern.train.safety.checkpoints import (
@@ -152,7 +154,7 @@ def test_a_checkpoint_that_is_written_again_replaces_the_old_one(
     tmp_path, monkeypatch, can_exchange
 ):
     if not can_exchange:
-        monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
+        monkeypatch.setattr(calls, "exchange", lambda *_: False)
     make(tmp_path, 2, b"old")
     checkpoint = make(tmp_path, 2, b"new")
     assert (checkpoint / "inner" / "file").read_bytes() == b"new"
@@ -189,3 +191,38 @@ def test_a_final_model_counts_only_when_all_of_it_is_there(tmp_path):
     assert damage(tmp_path) is None
     cut(tmp_path / "folder" / "file")
     assert "folder/file has" in damage(tmp_path)
+
+
+def test_a_planted_staging_folder_is_neither_used_nor_followed(tmp_path):
+    """A save would fail with a link in its place, and the run would lose its last steps."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / checkpoints.STAGING).symlink_to(tmp_path / "mine")
+    checkpoint = make(run, 2)
+    close_staging(run)
+    assert damage(checkpoint) is None
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+    assert [path.name for path in run.iterdir()] == ["checkpoint-2"]
+
+
+def test_the_staging_folder_is_private(tmp_path):
+    assert stat.S_IMODE(open_staging(tmp_path / "run").stat().st_mode) == 0o700
+    # what appears from it has the usual mode
+    (tmp_path / "usual").mkdir()
+    checkpoint = make(tmp_path / "run", 2)
+    assert checkpoint.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_the_manifest_of_a_finished_run_covers_its_marker(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / checkpoints.MARKER).write_text("{}")
+    staged = open_staging(run) / "model"
+    staged.mkdir()
+    (staged / "trainer_state.json").write_text("{}")
+    publish_into(staged, run)
+    assert damage(run) is None
+    (run / checkpoints.MARKER).write_text("{ }")
+    assert damage(run) == "run.json has 3 of 2 bytes"
