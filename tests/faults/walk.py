@@ -171,8 +171,10 @@ class Walk:
     def _reset(self) -> None:
         """The folder as it was, without touching what no work writes to."""
         for path in self.folder.iterdir():
-            if path.name.startswith(".") or path.name == "target":
+            if path.is_dir() and (path.name.startswith(".") or path.name == "target"):
                 shutil.rmtree(path)
+            elif path.name.startswith("."):
+                path.unlink()
         if self.work.overwrite:
             shutil.copytree(self.start / "target", self.folder / "target")
 
