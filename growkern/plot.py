@@ -27,6 +27,8 @@ from growkern.whole import write_whole
 STATE_FILE = "trainer_state.json"
 # 300,000 lines of the log
 MOST_BYTES = 100_000_000
+# of FLOPs, and of anything else in a log
+MOST = 1e40
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,14 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     try:
         history = read_json(file, MOST_BYTES, "log")["log_history"]
         curve = curve_of(history, name or directory.resolve().name)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise GrowthError(f"{file}: not the log of a run: {error!r}") from error
+        for number in (*curve.steps, *curve.flops, *curve.losses, *curve.seconds):
+            # integers of a file may be too large for a float
+            if isinstance(number, str) or float(number) > MOST:
+                raise ValueError(f"{str(number)[:20]} is no number of a log")
+    except GrowthError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise GrowthError(f"{file}: not the log of a run: {repr(error)[:200]}") from error
     if not curve.steps:
         raise GrowthError(f"{file}: no line of the log has a loss and flops")
     return curve

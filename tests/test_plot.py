@@ -168,3 +168,12 @@ def test_attention_is_drawn(tmp_path):
     with pytest.raises(GrowthError, match="is empty"):
         plot_attention([tmp_path / "a"], "", tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize("loss", ["1" + "0" * 400, '"x"', "[1]", "null", "{}"])
+def test_losses_that_are_no_numbers_are_refused(tmp_path, loss):
+    line = f'{{"step": 1, "loss": {loss}, "flops": 1.0}}'
+    (tmp_path / "trainer_state.json").write_text(f'{{"log_history": [{line}]}}')
+    with pytest.raises(GrowthError, match="not the log of a run") as error:
+        read_curve(tmp_path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400

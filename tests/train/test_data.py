@@ -1,17 +1,21 @@
 """Packed text, masks that depend on seed, epoch and row only, and collators of users."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
+from growkern.train import data
 from growkern.train.cached_teacher.teacher import CachedCollator, CachedTeacher
 from growkern.train.data import (
     CausalLMCollator,
     MaskedLMCollator,
     TokenBlocks,
     evaluation_collator,
+    matching_files,
     pack_text,
 )
 from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
@@ -195,3 +199,19 @@ def test_data_without_an_index_is_not_looked_up_beforehand(tmp_path):
     assert not asked
     teacher.collator(collator_of("bert"), blocks_of())
     assert len(asked) == 2
+
+
+def test_pipes_are_refused_unopened(tmp_path):
+    """Nobody writes to this one: a reader would wait for ever."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(GrowthError, match="not a regular file"):
+        pack_text([tmp_path / "pipe.txt"], TOKENIZER, 8)
+
+
+def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").touch()
+    assert len(matching_files(tmp_path / "*.txt")) == 5
+    monkeypatch.setattr(data, "MOST_NAMES", 4)
+    with pytest.raises(GrowthError, match="more than 4 names"):
+        matching_files(tmp_path / "**")

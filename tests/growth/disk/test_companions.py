@@ -10,6 +10,7 @@ from torch.distributed import checkpoint as distributed
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import growkern
+from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.companions import companions
 from growkern.publish import workplace
 from tests.growth.models import LLAMA, random_model
@@ -140,3 +141,35 @@ def test_they_lie_beside_the_config(source, tmp_path):
     distributed.save({"model": model.state_dict()}, checkpoint_id=source / "step_7", no_dist=True)
     grow(source / "step_7", tmp_path / "large")
     assert (tmp_path / "large" / "spm.model").read_text() == "spm"
+
+
+def test_a_linked_generation_config_is_not_published(source, tmp_path):
+    """Its content would become part of the grown model."""
+    (tmp_path / "secret").write_text('{"token": "of somebody else"}')
+    (source / "generation_config.json").unlink()
+    (source / "generation_config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(growkern.GrowthError, match="outside of the checkpoint"):
+        grow(source, tmp_path / "large")
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_linked_folder_is_not_walked_through(source):
+    """It may be the root of the file system, where a walk takes minutes."""
+    (source / "additional_chat_templates").symlink_to("/")
+    with pytest.warns(UserWarning, match="outside of the checkpoint"):
+        found = {file.name for file in companions(source)}
+    assert found == {"generation_config.json"}
+
+
+def test_every_byte_of_a_companion_is_checksummed(source, tmp_path):
+    """Only the model's own tensors have checksums besides that of their file's header."""
+    (source / "additional_chat_templates").mkdir()
+    file = "additional_chat_templates/x.safetensors"
+    (source / file).write_bytes(b"\x02" + bytes(7) + b"{}" + b"a" * 1000)
+    grow(source, tmp_path / "large")
+    assert verify_checksums(tmp_path / "large").ok
+    with open(tmp_path / "large" / file, "r+b") as opened:
+        opened.seek(500)
+        opened.write(b"b")
+    (wrong,) = verify_checksums(tmp_path / "large").wrong
+    assert wrong.endswith("x.safetensors: the file was changed")

@@ -1,0 +1,71 @@
+"""The commands' safety, from end to end: pipes, checksums, killed workers.
+
+Truth: the files themselves, changed by hand.
+"""
+
+import os
+
+from growkern.train.safety.checkpoints import open_staging, publish_into
+from tests.test_cli import SIZES, assert_bad_input, checkpoint, run
+
+__all__ = ["checkpoint", "run"]
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(run, checkpoint, tmp_path):
+    """Nobody writes to it: a command that opened it would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    grow = ("grow", checkpoint, tmp_path / "large", "--hidden-size", 24)
+    assert_bad_input(run(*grow, "--optimizer", tmp_path / "pipe"), "not a regular file")
+    assert_bad_input(run(*grow, "--text", tmp_path / "pipe"), "not a regular file")
+    cache = ("cache-teacher", checkpoint, tmp_path / "pipe", "--out", tmp_path / "cache")
+    assert_bad_input(
+        run(*cache, "--k", 4, "--temperature", 2, "--sequence-length", 8), "not a regular file"
+    )
+
+
+def test_a_masking_probability_that_is_none_is_refused(run, checkpoint, tmp_path):
+    cache = ("cache-teacher", checkpoint, tmp_path / "a.txt", "--out", tmp_path / "cache")
+    options = ("--k", 4, "--temperature", 2, "--masking-probability", 2)
+    assert_bad_input(run(*cache, *options), "must be in (0, 1]")
+
+
+def test_folded_models_have_checksums(run, checkpoint, tmp_path):
+    assert run("grow", checkpoint, tmp_path / "large", *SIZES)[0] == 0
+    assert run("fold", tmp_path / "large", tmp_path / "back")[0] == 0
+    code, out, _ = run("verify", "--checksums", tmp_path / "back")
+    assert code == 0 and ": 0 changed" in out and "not covered" not in out
+    (tmp_path / "back" / "pytorch_model.bin").write_bytes(b"more")
+    code, out, _ = run("verify", "--checksums", tmp_path / "back")
+    assert code == 1 and "pytorch_model.bin is not in manifest.json" in out
+
+
+def test_checksums_of_a_run(run, tmp_path):
+    """Files outside of its manifests are named; a manifest that was moved away is a difference."""
+    out = tmp_path / "out"
+    staged = open_staging(out) / "model"
+    staged.mkdir()
+    (out / "run.json").write_text("{}")
+    (staged / "model.safetensors").write_bytes(b"weights")
+    (staged / "trainer_state.json").write_text("{}")
+    publish_into(staged, out)
+    (out / "runs").mkdir()
+    (out / "runs" / "events.out.tfevents.1").touch()
+    code, said, _ = run("verify", "--checksums", out)
+    assert code == 0 and "3 files: 0 changed" in said
+    assert "not covered by checksums: runs/events.out.tfevents.1" in said
+    (out / "run.json").write_text("[]")
+    code, said, _ = run("verify", "--checksums", out)
+    assert code == 1 and "run.json was changed" in said
+    (out / "manifest.json").rename(out / "checkpoint-2.json")
+    (out / "checkpoint-2").mkdir()
+    code, said, _ = run("verify", "--checksums", out)
+    assert code == 1 and f"{out}: manifest.json is missing" in said
+
+
+def test_a_killed_data_worker_is_one_line(run, tmp_path, monkeypatch):
+    def killed(*_, **__):
+        raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
+
+    monkeypatch.setattr("growkern.train.run.train", killed)
+    said = run("train", tmp_path / "run.toml")
+    assert_bad_input(said, "a data worker was killed", f"growkern train {tmp_path}")

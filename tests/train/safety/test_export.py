@@ -1,0 +1,55 @@
+"""An export publishes a model's own files alone, and records their checksums."""
+
+import pytest
+import torch
+
+from growkern import GrowthError
+from growkern.publish.manifest import differences, write_manifest
+from growkern.train.load import load_language_model
+from growkern.train.safety.export import export
+from tests.train.test_run import save_tokenizer
+from tests.train.tiny import build
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "run" / "checkpoint-2"
+    build("llama", layers=1, width=8).save_pretrained(path)
+    save_tokenizer(path)
+    for name in ("trainer_state.json", "scheduler.pt", "training_args.bin", "rng_state.pth"):
+        (path / name).write_bytes(b"{}")
+    write_manifest(path)
+    return path
+
+
+def test_the_files_of_the_model_alone(checkpoint, tmp_path):
+    (tmp_path / "secret").write_text("of somebody else")
+    (checkpoint / "vocab.txt").symlink_to(tmp_path / "secret")
+    (checkpoint / "added.py").write_text("not of the checkpoint")
+    (checkpoint / "tokenizer.json").chmod(0o4755)
+    with pytest.warns(UserWarning, match="outside of the checkpoint"):
+        export(checkpoint.parent, tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    model = {"config.json", "generation_config.json", "model.safetensors", "manifest.json"}
+    assert names == model | {"tokenizer.json", "tokenizer_config.json"}
+    assert (tmp_path / "model" / "tokenizer.json").stat().st_mode & 0o7111 == 0
+    state = load_language_model(tmp_path / "model").state_dict()
+    expected = load_language_model(checkpoint).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_its_checksums_find_a_changed_byte(checkpoint, tmp_path):
+    export(checkpoint.parent, tmp_path / "model")
+    found = differences(tmp_path / "model")
+    assert (found.checked, found.wrong, found.uncovered) == (5, (), ())
+    data = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model" / "model.safetensors").write_bytes(data)
+    assert len(differences(tmp_path / "model").wrong) == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "os", "float8_e4m3fn"])
+def test_dtypes_that_are_none_are_refused(checkpoint, tmp_path, dtype):
+    with pytest.raises(GrowthError, match="dtype is"):
+        export(checkpoint.parent, tmp_path / "model", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
