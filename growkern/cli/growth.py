@@ -170,11 +170,11 @@ def compare_checksums(source: Path, target: Path | None) -> None:
         target: the grown checkpoint. None: `source` is the directory to check, of any kind.
     """
     from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
-    from growkern.growth.source.formats import WEIGHT_FILES
+    from growkern.growth.source.formats import weight_files
     from growkern.publish.manifest import differences
 
     if not ((target or source) / CHECKSUMS_FILE).exists():
-        found = differences(target or source, WEIGHT_FILES)
+        found = differences(target or source, weight_files())
         wrong, checked = list(found.wrong), f"{found.checked} files"
         print_uncovered(found.uncovered)
     else:
