@@ -7,6 +7,7 @@ file too many costs disk space. One file too few leaves a model without its toke
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
@@ -73,8 +74,8 @@ def companions(directory: Path) -> Iterator[Path]:
     for file in beside_weights(directory):
         if not stays_in(file, directory):
             warnings.warn(
-                f"{file} links to {file.resolve()}, outside of the checkpoint: left out; replace "
-                "the link by the file itself",
+                f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: left out; "
+                "replace the link by the file itself",
                 GrowthWarning,
                 stacklevel=2,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -27,8 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from growkern.bounded import regular_size, stays_inside
 from growkern.errors import GrowthError
 from growkern.growth.source.files import METADATA_FILE
+from growkern.growth.source.links import refuse_links_out
 
 # prefixes of the model's tensors in a larger state dict
 PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.")
@@ -231,14 +234,34 @@ def read_distributed_optimizer(
 def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
     """A reader of the checkpoint's files, and the entries of its metadata by name."""
     reader = _Reader(directory)
+    refuse_links_out(directory / METADATA_FILE, directory)
     try:
         metadata = reader.read_metadata()
+        _check_files(directory, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=False)
+    except GrowthError:
+        raise
     except UNREADABLE as error:
         raise GrowthError(
             f"{directory / METADATA_FILE}: not the metadata of a distributed checkpoint: {error}"
         ) from error
     return reader, metadata.state_dict_metadata
+
+
+def _check_files(directory: Path, metadata: Metadata) -> None:
+    """Refuse metadata that names files elsewhere, or something that is no file.
+
+    Raises:
+        GrowthError: it does.
+    """
+    for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
+        if not stays_inside(name):
+            raise GrowthError(
+                f"{directory / METADATA_FILE}: {reprlib.repr(name)} is not a file of the checkpoint"
+            )
+        refuse_links_out(directory / name, directory)
+        if (directory / name).exists():
+            regular_size(directory / name)
 
 
 def runs_of(index: Tensor) -> list[Run]:

@@ -6,6 +6,7 @@ file with the grown model.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from growkern.errors import GrowthError
@@ -37,6 +38,6 @@ def refuse_links_out(file: Path, directory: Path) -> None:
     """
     if not stays_in(file, directory):
         raise GrowthError(
-            f"{file} links to {file.resolve()}, outside of the checkpoint: replace the link by the "
-            "file itself"
+            f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: replace the "
+            "link by the file itself"
         )
