@@ -107,9 +107,12 @@ def read_text(file: Path, most: int = -1) -> str:
     """
     try:
         regular_size(file)
+    except GrowthError as error:
+        raise GrowthError(f"cannot read the text file {error}") from error
+    try:
         with file.open(encoding="utf-8") as stream:
             return stream.read(most)
-    except (OSError, GrowthError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise GrowthError(f"cannot read the text file {file}: {error}") from error
 
 
