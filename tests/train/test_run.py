@@ -137,7 +137,7 @@ def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
     """A marker is whole or not there, and an old one stays until a new one replaces it."""
     out = workplace / "out"
     out.mkdir()
-    (out / ".lock").write_text("1 host")
+    (workplace / ".out.lock").write_text("1 host training in")
     (out / ".run.json.0a1b2c3d.part").write_text("{")
     train(workplace / "run.toml", progress=False)
     (out / "run.json").write_text("{}")
