@@ -1,4 +1,4 @@
-"""The five kinds of files that are fuzzed: how they are changed, used, and compared with the truth.
+"""The kinds of files that are fuzzed: how they are changed, used, and compared with the truth.
 
 The truth is never computed by the code under test: transformers compares what two checkpoints
 predict, safetensors and plain integers read a cache, and an unattacked growth gives bytes.
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 import growkern
 from growkern.train.config import load_run
 from growkern.train.data import CausalLMCollator
+from growkern.train.load import load_language_model
 from tests.faults.walk import tree
 from tests.faults.work import save_source, tiny
 from tests.fuzz import mutate
@@ -112,6 +113,21 @@ class Sources(Kind):
             require(same_function(self.source, self.new), "the grown model computes another thing")
         else:
             logits(self.new)
+
+
+class Models(Sources):
+    """Sources as training, `cache-teacher` and `export` load them."""
+
+    def make(self):
+        self.check(self.use())
+
+    def use(self):
+        return load_language_model(self.source, torch.float64)
+
+    def check(self, model):
+        with torch.no_grad():
+            found = model.eval()(input_ids=TOKENS).logits
+        require(torch.equal(found, logits(self.source)), "the model computes another thing")
 
 
 class Optimizers(Kind):
@@ -327,6 +343,7 @@ class Toml(Kind):
 
 KINDS = {
     "source": Sources,
+    "model": Models,
     "lineage": Lineages,
     "optimizer": Optimizers,
     "cache": Caches,
