@@ -39,6 +39,7 @@ COMMANDS = {
         *("--sequence-length=8", "--batch-size=2"),
     ),
     "train": ("train", "run.toml"),
+    "export": ("export", "out", "new"),
 }
 # at the first file and at later ones; not all commands reach the last
 MOMENTS = ((1, signal.SIGINT), (6, signal.SIGTERM), (25, signal.SIGINT), (45, signal.SIGTERM))
@@ -86,7 +87,7 @@ def command(directory, arguments, number=0, moment=0):
 
 
 def absolute(directory, arguments):
-    names = ("small", "new", "old", "grown", "text", "run.toml")
+    names = ("small", "new", "old", "grown", "text", "run.toml", "out")
     made = [str(directory / a) if a in names else a for a in arguments]
     return [a.replace("--out=new", f"--out={directory / 'new'}") for a in made]
 
@@ -113,6 +114,8 @@ def results(directory):
 def test_a_stopped_command_goes_on_to_the_same_bytes(place, name, tmp_path_factory):
     arguments = COMMANDS[name]
     saved = tmp_path_factory.mktemp("saved")
+    if name == "export":
+        assert not command(place, absolute(place, COMMANDS["train"]))[0]
     subprocess.run(["cp", "-a", f"{place}/.", saved], check=True)
 
     def again():
