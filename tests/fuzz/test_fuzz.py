@@ -1,4 +1,4 @@
-"""Damaged sources, models, lineages, optimizer files, caches and run files: refused in one line, or right.
+"""Damaged files of six kinds: refused in one line, or right.
 
 `python -m tests.fuzz.fuzz DIRECTORY --cases 2000` takes more of them.
 """

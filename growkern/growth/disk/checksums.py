@@ -108,6 +108,25 @@ def _header_reader(name: str) -> Callable[[Path], bytes] | None:
     return None if "/" in name else header_reader(Path(name))
 
 
+def refuse_changed(file: Path) -> None:
+    """Refuse a file that growth wrote and that was changed since.
+
+    Args:
+        file: in the directory of a grown checkpoint. Without a record beside it, nothing is known.
+
+    Raises:
+        GrowthError: its checksum is not the recorded one, or the record cannot be read.
+    """
+    record = file.with_name(CHECKSUMS_FILE)
+    if not record.is_file():
+        return
+    recorded = _read_record(record)["files"].get(file.name)
+    if recorded is not None and recorded != checksum_file(file.parent, file.name):
+        raise GrowthError(
+            f"{file} has changed since the growth: take a copy whose checksum is that in {record}"
+        )
+
+
 @dataclass(frozen=True)
 class ChecksumReport:
     """Result of `verify_checksums`.

@@ -112,11 +112,22 @@ def complete(
         dtype: of the weights.
         layout: the files of the weights.
         beside: the checkpoint to copy companion files from, or a subdirectory of it.
+
+    Raises:
+        GrowthError: transformers refuses to save the config, because its values contradict each
+            other.
     """
     with torch.device("meta"):
         made = untrained_model(model, dtype)
     made.config.architectures = [model.class_name]
-    made.config.save_pretrained(directory)
+    try:
+        made.config.save_pretrained(directory)
+    except OSError:
+        raise
+    except Exception as error:
+        # the type of the error depends on the version of transformers
+        why = " ".join(str(error).split())[-300:]
+        raise GrowthError(f"transformers refuses to save the config: {why}") from error
     layout.write_index(directory)
     source = config_directory(beside)
     copy_companions(source, directory)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
+from growkern.growth.disk.checksums import refuse_changed
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.shards import ShardLayout, lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
@@ -74,7 +75,7 @@ def fold(
         progress: show a progress bar.
 
     Raises:
-        GrowthError: the lineage is missing or belongs to another model, the model was grown with
+        GrowthError: the lineage is missing, changed, or of another model; the model was grown with
             `method="random"`, or some source entries have no copy in the target. Nothing is
             written then.
     """
@@ -85,6 +86,7 @@ def fold(
         check_target(target, out, overwrite)
     opened = open_source(target, allow_nonfinite=True)
     record = read_lineage(Path(lineage or target))
+    refuse_changed(record.file)
     small = opened.spec.with_config(record.source_config)
     chosen = choose(record, opened, small)
     dtype = dtype or record.source_dtype

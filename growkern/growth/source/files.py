@@ -201,8 +201,9 @@ def _read_shard(file: Path) -> dict[str, Header]:
 
 
 def _check_metadata(metadata: Any) -> None:
-    texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [metadata]
-    if not all(isinstance(text, str) for text in texts):
+    if not isinstance(metadata, dict):
+        raise ValueError("its __metadata__ is no table")
+    if not all(isinstance(text, str) for text in (*metadata, *metadata.values())):
         raise ValueError("its __metadata__ holds more than texts")
 
 

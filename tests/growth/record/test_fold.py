@@ -258,3 +258,18 @@ def test_a_lineage_of_another_model_is_refused(tmp_path):
         growkern.fold(other / "small", other / "back", lineage=tmp_path, progress=False)
     with pytest.raises(growkern.GrowthError, match=r"exists.*--overwrite"):
         growkern.fold(tmp_path / "large", other, progress=False)
+
+
+def test_a_changed_lineage_is_refused(tmp_path):
+    random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32).save_pretrained(tmp_path / "small")
+    growkern.grow_checkpoint(
+        tmp_path / "small", tmp_path / "large", progress=False, hidden_size=24, symmetry="split"
+    )
+    file = tmp_path / "large" / "lineage.json"
+    record = json.loads(file.read_text())
+    space = next(iter(record["maps"].values()))
+    space["read"] = " ".join(["0.5", *space["read"].split()[1:]])
+    file.write_text(json.dumps(record))
+    with pytest.raises(growkern.GrowthError, match=r"lineage\.json has changed since the growth"):
+        growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    assert not (tmp_path / "back").exists()
