@@ -39,7 +39,7 @@ struct Run {
     int64_t from, n, source;
 };
 
-// the numbers h of (1) in routing.py for which a copy is the chosen one: first .. first + last
+// the numbers h of hashes.py for which (4) chooses a copy: first .. first + last
 struct Interval {
     uint32_t first, last;
 };

@@ -143,7 +143,7 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
 
 // ----------------------------------------------------------------- routing
 
-// the shares of (2) in routing.py that copies of x may have. `larger` is null if it is x itself and
+// the shares of (5) in hashes.py that copies of x may have. `larger` is null if it is x itself and
 // the rest is 0.
 template <class Out>
 struct Shares {
@@ -219,7 +219,7 @@ void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
     }
 }
 
-// (2) of routing.py for n elements x
+// (5) of hashes.py for n elements x
 template <class Out, class Acc>
 void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
     for (int64_t j = 0; j < n; ++j) {

@@ -146,7 +146,7 @@ __device__ inline ACC with_noise(ACC x, ACC noise) {
     return noise < 0 ? x + x - larger : larger;
 }
 
-// (2) of routing.py, for copy `number` of `count`
+// (5) of hashes.py, for copy `number` of `count`
 __device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
     const u32 first = first_choice(key, mult, source, count);
     const bool is_first = first == number;

@@ -1,6 +1,6 @@
 """The record of one `expand` call: the only argument of every backend.
 
-`op.py` defines the fields, in formulas (1) to (4), and `routing.py` defines routing. Shape letters
+`op.py` defines the fields, in formulas (1) to (4), and `hashes.py` defines routing. Shape letters
 used in this file: R, C rows and columns of the weight; M, N rows and columns of the result.
 """
 
@@ -19,13 +19,13 @@ NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
 class Routing(NamedTuple):
     """Which entries of one axis of the result are copies of the same source entry.
 
-    A hash chooses one copy for every line and source entry, see `routing.py`.
+    A hash chooses one copy for every line and source entry, see `hashes.py`.
 
     Attributes:
         dim: the axis of the result: 0 for its rows, 1 for its columns.
         copies: (n, 2) int64. Per entry of the axis its number among the copies of its source,
             from 0 on, and the count of these copies. (0, 1): the entry is the only one.
-        amplitude: a of (2) in `routing.py`, from 0 to 3. 1: the chosen copy has the whole weight.
+        amplitude: a of (5) in `hashes.py`, from 0 to 3. 1: the chosen copy has the whole weight.
     """
 
     dim: int

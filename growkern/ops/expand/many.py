@@ -20,7 +20,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
-from growkern.ops.expand.noise import keys_of_lines, seed_words
+from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
     BLOCK_M,
     GATHER,
@@ -153,7 +153,7 @@ class _Packed:
 
 
 class _LineKeys:
-    """(2) of `noise.py` for many calls at once: one by one takes about 20 small launches each."""
+    """(2) of `hashes.py` for many calls at once: one by one takes about 20 small launches each."""
 
     def __init__(self) -> None:
         self.length, self.ranges = 0, list[tuple[int, ...]]()

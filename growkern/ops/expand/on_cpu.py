@@ -8,7 +8,7 @@ from torch import Tensor
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.hashes import keys_of_call
 
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16

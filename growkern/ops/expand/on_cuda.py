@@ -25,7 +25,7 @@ from growkern.ops.backend.nvrtc import (
     why_not,
 )
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.hashes import keys_of_call
 
 THREADS = 256
 # with fewer rows than this, several blocks share a row: a vector is one row

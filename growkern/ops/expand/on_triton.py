@@ -18,8 +18,12 @@ from growkern.ops.expand.call import (
     ExpandCall,
     as_vector,
 )
-from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
-from growkern.ops.expand.routing import routed_triton
+from growkern.ops.expand.hashes import (
+    hash_noise_triton,
+    keys_of_call,
+    noise_unit_triton,
+    routed_triton,
+)
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
@@ -55,7 +59,7 @@ def _with_noise(x, noise, like, ACC: tl.constexpr):
 
 @jit
 def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.constexpr):
-    """(2) of `routing.py`."""
+    """(5) of `hashes.py`."""
     x = _rounded(x, like).to(ACC)
     larger = x
     if LARGER != 1.0:

@@ -12,9 +12,9 @@
 arXiv:2110.07143). (2) with `upper`, the same tensor one layer up, is its advanced knowledge
 initialisation, AKI, Eq. 16.
 
-xi is the hash of `noise.py`. On one line, all copies of a source index share xi. Noise that sums to
-zero over the copies, weighted with their scales, therefore leaves the function as it is. xi depends
-on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
+xi is the hash (3) of `hashes.py`. On one line, all copies of a source index share xi. Noise that
+sums to zero over the copies, weighted with their scales, therefore leaves the function as it is. xi
+depends on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
 
 Products are rounded to float32 (float64 for a float64 weight) in the order of (1). The result is
 rounded once more, rn, to the output dtype. Let x be the product without noise. With (4), two copies
@@ -22,15 +22,15 @@ of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (S
 noise costs no digits, in bfloat16 either.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
-sum is x for any number of copies and any dtype: see `routing.py`.
+sum is x for any number of copies and any dtype: (5) of `hashes.py`.
 
 Reading order: the public function `expand` at the end of this file packs its arguments into one
 record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
 every backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
-`noise.py` has the hash. That is at most 6 files for one call, and 7 with routing, whose formulas
-are in `routing.py`; CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py`
-collects them and `many.py` launches them together.
+`hashes.py` draws the noise and computes routing. That is at most 6 files for one call;
+CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` collects them and
+`many.py` launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
@@ -46,11 +46,10 @@ from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
-from growkern.ops.expand.noise import noise_of_columns, with_noise
+from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
 from growkern.ops.expand.on_cpu import expand_cpu
 from growkern.ops.expand.on_cuda import expand_cuda
 from growkern.ops.expand.on_triton import expand_triton
-from growkern.ops.expand.routing import routed, routed_gradient
 
 # ---------------------------------------------------------------- reference
 

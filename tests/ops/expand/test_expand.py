@@ -13,7 +13,7 @@ from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import DTYPES
-from growkern.ops.expand.noise import hash_noise, line_keys
+from growkern.ops.expand.hashes import hash_noise, line_keys
 from growkern.ops.expand.on_cpu import expand_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
