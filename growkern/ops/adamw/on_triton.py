@@ -73,7 +73,7 @@ def _numbers(rule: Rule, ratio: float) -> tuple[float, ...]:
     )
 
 
-def step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+def adamw_step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
     """As `adamw_step`."""
     M, N = part.sizes()
     vectors = tuple(factors.matrix.values())

@@ -64,9 +64,9 @@ class Grid(NamedTuple):
     cluster: int = 1
 
 
-def aligned(*numbers: int, to: int = 16) -> int:
-    """1 if all addresses and strides are multiples of `to` bytes: ALIGNED of csrc/cuda/device.h."""
-    return int(all(number % to == 0 for number in numbers))
+def aligned(*numbers: int, to: int = 16) -> bool:
+    """Whether all addresses and strides are multiples of `to` bytes."""
+    return all(number % to == 0 for number in numbers)
 
 
 # ------------------------------------------------------------------- libraries

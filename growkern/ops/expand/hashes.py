@@ -154,7 +154,7 @@ def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tenso
 
 
 @jit
-def hash_noise_triton(key, mult, src):
+def hash_noise_on_triton(key, mult, src):
     """(3) without the factor 2**-31: int32 bit patterns that broadcast -> float32."""
     x = (key + src * mult).to(tl.uint32, bitcast=True)
     x = x ^ (x >> 16)
@@ -165,7 +165,7 @@ def hash_noise_triton(key, mult, src):
 
 
 @jit
-def noise_unit_triton(size):
+def noise_unit_on_triton(size):
     """A size of noise times the factor 2**-31 of (3). A power of 2 rounds nothing."""
     return size * 4.656612873077393e-10
 
@@ -230,7 +230,7 @@ def _is_only(call: ExpandCall) -> Tensor:
 
 
 @jit
-def routed_triton(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
+def routed_on_triton(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
     """(5) for elements that broadcast, where `larger` is the larger share of x.
 
     Args:

@@ -19,10 +19,10 @@ from growkern.ops.expand.call import (
     as_vector,
 )
 from growkern.ops.expand.hashes import (
-    hash_noise_triton,
+    hash_noise_on_triton,
     keys_of_call,
-    noise_unit_triton,
-    routed_triton,
+    noise_unit_on_triton,
+    routed_on_triton,
 )
 
 # rows of a block; they share one load of the indices and scales of its columns
@@ -64,7 +64,7 @@ def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.const
     larger = x
     if LARGER != 1.0:
         larger = _rounded(x * LARGER, like).to(ACC)
-    return routed_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
+    return routed_on_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
 
 
 @jit
@@ -102,7 +102,7 @@ def expand_block(
         key = tl.load(noise[1] + n, mask=n_inside, other=0)
         mult = tl.load(noise[2] + n, mask=n_inside, other=0)
     if NOISE == NOISY_COLS:
-        size = noise_unit_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
+        size = noise_unit_on_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
     if NOISE == ROUTED_COLS:
         copies = tl.load(noise[0] + n, mask=n_inside, other=0)
 
@@ -120,8 +120,8 @@ def expand_block(
         if scales[1] is not None:
             x = x * col_scale
         if NOISE == NOISY_ROWS:  # (3)
-            size = noise_unit_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
-            xi = hash_noise_triton(key, mult, row.to(tl.int32))
+            size = noise_unit_on_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
+            xi = hash_noise_on_triton(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         if NOISE == ROUTED_ROWS:
             copies = tl.load(noise[0] + m, mask=m_inside, other=0)
@@ -132,7 +132,7 @@ def expand_block(
         if NOISE == ROUTED_COLS:
             x = _routed(x, key, mult, col, copies, out_ptr, LARGER, ACC)
         if NOISE == NOISY_COLS:
-            xi = hash_noise_triton(key, mult, col.to(tl.int32))
+            xi = hash_noise_on_triton(key, mult, col.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         to = out_ptr + m * strides[4] + n * strides[5]
         tl.store(to, _rounded(x, out_ptr), mask=inside)
@@ -164,7 +164,7 @@ def columns_of_block(out_bytes: int) -> int:
     return max(512, 2048 // out_bytes)
 
 
-def expand_triton(call: ExpandCall) -> None:
+def expand_on_triton(call: ExpandCall) -> None:
     """Fills `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.weight)

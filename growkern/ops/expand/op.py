@@ -47,9 +47,9 @@ from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
 from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
-from growkern.ops.expand.on_cpu import expand_cpu
-from growkern.ops.expand.on_cuda import expand_cuda
-from growkern.ops.expand.on_triton import expand_triton
+from growkern.ops.expand.on_cpu import expand_on_cpu
+from growkern.ops.expand.on_cuda import expand_on_cuda
+from growkern.ops.expand.on_triton import expand_on_triton
 
 # ---------------------------------------------------------------- reference
 
@@ -108,7 +108,9 @@ def _fill_by_reference(call: ExpandCall) -> None:
     call.out.copy_(expand_reference(call))
 
 
-KERNELS = dict(reference=_fill_by_reference, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
+KERNELS = dict(
+    reference=_fill_by_reference, cpu=expand_on_cpu, triton=expand_on_triton, cuda=expand_on_cuda
+)
 
 
 def _run(call: ExpandCall, backend: str) -> None:
