@@ -51,7 +51,7 @@ def adamw_step(
     if not part.value.numel():
         return
     name = choose_backend(backend, part.value.device, _supported(part))
-    STEPS[name](part, factors, ratio, rule)
+    KERNELS[name](part, factors, ratio, rule)
 
 
 def _supported(part: Part) -> tuple[str, ...]:
@@ -100,4 +100,4 @@ def _step_block(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
     part.value.sub_(update, alpha=rule.lr)
 
 
-STEPS = {"reference": step_in_blocks, "cpu": adamw_step_on_cpu, "triton": adamw_step_on_triton}
+KERNELS = {"reference": step_in_blocks, "cpu": adamw_step_on_cpu, "triton": adamw_step_on_triton}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Inputs
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand_call
 
@@ -72,8 +72,10 @@ class OneByOne(Work):
     def _carry_out(self, calls: list[ExpandCall]) -> None:
         for call in calls:
             # the weight stays: a backend may read it from the host
-            moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in call.inputs[1:]]
-            expand_call(ExpandCall.of_inputs(call.out, (call.weight, *moved)), None, self.backend)
+            given, device = call.inputs._replace(weight=None), call.out.device
+            moved = Inputs._make(x.to(device) if isinstance(x, Tensor) else x for x in given)
+            here = ExpandCall.of_inputs(call.out, moved._replace(weight=call.weight))
+            expand_call(here, None, self.backend)
 
 
 class WorkList(Work):

@@ -11,7 +11,7 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
-from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.hashes import hash_noise, line_keys
 from growkern.ops.expand.on_cpu import expand_on_cpu
@@ -453,8 +453,9 @@ def test_opcheck(name, upper, noise, device):
 
 def test_the_ops_take_the_fields_of_the_record():
     """In the record's order: in another one, scales or noises would be swapped."""
-    routing = ["copies", "routed_dim", "amplitude"]
-    inputs = [*ExpandCall._fields[1:9], *routing, "seed", "row_offset", "col_offset"]
+    inputs = list(Inputs._fields)
+    tensors = inputs[: inputs.index("copies")]
+    assert tensors == list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
     wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
     wanted[expand_out_op] = ["out", *inputs, "backend"]
     for op, names in wanted.items():

@@ -125,7 +125,7 @@ def _call(args: KlMlmArgs, teachers_NV: list[Tensor], isa: int | None) -> None:
     """Add the teachers and the instruction set to the arguments, and run the kernel."""
     lib, K = native.loaded(), len(teachers_NV)
     assert lib is not None
-    # local names keep memory alive until the call returns
+    # local names here too
     teachers = (ctypes.c_void_p * K)(*(x.data_ptr() for x in teachers_NV))
     strides = (ctypes.c_int64 * K)(*(x.stride(0) for x in teachers_NV))
     types = (ctypes.c_int32 * K)(*(native.TYPES[x.dtype] for x in teachers_NV))
