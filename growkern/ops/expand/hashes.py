@@ -96,7 +96,7 @@ def keys_of_lines(
         seed_hi, seed_lo: one seed for all lines, or (n,) int32 with a seed for each.
 
     Returns:
-        key and mult, both (n,) int32 bit patterns.
+        Key and mult, both (n,) int32 bit patterns.
     """
     key = _mix(_mix(line ^ seed_hi) + seed_lo)
     return key, _mix(key + GOLDEN) | 1
@@ -145,7 +145,7 @@ def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tenso
     """x (1 + noise) by (4) of `op.py`, without the last rounding to `out_dtype`.
 
     Returns:
-        a tensor in the dtype of `x`.
+        A tensor in the dtype of `x`.
     """
     if noise is None:
         return x

@@ -140,10 +140,10 @@ class _Packed:
         self.add(first)
 
     def add(self, x: Tensor | None) -> int:
-        """Appends a vector; None stands for the first one.
+        """Append a vector; None stands for the first one.
 
         Returns:
-            the place of its first element, at a multiple of 16 bytes.
+            The place of its first element, at a multiple of 16 bytes.
         """
         if x is None:
             return 0
@@ -165,10 +165,10 @@ class _LineKeys:
         self.length, self.ranges = 0, list[tuple[int, ...]]()
 
     def add(self, n_lines: int, offset: int, seed: int) -> int:
-        """Appends the lines offset, offset + 1, ...
+        """Append the lines offset, offset + 1, ...
 
         Returns:
-            the place of the first key, at a multiple of 16 bytes.
+            The place of the first key, at a multiple of 16 bytes.
         """
         at, length = self.length, -(-n_lines // 4) * 4
         self.ranges.append((length, offset - at, *seed_words(seed)))
@@ -210,7 +210,7 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
-    """Fills `out` of every call, in one launch for each kind of call.
+    """Fill `out` of every call, in one launch for each kind of call.
 
     Nothing is checked but the devices: indices must be in range, and results must not overlap other
     tensors.
@@ -219,7 +219,7 @@ def expand_many(calls: Sequence[ExpandCall]) -> int:
         calls: on matrices.
 
     Returns:
-        the number of launches.
+        The number of launches.
 
     Raises:
         GrowthError: tensors on several devices.

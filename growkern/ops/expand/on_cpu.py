@@ -31,7 +31,7 @@ class ExpandArgs(ctypes.Structure):
 
 
 def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
-    """Fills `call.out`.
+    """Fill `call.out`.
 
     Args:
         call: on the CPU.

@@ -78,7 +78,7 @@ def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
 
 
 def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Groups the rows of the result by the row of the weight they read.
+    """Group the rows of the result by the row of the weight they read.
 
     Nothing waits for a GPU.
 
@@ -145,7 +145,7 @@ def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
 
 
 def expand_on_cuda(call: ExpandCall) -> None:
-    """Fills `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
+    """Fill `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
 
     Raises:
         GrowthError: CUDA C++ cannot run here.

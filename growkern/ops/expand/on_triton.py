@@ -87,7 +87,7 @@ def expand_block(
     NOISE: tl.constexpr, LARGER: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Computes block number `block` of the result. Blocks are numbered along its rows.
+    """Compute block number `block` of the result. Blocks are numbered along its rows.
 
     The other arguments are those of `_expand_kernel`.
     """
@@ -171,7 +171,7 @@ def columns_of_block(out_bytes: int) -> int:
 
 
 def expand_on_triton(call: ExpandCall) -> None:
-    """Fills `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
+    """Fill `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.weight)
     block_n = columns_of_block(call.out.element_size())

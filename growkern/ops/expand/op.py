@@ -113,7 +113,7 @@ KERNELS = dict(
 
 
 def _run(call: ExpandCall, backend: str) -> None:
-    """Fills `call.out`, whatever its strides."""
+    """Fill `call.out`, whatever its strides."""
     check_ranges(call)
     check_no_overlap(call)
     if call.out.numel():
@@ -175,7 +175,7 @@ def _(*call_backend):
 
 
 def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
-    """Sums the slices of a matrix that have the same index: the adjoint of `index_select`.
+    """Sum the slices of a matrix that have the same index: the adjoint of `index_select`.
 
     Args:
         x: (m, k), or (k, m) with `dim` 1.

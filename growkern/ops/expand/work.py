@@ -1,7 +1,7 @@
 """Carries out the `expand` calls of a growth: one by one, or collected into few launches.
 
-`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`, say
-with `then` who needs them, and call `run` at the end.
+`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`,
+register a callback with `then`, and call `run` at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Work:
         self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
 
     def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
-        """Asks for `expand` with these arguments; `out` is filled after `run` or sooner."""
+        """Ask for `expand` with these arguments; `out` is filled after `run` or sooner."""
         call = ExpandCall(out, weight, **arguments)
         size = sum(x.nbytes for x in (out, weight, call.upper) if x is not None)
         if self._calls and self._bytes + size > self.bytes_at_once:
@@ -44,14 +44,14 @@ class Work:
             self.run()
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Does something that needs the results asked for so far, as soon as they are there."""
+        """Call `action` as soon as the results asked for so far are there."""
         if self._calls:
             self._after.append(action)
         else:
             action()
 
     def run(self) -> None:
-        """Carries out every call that waits, then what needs the results."""
+        """Carry out every call that waits, then what needs the results."""
         self._carry_out(self._calls)
         self._calls, self._bytes = [], 0
         waiting, self._after = self._after, []

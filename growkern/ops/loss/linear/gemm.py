@@ -77,7 +77,7 @@ def adds_wide(device: torch.device, factor: torch.dtype) -> bool:
 
 
 def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtype) -> bool:
-    """Tries a product with a float32 result. It is small, and its result is not read."""
+    """Try a product with a float32 result. It is small, and its result is not read."""
     x, out = (torch.zeros(16, 16, dtype=t, device=device) for t in (factor, torch.float32))
     try:
         product(x, x, out_dtype=out.dtype, out=out)
