@@ -157,7 +157,7 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
     for key, value in entry.items():
         if key in COUNTS:
             # stored and distributed tensors are checked later, when they are read.
-            # isinstance(value, StoredTensor) fails on a sparse tensor
+            # isinstance(value, StoredTensor) fails on a sparse tensor before Python 3.12
             is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if is_local or not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)
