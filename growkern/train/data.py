@@ -127,15 +127,13 @@ def matching_files(base: Path, pattern: str) -> list[Path]:
     Raises:
         GrowthError: there are none, or far too many names to look at.
     """
-    escaped = Path(glob.escape(str(base))) / pattern
+    escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
     names = list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
     if len(names) > MOST_NAMES:
-        raise GrowthError(
-            f"{base / pattern} matches more than {MOST_NAMES} names: give a narrower one"
-        )
+        raise GrowthError(f"{shown} matches more than {MOST_NAMES} names: give a narrower one")
     found = [Path(name) for name in sorted(names) if Path(name).is_file()]
     if not found:
-        raise GrowthError(f"no text file matches {base / pattern}")
+        raise GrowthError(f"no text file matches {shown}")
     return found
 
 

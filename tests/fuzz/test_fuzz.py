@@ -1,4 +1,6 @@
-"""Damaged sources, models, lineages, optimizer files, caches and run files: refused in one line, or right.
+"""Damaged sources, models, lineages, optimizer files, caches and run files.
+
+Each is refused in one line, or gives the right result.
 
 `python -m tests.fuzz.fuzz DIRECTORY --cases 2000` takes more of them.
 """

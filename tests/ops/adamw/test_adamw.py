@@ -105,8 +105,8 @@ def check_refused(shape, dtype, name):
 
 def test_the_fastest_backend_that_does_the_tensors_is_taken(monkeypatch):
     seen = []
-    for name in op.STEPS:
-        monkeypatch.setitem(op.STEPS, name, lambda *_, name=name: seen.append(name))
+    for name in op.KERNELS:
+        monkeypatch.setitem(op.KERNELS, name, lambda *_, name=name: seen.append(name))
     rule = Rule(**SETTINGS, maximize=False, step=1.0)
     part = example((4, 5), torch.float32, amsgrad=False)
     factors = factors_for((4, 5), torch.float32, even=False)
