@@ -1,4 +1,4 @@
-// The hash that gives `expand` its noise, for CPUs and GPUs: (3) of growkern/ops/expand/noise.py.
+// The hash that gives `expand` its noise, for CPUs and GPUs: (3) of growkern/ops/expand/hashes.py.
 //
 // It includes nothing, so that NVRTC can compile it.
 #pragma once

@@ -1,4 +1,4 @@
-// Signed routing of `expand`, for CPUs and GPUs: (1) of growkern/ops/expand/routing.py.
+// Signed routing of `expand`, for CPUs and GPUs: (4) of growkern/ops/expand/hashes.py.
 //
 // It includes nothing but the hash, so that NVRTC can compile it.
 #pragma once

@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
-# characters of a message; a damaged file may hold names and values of any length
-MOST, HEAD, TAIL = 1000, 600, 300
+# Characters of a message. Two paths of Linux's greatest length fit. A damaged file may hold names
+# and values of any length: of a longer message only the two ends are kept.
+MOST, HEAD, TAIL = 2 * 4096 + 1000, 600, 300
 
 
 class GrowthError(ValueError):

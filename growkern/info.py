@@ -1,6 +1,5 @@
 """Collects facts about this machine: versions, devices, and which backends run and why."""
 
-import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -11,6 +10,7 @@ import torch
 from rich.table import Table
 
 from growkern import package
+from growkern.growth.plan.pieces import usable_cores
 from growkern.ops.backend.choose import Backend, describe_backends
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "triton")
@@ -70,8 +70,7 @@ def collect() -> Info:
     """Collect the facts about this machine. Needs no GPU."""
     versions = {"python": platform.python_version(), "growkern": _own_version()}
     versions |= {name: _version(name) or "not installed" for name in PACKAGES}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = [f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads in use"]
+    devices = [f"{_processor()}, {usable_cores()} cores, {torch.get_num_threads()} threads in use"]
     devices += [
         f"cuda:{i} {torch.cuda.get_device_name(i)}, "
         f"{torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"

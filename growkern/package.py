@@ -10,7 +10,7 @@ def version() -> str:
     """The version of growkern, such as "0.1.0".
 
     Returns:
-        the version of the installed package. In a source tree that is not installed, the version
+        The version of the installed package. In a source tree that is not installed, the version
         in pyproject.toml. "unknown" if there is neither.
     """
     try:

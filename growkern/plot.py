@@ -35,7 +35,7 @@ MOST = 1e40
 class Curve:
     """The losses of a run, with the steps, FLOPs and seconds at which they were measured.
 
-    Args:
+    Attributes:
         name: for the legend.
         steps: optimizer steps, ascending.
         flops: FLOPs so far, one per step.

@@ -21,6 +21,14 @@ README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def test_a_message_holds_two_of_the_longest_paths():
+    first, second = ("/" + letter * 4095 for letter in "ab")
+    text = f"{first} differs from {second}: grow it again"
+    assert str(growkern.GrowthError(text)) == text
+    longer = str(growkern.GrowthError(text * 2))
+    assert len(longer) < 1000 and longer.endswith("grow it again")
+
+
 def python(code: str, *options: str, **environment: str) -> str:
     """The output of a fresh interpreter."""
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton specialises and compiles every launch for it, and runs none.
+"""A stand-in for a GPU: Triton compiles for it but runs nothing.
 
 The tensors are on the CPU. They have the alignment that a GPU's would have.
 """

@@ -34,7 +34,7 @@ def settle(directory: Path) -> int:
     """Make a cache that was moved here usable: Triton notes absolute paths in its groups of files.
 
     Returns:
-        the number of groups.
+        The number of groups.
     """
     groups = list((directory.resolve() / "triton").glob("*/__grp__*.json"))
     for path in groups:
@@ -95,7 +95,7 @@ def fill(directory: Path, arch: str, only: str, jobs: int) -> list[dict[str, Any
     """Compile all cases into the directory.
 
     Returns:
-        one row per case, in the order of their time.
+        One row per case, in the order of their time.
     """
     os.environ.update(cache_variables(directory))
     os.environ.pop("TRITON_INTERPRET", None)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.noise import hash_noise, line_keys
-from growkern.ops.expand.routing import chosen
+from growkern.ops.expand.hashes import chosen, hash_noise, line_keys
 
 IGNORED = -100
 DRIFT = 0.05
@@ -69,7 +68,7 @@ def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
 
 
 def _shares(routing: Routing, at: Tensor, source: tuple[Tensor, Tensor], seed: int) -> Tensor:
-    """The share of the weight that every element of rows `at` has: (1) and (2) of routing.py."""
+    """The share of the weight that every element of rows `at` has: (4) and (5) of hashes.py."""
     dim, copies, amplitude = routing
     if dim == 1:
         key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))

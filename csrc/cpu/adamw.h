@@ -25,10 +25,10 @@ struct AdamwArgs {
     double lr, beta1, beta2, eps, weight_decay;
     double correction1, correction2;  // 1 - beta^step
     double ratio;                     // of entries that are not old
-    int32_t maximize;
     int32_t type;  // F32 or F64
     int32_t threads;
     int32_t isa;
+    bool maximize;
 };
 
 void adamw_portable(const AdamwArgs&);

@@ -2,7 +2,6 @@
 //
 // Memory bounds it: every entry is read and written once. The inner loop has no branch, so that
 // compilers vectorise it.
-#include <algorithm>
 #include <cmath>
 
 #include "adamw.h"
@@ -72,7 +71,7 @@ void step_all(const AdamwArgs& a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t i = 0; i < a.M * pieces; ++i) {
         const int64_t from = i % pieces * PIECE;
-        step_piece<T, AMSGRAD>(a, numbers, i / pieces, from, std::min(PIECE, a.N - from));
+        step_piece<T, AMSGRAD>(a, numbers, i / pieces, from, smaller(PIECE, a.N - from));
     }
 }
 

@@ -41,8 +41,8 @@ void group_rows(const ExpandArgs& a, Storage& s) {
     for (int64_t i = 0; i < a.M; ++i) s.target[start[row(i)]++] = i;
 }
 
-// finds runs of consecutive virtual columns. A run also ends where the weight does, at column C, and
-// where the copy changes: all columns of a run are the same copy of their source.
+// finds runs of consecutive virtual columns. A run also ends where the weight does, at column C,
+// and where the copy changes: all columns of a run are the same copy of their source.
 void find_runs(const ExpandArgs& a, Storage& s) {
     for (int64_t j = 0; j < a.N; ++j) {
         const int64_t c = s.cols[j];
@@ -96,7 +96,8 @@ int expand(const ExpandArgs& a) {
     const int64_t last = *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
     run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
          s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
-         static_cast<int64_t>(s.runs.size()), last + 1, find_steps(a, s) ? s.col_steps.data() : nullptr,
+         static_cast<int64_t>(s.runs.size()), last + 1,
+         find_steps(a, s) ? s.col_steps.data() : nullptr,
          s.chosen_first.data(), s.chosen_last.data(), streaming},
         a.isa);
     return 0;

@@ -1,8 +1,8 @@
 // The arguments of expand on a CPU, and the plan that its kernels follow.
 //
 // The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
-// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into `upper`:
-// virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
+// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
+// `upper`: virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 #pragma once
 #include <cmath>
 
@@ -39,7 +39,7 @@ struct Run {
     int64_t from, n, source;
 };
 
-// the numbers h of (1) in routing.py for which a copy is the chosen one: first .. first + last
+// the numbers h of hashes.py for which (4) chooses a copy: first .. first + last
 struct Interval {
     uint32_t first, last;
 };
@@ -72,8 +72,8 @@ inline Interval chosen_interval(int32_t packed) {
     return {static_cast<uint32_t>(first), static_cast<uint32_t>(end - 1 - first)};
 }
 
-// sets `step` to what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false if the scale is
-// no such power of 2
+// sets `step` to what a scale of 2**k adds to the bits of a bfloat16, k * 2**7; false if the scale
+// is no such power of 2
 inline bool power_step(double scale, int16_t& step) {
     int exponent;
     if (std::frexp(scale, &exponent) != 0.5 || exponent < -125 || exponent > 127) return false;

@@ -4,43 +4,15 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
-#include <cstdlib>
-
-#include "expand.h"
-#include "simd.h"
+#include "expand_source.h"
 
 namespace growkern {
 namespace {
-
-constexpr int64_t GATHERED_COLUMNS = 256;  // a tile of 64-byte lines: 16 KiB, half of an L1 cache
-constexpr int64_t RUN_COLUMNS = 1024;
-constexpr int64_t MAX_COLUMNS = RUN_COLUMNS;
-
-template <class T>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-    using type = uint32_t;
-};
-template <>
-struct BitsOf<double> {
-    using type = uint64_t;
-};
-template <>
-struct BitsOf<bf16> {
-    using type = uint16_t;
-};
-template <>
-struct BitsOf<f16> {
-    using type = uint16_t;
-};
 
 template <class A, class B>
 constexpr bool same = false;
 template <class A>
 constexpr bool same<A, A> = true;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------- noise
 
@@ -120,10 +92,10 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
     }
 }
 
-// `convert` for bfloat16 with a single factor 2**k: adds k to the exponents, in 16 bits instead of the
-// 32 that products take. `row` and `col` are `power_step`s. Every number must be 0, or normal before
-// and after. Otherwise the result is false and y is undefined: subnormal numbers, infinities and NaN
-// need the product.
+// `convert` for bfloat16 with a single factor 2**k: adds k to the exponents, in 16 bits instead of
+// the 32 that products take. `row` and `col` are `power_step`s. Every number must be 0, or normal
+// before and after. Otherwise the result is false and y is undefined: subnormal numbers, infinities
+// and NaN need the product.
 inline bool add_steps(const bf16* x, int64_t n, int16_t row, const int16_t* col, bf16* y) {
     uint16_t odd = 0;
     for (int64_t j = 0; j < n; ++j) {
@@ -143,7 +115,7 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
 
 // ----------------------------------------------------------------- routing
 
-// the shares of (2) in routing.py that copies of x may have. `larger` is null if it is x itself and
+// the shares of (5) in hashes.py that copies of x may have. `larger` is null if it is x itself and
 // the rest is 0.
 template <class Out>
 struct Shares {
@@ -219,7 +191,7 @@ void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
     }
 }
 
-// (2) of routing.py for n elements x
+// (5) of hashes.py for n elements x
 template <class Out, class Acc>
 void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
     for (int64_t j = 0; j < n; ++j) {
@@ -242,13 +214,6 @@ void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from)
         std::memcpy(to, from, n * sizeof(Out));
     }
 }
-
-// n source elements that lie together in memory and go to output columns from .. from + n - 1
-template <class In>
-struct Piece {
-    const In* x;
-    int64_t from, n;
-};
 
 // computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
 // reads the s-th source row
@@ -305,21 +270,6 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
 
 // -------------------------------------------------------------------- rows
 
-// addresses of a virtual row: `low` has virtual columns 0 .. C-1, `high` has C .. 2C-1
-template <class In>
-struct Source {
-    const In *low, *high;
-
-    Source(const ExpandArgs& a, int64_t row) {
-        const In* weight = static_cast<const In*>(a.weight);
-        const In* upper = static_cast<const In*>(a.upper);
-        const int64_t r = row < a.R ? row : row - a.R;
-        high = upper ? upper + r * a.upper_stride : nullptr;
-        low = row < a.R ? weight + r * a.weight_stride : high;
-    }
-    const In* at(int64_t col, int64_t C) const { return col < C ? low + col : high + (col - C); }
-};
-
 template <class In, class Out, class Acc>
 void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
     const ExpandArgs& a = *p.args;
@@ -338,23 +288,6 @@ void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
         emit<In, Out, Acc>(p, s, j0, end - j0, pieces, n_pieces);
     }
 }
-
-template <class In>
-struct Scratch {
-    using Bits = typename BitsOf<In>::type;
-    static constexpr int64_t LINE = LINE_BYTES / sizeof(In);
-    alignas(64) Bits tile[LINE * GATHERED_COLUMNS];
-    Piece<In> pieces[MAX_COLUMNS];
-    Bits* packed;  // (virtual columns, LINE); null (no AVX2, no memory): gather one by one
-
-    explicit Scratch(const ExpandPlan& p) : packed(nullptr) {
-#if defined(__AVX2__)
-        const size_t bytes = LINE_BYTES * p.virtual_columns;
-        if (!p.runs) packed = static_cast<Bits*>(std::aligned_alloc(LINE_BYTES, bytes));
-#endif
-    }
-    ~Scratch() { std::free(packed); }
-};
 
 // computes source rows s .. s + n_rows - 1; there are at most LINE of them
 template <class In, class Out, class Acc>

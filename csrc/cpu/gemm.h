@@ -18,8 +18,8 @@ struct GemmArgs {
     int64_t c_m;
     int32_t a_type, b_type;
     int32_t product;  // F32, F64, or BF16 (of factors in bfloat16)
-    int32_t add;      // 0: c is overwritten
     int32_t threads, isa;
+    bool add;         // else c is overwritten
 };
 
 // 0: done; 1: out of memory; 2: no such product here

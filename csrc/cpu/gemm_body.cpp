@@ -3,7 +3,8 @@
 // The output is dealt out in blocks. For some steps along k at a time, both factors are converted
 // and packed into lines: 64 bytes are one step along k of the 16 (or, of doubles, 8) neighbouring
 // rows of a or columns of b. Registers hold 8 rows by 3 lines of the output, 24 of 32: enough to
-// hide an addition's latency. A "step" of bfloat16 is two numbers: its instruction adds two products.
+// hide an addition's latency. A "step" of bfloat16 is two numbers: its instruction adds two
+// products.
 #include "gemm.h"
 
 #include <atomic>
@@ -15,11 +16,11 @@ namespace growkern {
 namespace {
 
 constexpr int64_t STEPS = 128;       // three lines of b for so many are 24 KiB: they stay in L1
-// of a and of b: with the block of the output 576 KiB of floats, 672 KiB of doubles, for an L2 of 1 MiB
+// of a and of b: with the block of the output 576 KiB of floats, 672 KiB of doubles, for an L2 of
+// 1 MiB
 constexpr int64_t BLOCK_ROWS = 192, BLOCK_LINES = 24;
 constexpr int TILE_ROWS = 8, TILE_LINES = 3;
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // --------------------------------------------------------------- arithmetic
@@ -86,7 +87,9 @@ inline void convert(const In* x, int64_t n, int64_t room, typename P::Step* y) {
     if constexpr (P::PER_STEP == 1) {
         for (; j < n; ++j) y[j] = decode(x[j]);
     } else {
-        for (; j < n / 2; ++j) y[j] = x[2 * j].bits | static_cast<uint32_t>(x[2 * j + 1].bits) << 16;
+        for (; j < n / 2; ++j) {
+            y[j] = x[2 * j].bits | static_cast<uint32_t>(x[2 * j + 1].bits) << 16;
+        }
         if (n % 2) y[j++] = x[n - 1].bits;
     }
     for (; j < room; ++j) y[j] = 0;

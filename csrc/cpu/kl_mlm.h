@@ -38,9 +38,9 @@ struct KlMlmArgs {
     double label_smoothing, z_loss;
     int32_t type;                    // F32 or F64: of sums, and of everything computed
     int32_t student_type, grad_type;
-    int32_t sums, diverge, grad;     // `Steps` of rows/state.py
-    int32_t parts;                   // whether `sums` includes the entropy and the top-1 token
     int32_t threads, isa;
+    bool sums, diverge, grad;        // `Steps` of rows/state.py
+    bool parts;                      // whether `sums` includes the entropy and the top-1 token
 };
 
 void kl_mlm_portable(const KlMlmArgs&);

@@ -42,7 +42,7 @@ Two<T> sum(int64_t from, int64_t to, Terms terms) {
     return {static_cast<T>(first), static_cast<T>(second)};
 }
 
-// the largest logit; 0 if none is finite, NaN if one is
+// the largest logit; 0 if all are -inf, NaN if any is NaN
 template <class T>
 T top(const T* x, int64_t V) {
     T m = -INF<T>, nan = 0;
@@ -110,7 +110,7 @@ void sum_teacher(const Row<T>& row, int64_t k) {
     const T m = top(u, a.V), inv_t = static_cast<T>(a.inv_t);
     const Two<T> sums = sum<T>(0, a.V, [=](int64_t j, T& w, T& cross) {
         w = exponential((u[j] - m) * inv_t);
-        // before any maximum is subtracted: beside a close teacher this difference is exact
+        // as in `Ratio::log_q_p`, no maximum is subtracted yet
         cross = w == 0 ? 0 : w * ((u[j] - z[j]) * inv_t);
     });
     row.sums(k, S::maximum) = m;

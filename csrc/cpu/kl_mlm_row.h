@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t BLOCK = 512;  // columns whose gradient is complete before any is written
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 inline void widen(const f16* x, int64_t n, float* y) { decode_halves(x, n, y); }
 inline void widen(const f16* x, int64_t n, double* y) {
     float block[BLOCK];

@@ -31,8 +31,8 @@ bool supports(int32_t isa) {
 
 extern "C" {
 
-// a checksum of the sources, by CMakeLists.txt: growkern/ops/backend/native.py compares it with those
-// beside the package, so that no function is called with the arguments of another version
+// a checksum of the sources, by CMakeLists.txt: growkern/ops/backend/native.py compares it with
+// those beside the package, so that no function is called with the arguments of another version
 __attribute__((visibility("default"))) const char* growkern_sources() { return GROWKERN_SOURCES; }
 
 // the best instruction set for this processor

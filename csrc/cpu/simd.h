@@ -158,8 +158,8 @@ inline void unpack(__m256i& a, __m256i& b, uint64_t) {
     a = low;
 }
 
-// transposes K rows of K elements in each 128-bit lane, K = 16 / sizeof(Bits): interleaves row r with
-// row r + K/2, log2(K) times
+// transposes K rows of K elements in each 128-bit lane, K = 16 / sizeof(Bits): interleaves row r
+// with row r + K/2, log2(K) times
 template <class Bits>
 inline void transpose_lanes(__m256i* x) {
     constexpr int K = 16 / sizeof(Bits);
@@ -177,8 +177,8 @@ inline void transpose_lanes(__m256i* x) {
     }
 }
 
-// transposes 2K lines of K elements into K lines of 2K elements. The lower lane takes lines 0 .. K-1
-// and the upper lane lines K .. 2K-1, so that no instruction crosses lanes.
+// transposes 2K lines of K elements into K lines of 2K elements. The lower lane takes lines
+// 0 .. K-1 and the upper lane lines K .. 2K-1, so that no instruction crosses lanes.
 template <class Bits, class Read, class Write>
 inline void transpose(Read read, Write write) {
     constexpr int K = 16 / sizeof(Bits);

@@ -1,4 +1,5 @@
-// Building blocks of the CUDA kernels: types, copies into shared memory, sums over warps and blocks.
+// Building blocks of the CUDA kernels: types, copies into shared memory, sums over warps and
+// blocks.
 //
 // It includes nothing, so that NVRTC can compile it. On a CPU the functions that need PTX come from
 // bench/launches/cuda_on_cpu.h instead, so that tests run the source that GPUs run.
@@ -160,9 +161,9 @@ __device__ inline void copy_chunks(T* to, const T* from, int n) {
     if (!ALIGNED) copy_scalars(to, from, n / step * step, n);
 }
 
-// starts copying n values to shared memory at a multiple of 16 bytes, by all threads of the block; they
-// arrive by `wait_copies`. Pieces are as wide as the address allows: a row of BERT's 30522 columns may
-// begin anywhere.
+// starts copying n values to shared memory at a multiple of 16 bytes, by all threads of the block;
+// they arrive by `wait_copies`. Pieces are as wide as the address allows: a row of BERT's 30522
+// columns may begin anywhere.
 template <class T>
 __device__ inline void copy_row(T* to, const T* from, int n) {
     if (is_aligned(from, 16))

@@ -1,12 +1,12 @@
 // expand on a GPU: a block of threads reads one row of the weight and writes all its copies.
 //
 // The row is copied into shared memory once. This matters most for a weight in pinned memory of the
-// host, where the bus is slow. Columns are gathered from shared memory once for all output rows that
-// read this row. The output is written 16 bytes at a time.
+// host, where the bus is slow. Columns are gathered from shared memory once for all output rows
+// that read this row. The output is written 16 bytes at a time.
 //
 // The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
-// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into `upper`:
-// virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
+// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
+// `upper`: virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 //
 // Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
 #include "../routing.h"
@@ -48,9 +48,9 @@ struct ExpandRowsArgs {
     const i32* line_mult;     // like line_key
     i64 weight_stride, upper_stride, out_stride_m, out_stride_n;
     i32 R, C, M, N;
-    i32 blocks_per_row;      // blocks that share the output columns of a row
-    i32 staged;              // whether a row of weight and upper fits into shared memory
-    i32 reads_upper_beside;  // whether a virtual column may be C or more
+    i32 blocks_per_row;       // blocks that share the output columns of a row
+    bool staged;              // whether a row of weight and upper fits into shared memory
+    bool reads_upper_beside;  // whether a virtual column may be C or more
 };
 
 __device__ inline double to_acc(double x) { return x; }
@@ -59,8 +59,8 @@ __device__ inline float to_acc(T x) {
     return to_float(x);
 }
 
-// loads WIDTH numbers from column j on. `other` replaces all of them if `from` is null, and those of
-// columns from N on.
+// loads WIDTH numbers from column j on. `other` replaces all of them if `from` is null, and those
+// of columns from N on.
 template <class T, class U>
 __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)[WIDTH]) {
     if (from && (ALIGNED || j + WIDTH <= N) && is_aligned(from, alignof(Pack<T, WIDTH>))) {
@@ -107,8 +107,8 @@ struct Columns {
     }
 };
 
-// whether the columns lie together in the weight, at an address that one load can read. ALIGNED does
-// not tell, because the map decides it.
+// whether the columns lie together in the weight, at an address that one load can read. ALIGNED
+// does not tell, because the map decides it.
 __device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
     bool together = reinterpret_cast<u64>(weight + source[0]) % alignof(Pack<IN, WIDTH>) == 0;
 #pragma unroll
@@ -146,13 +146,14 @@ __device__ inline ACC with_noise(ACC x, ACC noise) {
     return noise < 0 ? x + x - larger : larger;
 }
 
-// (2) of routing.py, for copy `number` of `count`
+// (5) of hashes.py, for copy `number` of `count`
 __device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
     const u32 first = first_choice(key, mult, source, count);
     const bool is_first = first == number;
     if (SHARE == 1.f) return is_first ? x : ACC(0);
     if (count == 1) return x;
-    const ACC whole = to_acc(from_acc<OUT>(x)), larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
+    const ACC whole = to_acc(from_acc<OUT>(x));
+    const ACC larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
     const bool is_second = second_choice(first, mult, count) == number;
     return is_first ? larger : is_second ? whole - larger : ACC(0);
 }
@@ -169,11 +170,13 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
     for (int k = 0; k < WIDTH; ++k) {
         if (a.row_scale) x[k] = x[k] * row_scale;
         if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        if (NOISE == ROW_NOISE) x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
+        if (NOISE == ROW_NOISE)
+            x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
         if (NOISE == COL_NOISE)
             x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
         if (NOISE == ROW_ROUTING)
-            x[k] = routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
+            x[k] =
+                routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
         if (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }

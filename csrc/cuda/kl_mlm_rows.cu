@@ -61,8 +61,8 @@ __device__ inline int first_of(const float (&x)[QUAD], float top) {
     return x[0] == top ? 0 : x[1] == top ? 1 : x[2] == top ? 2 : 3;
 }
 
-// StudentSums of n columns, except count. The first of them is column `first` of the row; the label
-// is counted from there
+// StudentSums of n columns, except `columns`. The first of them is column `first` of the row; the
+// label is counted from there
 __device__ inline void student_pass(const STUDENT* z, int first, int n, int label,
                                     const RowsArgs& a, Partial& p) {
     float &m = p.m[0], &rest = p.sums[Partial::REST], &d_t = p.sums[Partial::STUDENT_SUM_T];

@@ -43,9 +43,9 @@ struct RowsArgs {
     i64 N;
     i32 V;
     i32 span;  // columns of a block, a multiple of 8: of 16 bytes in every type
-    i32 sums, grad;                          // `Steps` of rows/state.py
     float inv_t, softcap, teacher_softcap;  // 1 / temperature; a cap of 0 is none
     float label_smoothing, z_loss;
+    bool sums, grad;  // `Steps` of rows/state.py
 };
 
 // a number of a row's state; `state` points to the row's first number
@@ -58,17 +58,19 @@ __device__ inline float& number(float* state, int k, TeacherSums s, i64 N) {
 
 // sums over some columns of a row: of a thread, then of a block, then of the cluster
 struct Partial {
-    // in `sums`; SUM_T and CROSS are those of teacher 0, which those of other teachers follow
-    enum { REST, STUDENT_SUM_T, MOMENT, SUM_Z, SUM_T, CROSS, N_SUMS = SUM_T + 2 * K };
+    // in `sums`: those of the student, then OF_TEACHER of each teacher
+    enum { REST, STUDENT_SUM_T, MOMENT, SUM_Z, OF_STUDENT };
+    enum { SUM_T, CROSS, OF_TEACHER };
+    static constexpr int N_SUMS = OF_STUDENT + OF_TEACHER * K;
 
     float m[1 + K], best[1 + K];  // of the student, then of the teachers; m is -inf at the start
     float label_logit;
     float sums[N_SUMS];
 
-    __device__ float& sum_t(int k) { return sums[SUM_T + 2 * k]; }
-    __device__ float& cross(int k) { return sums[CROSS + 2 * k]; }
-    __device__ float sum_t(int k) const { return sums[SUM_T + 2 * k]; }
-    __device__ float cross(int k) const { return sums[CROSS + 2 * k]; }
+    __device__ float& sum_t(int k) { return sums[OF_STUDENT + OF_TEACHER * k + SUM_T]; }
+    __device__ float& cross(int k) { return sums[OF_STUDENT + OF_TEACHER * k + CROSS]; }
+    __device__ float sum_t(int k) const { return sums[OF_STUDENT + OF_TEACHER * k + SUM_T]; }
+    __device__ float cross(int k) const { return sums[OF_STUDENT + OF_TEACHER * k + CROSS]; }
 };
 constexpr int PARTIAL_FLOATS = sizeof(Partial) / sizeof(float);
 
@@ -132,7 +134,7 @@ __device__ inline Partial nothing_seen(int V) {
     for (int j = 0; j <= K; ++j) p.m[j] = minus_inf(), p.best[j] = V;
     p.label_logit = minus_inf();
 #pragma unroll
-    for (int i = 0; i < 4 + 2 * K; ++i) p.sums[i] = 0;
+    for (int i = 0; i < Partial::N_SUMS; ++i) p.sums[i] = 0;
     return p;
 }
 

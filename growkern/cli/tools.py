@@ -24,7 +24,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the models and the data order.")] = 0,
 ) -> None:
     """Train a small model, grow it and compare ways to train on. Needs no download."""
-    from growkern.demo import run_demo
+    from growkern.demo.run import run_demo
 
     run_demo(directory, quick=quick, seed=seed)
 

@@ -22,7 +22,7 @@ class Training:
     the large model have the same settings. A run ends when it reaches the final loss of the run
     from scratch.
 
-    Args:
+    Attributes:
         steps: optimizer steps.
         learning_rate: the peak of the schedule.
         warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
@@ -41,7 +41,7 @@ class Training:
 class DemoConfig:
     """All settings of the demo except the seed.
 
-    Args:
+    Attributes:
         name: of the preset.
         source: sizes of the small model.
         target: sizes of the large model.
@@ -78,7 +78,7 @@ class DemoConfig:
 class Contestant:
     """A way to train the large model.
 
-    Args:
+    Attributes:
         name: of its directory.
         title: in the table and the picture.
         growth: options of `growkern.grow`; None trains from scratch.

@@ -1,1 +1,1 @@
-"""Growth: spaces and maps, the plan made of them, and what carries it out."""
+"""Grows models: spaces, plans, and the code that executes plans."""

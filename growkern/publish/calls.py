@@ -35,7 +35,7 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-    # rename(2) replaces no more than an empty directory, even one that comes into being just now
+    # rename(2) replaces only an empty directory, even one created a moment ago
     taken = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_name)
     if exists(new_name, new_folder):
         raise taken

@@ -66,7 +66,7 @@ def choose_teachers(
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 
 
-# with these accelerate shards the model, whatever the arguments say
+# if one of these variables is set, accelerate shards the model, whatever the arguments say
 SWITCHES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",

@@ -116,18 +116,24 @@ def read_text(file: Path, most: int = -1) -> str:
         raise GrowthError(f"cannot read the text file {file}: {error}") from error
 
 
-def matching_files(pattern: Path) -> list[Path]:
+def matching_files(base: Path, pattern: str) -> list[Path]:
     """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
+
+    Args:
+        base: the folder that a relative pattern begins in. Brackets and stars in its own name
+            stand for themselves.
+        pattern: of names.
 
     Raises:
         GrowthError: there are none, or far too many names to look at.
     """
-    names = list(islice(glob.iglob(str(pattern), recursive=True), MOST_NAMES + 1))
+    escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
+    names = list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
     if len(names) > MOST_NAMES:
-        raise GrowthError(f"{pattern} matches more than {MOST_NAMES} names: give a narrower one")
+        raise GrowthError(f"{shown} matches more than {MOST_NAMES} names: give a narrower one")
     found = [Path(name) for name in sorted(names) if Path(name).is_file()]
     if not found:
-        raise GrowthError(f"no text file matches {pattern}")
+        raise GrowthError(f"no text file matches {shown}")
     return found
 
 

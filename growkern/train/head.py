@@ -48,7 +48,7 @@ def _added_bias(model: Any) -> Tensor | None:
 
 
 def _changes(model: Any) -> dict[str, tuple[Any, float]]:
-    """Maps each attribute of NEUTRAL that is a number to its owner and its value."""
+    """Map each attribute of NEUTRAL that is a number to its owner and its value."""
     found = {}
     for owner in (model.config, model):
         for name in NEUTRAL:

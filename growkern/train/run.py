@@ -49,12 +49,12 @@ from growkern.train.safety.messages import (
     describe_model,
     describe_optimizer,
     describe_saving,
-    format_count,
     print_lines,
     resume_command,
 )
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.trainer import TwoStageTrainer
+from growkern.units import human
 
 # records and archives that hold texts
 NOT_TEXT = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -179,7 +179,7 @@ def _header(
         "optimizer": describe_optimizer(trainer.growth_plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
-        "FLOPs": ", ".join(f"{format_count(n)} in {name}" for name, n in flops.items()),
+        "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": describe_saving(
             base / run.output.directory,
             training.save_every,
@@ -282,7 +282,7 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        files += matching_files(base / pattern)
+        files += matching_files(base, pattern)
     for file in files:
         if file.suffix in NOT_TEXT:
             raise GrowthError(

@@ -9,9 +9,10 @@ from rich.console import Console
 from transformers import AutoTokenizer, BertForMaskedLM
 
 import growkern
-from growkern.demo import MICRO, progress, run_demo
-from growkern.demo.config import CONTESTANTS
+from growkern.demo import progress
+from growkern.demo.config import CONTESTANTS, FULL, MICRO, QUICK
 from growkern.demo.report import result_table, summarize
+from growkern.demo.run import run_demo
 from growkern.errors import GrowthError
 from growkern.plot import Curve, read_curve
 from growkern.train.trainer import TwoStageTrainer
@@ -180,8 +181,6 @@ def test_a_source_beyond_scratch_is_said_to_be():
 
 
 def test_presets_compare_like_with_like():
-    from growkern.demo import FULL, QUICK
-
     for config in (FULL, QUICK, MICRO):
         source, target = config.source, config.target
         assert target.hidden_size % source.hidden_size, "an uneven width is part of the demo"

@@ -14,10 +14,11 @@ from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.op import adamw_step
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand.call import Routing
 
 OPS = Path(growkern.__file__).parent / "ops"
 ROOT = OPS.parents[1]
-EXPAND = {f"expand/{name}.py" for name in ("op", "call", "checks", "noise")}
+EXPAND = {f"expand/{name}.py" for name in ("op", "call", "checks", "hashes")}
 # the table of backends, rows/op.py, is read but not run
 LINEAR = {
     *("loss/linear_kl_mlm_loss.py", "loss/kl_mlm_loss.py", "loss/rows/options.py"),
@@ -65,9 +66,12 @@ def call(op: str, backend: str, device: str) -> None:
     weight = random(8, 4).requires_grad_()
     if op == "expand":
         cols = torch.arange(6, device=device) % 4
-        growkern.expand(
-            weight, cols=cols, col_scale=random(6), col_noise=random(6), backend=backend
-        ).sum().backward()
+        # columns 0, 1, 4 and 5 are copies of the first two, columns 2 and 3 the only ones
+        number = torch.arange(6, device=device) // 4
+        count = 1 + (cols < 2).long()
+        routing = Routing(1, torch.stack([number, count], 1), amplitude=0.5)
+        for options in ({"col_scale": random(6), "col_noise": random(6)}, {"routing": routing}):
+            growkern.expand(weight, cols=cols, **options, backend=backend).sum().backward()
         return
     growkern.linear_kl_mlm_loss(
         random(5, 4).requires_grad_(), weight, random(5, 3), random(8, 3),

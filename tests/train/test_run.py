@@ -177,6 +177,19 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_folder_with_brackets_is_no_pattern(workplace):
+    folder = workplace / "[ab] *"
+    folder.mkdir()
+    for name in ("model", "teacher", "text", "run.toml"):
+        (workplace / name).rename(folder / name)
+    # found, and then refused
+    (folder / "text" / "c.jsonl").write_text("{}")
+    (folder / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
+    with pytest.raises(GrowthError, match=r"c\.jsonl would be trained on as plain text"):
+        train(folder / "run.toml", progress=False)
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_records_are_not_read_as_prose(workplace):
     (workplace / "text" / "c.jsonl").write_text('{"text": "w1 w2"}')
     (workplace / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))

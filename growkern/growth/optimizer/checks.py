@@ -156,8 +156,8 @@ def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
 def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     for key, value in entry.items():
         if key in COUNTS:
-            # stored and distributed tensors are checked later, when they are read. A sparse
-            # tensor cannot even be asked whether it is a stored one
+            # stored and distributed tensors are checked later, when they are read.
+            # isinstance(value, StoredTensor) fails on a sparse tensor before Python 3.12
             is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if is_local or not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)

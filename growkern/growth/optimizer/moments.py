@@ -1,4 +1,6 @@
-"""Grows the moments of Adam, and the factors with which AdamW commutes with growth.
+"""Grows the moments of Adam, and finds factors for AdamW's learning rate.
+
+With these learning-rate factors, growing before or after a step gives the same model.
 
 Moments are means of gradients and of their squares, so they grow as gradients do. With
 U = E_out W P_in and (1) of `growkern.growth.plan.axes`, each entry of U and of its gradient is

@@ -94,7 +94,8 @@ def _width(plan: Blueprint) -> list[Finding]:
         return [Finding("exact", what, why)]
     if not layout.is_carried:
         why = (
-            "extra coordinates lose the mean of the norms' outputs, and hold that of their biases: "
+            "the extra coordinates do not carry the mean of the norms' outputs, only that of their "
+            "biases: "
             f"{layout.no_carry_reason}"
         )
         return [Finding("changed", what, why)]

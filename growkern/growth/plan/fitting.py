@@ -30,7 +30,7 @@ REACH = 256
 MOST_TRIED = 150
 # how many numbers of heads are tried for a hidden size near the one given
 FEW = 8
-# more heads than this times those in proportion to the hidden size are not chosen unasked
+# never choose more than this many times the proportional number of heads
 MOST_HEADS = 2
 
 

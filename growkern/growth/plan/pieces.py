@@ -72,8 +72,14 @@ def workers_within(plan: Blueprint, memory_limit: int) -> int:
             f"memory_limit={memory_limit / 1e6:g}MB is too small: growing this model needs at "
             f"least {math.ceil(least / 1e6)}MB"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
+    return min(usable_cores(), MOST_WORKERS, (memory_limit - FIXED_BYTES) // max(1, each))
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def stream_bytes(plan: Blueprint, memory_limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Holds the measured outputs of a grown model against the words of its plan."""
+"""Compares measured errors with the plan's predictions."""
 
 from __future__ import annotations
 

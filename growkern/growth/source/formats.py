@@ -38,8 +38,8 @@ class Format(NamedTuple):
         read: (directory, model) -> the stored tensors, by their names there.
         read_header: the bytes of a file that list its tensors. The file is that of a tensor of
             `read`.
-        suffix: ends the names of files that consist of such a header and of tensors; None: the
-            format has no such files.
+        suffix: file extension of this format's weight files, which consist of such a header and of
+            tensors. None: the format has no such files.
         loads: whether `from_pretrained` of transformers reads the format.
         read_optimizer: (directory, parameters) -> the optimizer's state, where the format keeps it
             with the weights: parameter -> key -> tensor. `parameters` has the name of a parameter

@@ -39,6 +39,11 @@ class Layout:
 
     With `scheme="paper"` every layer draws its own head and FFN maps, unless a tensor serves
     several layers (`ModelSpec.arranged_once`). Otherwise all layers share one space per name.
+
+    Args:
+        small, large: source and target.
+        options: of the growth.
+        dtypes: dtype of the source's weights and of the target's weights.
     """
 
     def __init__(
@@ -48,12 +53,6 @@ class Layout:
         options: GrowthOptions,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        """
-        Args:
-            small, large: source and target.
-            options: of the growth.
-            dtypes: dtype of the source's weights and of the target's weights.
-        """
         self.small, self.large, self.family = small, large, small.family
         self.options, self.dtypes = options, dtypes
         self._spaces: dict[tuple[str, Layer], Space] = {}

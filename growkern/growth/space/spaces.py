@@ -64,7 +64,7 @@ class Space:
         write: its coefficient, the nonzero entry of that row of E, (target,) float64.
         read_index: source entry of every target entry where the space is read, (target,) int64.
         read: its share, the nonzero entry of that column of P, (target,) float64.
-        signs: the distinct e of the extra coordinates, see (1) of `growth.tensors.extras`.
+        signs: the distinct e of the extra coordinates, see (2) of `growth.tensors.extras`.
         carry_units: True if the last entries are the FFN units that carry the mean.
         free_extra: True if extra coordinates hold 0, so that any weight may read them.
     """

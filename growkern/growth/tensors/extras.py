@@ -3,7 +3,7 @@
 New tokens start with the mean of the old tokens' rows. Their logits are then the mean z of the
 old logits z_j, whatever the input, so that by Jensen's inequality n of them add little:
 
-    n exp(z) / sum_j exp(z_j) <= n / V                                                     (0)
+    n exp(z) / sum_j exp(z_j) <= n / V                                                     (1)
 
 A bias per token starts `NEW_TOKEN_MARGIN` below its mean, which divides that by exp(margin).
 
@@ -13,9 +13,9 @@ what the source's did. The weights that write these coordinates have no counterp
 They are computed from its rows:
 
     written axis       one sum f_t over the rows per sign e_t:
-                       f_t = (1/n) 1 + delta e_t w,   w = (gamma - mean(gamma)) / n        (1)
-    first FFN matrix   the rows 1/n and w, one for each pair of carry units                (2)
-    second FFN matrix  the columns that add both to the extra coordinates                  (3)
+                       f_t = (1/n) 1 + delta e_t w,   w = (gamma - mean(gamma)) / n        (2)
+    first FFN matrix   the rows 1/n and w, one for each pair of carry units                (3)
+    second FFN matrix  the columns that add both to the extra coordinates                  (4)
 
 gamma belongs to the norm that the vector enters, n is the source's hidden size, and delta is the
 option `carry`. A norm that carries the mean multiplies extra coordinate k by 1 / (delta e_k)
@@ -109,7 +109,7 @@ def _read_or_identity(
 
 
 def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
-    """The entry along axis `dim` that new tokens start with, see (0); that axis has length 1."""
+    """The entry along axis `dim` that new tokens start with, see (1); that axis has length 1."""
     if dim:
         return weight.double().mean(dim, keepdim=True).to(weight.dtype)
     mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
@@ -136,7 +136,7 @@ def _weighted_sums(
     functionals: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Tensor:
-    """(1): weighted sums over axis `dim` of a tensor, in its dtype.
+    """(2): weighted sums over axis `dim` of a tensor, in its dtype.
 
     Every row of the tensor is read only once, even if the target tensor is built in many pieces.
 
@@ -186,7 +186,7 @@ def _wide(rows: Tensor) -> Tensor:
 
 
 def _carried_weight(plan: Blueprint, task: Task, read: Callable[[str], Tensor]) -> Tensor:
-    """w of (1) for the norm that this tensor's output enters, (n,) float64.
+    """w of (2) for the norm that this tensor's output enters, (n,) float64.
 
     It is 0 if no norm carries the mean.
     """

@@ -11,22 +11,23 @@ from growkern.ops.backend import native
 PARALLEL_ELEMENTS = 1 << 15
 
 _POINTERS = ("value", "gradient", "mean", "square", "largest", *VECTORS)
-_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "correction1", "correction2", "ratio")
-_FLAGS = ("maximize", "type", "threads", "isa")
+_FACTORS = ("lr", "beta1", "beta2", "eps", "weight_decay", "correction1", "correction2", "ratio")
+_NUMBERS = ("type", "threads", "isa")
 
 
-class _Args(ctypes.Structure):
-    """struct AdamwArgs."""
+class AdamwArgs(ctypes.Structure):
+    """struct AdamwArgs of `csrc/cpu/adamw.h`."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in ("M", "N")]
-        + [(name, ctypes.c_double) for name in _NUMBERS]
-        + [(name, ctypes.c_int32) for name in _FLAGS]
+        + [(name, ctypes.c_double) for name in _FACTORS]
+        + [(name, ctypes.c_int32) for name in _NUMBERS]
+        + [("maximize", ctypes.c_bool)]
     )
 
 
-def step_on_cpu(
+def adamw_step_on_cpu(
     part: Part, factors: Factors, ratio: float, rule: Rule, isa: int | None = None
 ) -> None:
     """As `adamw_step`.
@@ -38,7 +39,7 @@ def step_on_cpu(
     lib = native.loaded()
     assert lib is not None
     tensors = [part.value, part.gradient, part.mean, part.square, part.largest]
-    args = _Args(
+    args = AdamwArgs(
         *(None if x is None else x.data_ptr() for x in tensors),
         *(x.data_ptr() for x in factors.matrix.values()),
         *part.sizes(),
@@ -50,10 +51,10 @@ def step_on_cpu(
         1 - rule.beta1**rule.step,
         1 - rule.beta2**rule.step,
         ratio,
-        rule.maximize,
         native.TYPES[part.value.dtype],
         torch.get_num_threads() if part.value.numel() >= PARALLEL_ELEMENTS else 1,
         lib.growkern_best_isa() if isa is None else isa,
+        rule.maximize,
     )
     if lib.growkern_adamw(ctypes.byref(args)):
         raise RuntimeError(f"adamw_step: this processor has no {native.ISA_NAMES[args.isa]}")

@@ -8,8 +8,8 @@ from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 
-# four entries of a thread in each of four rows: loads of 16 bytes
-BLOCK_M, BLOCK_N = 4, 512
+# Four entries of a thread in each of two rows: loads of 16 bytes. With four rows sm_100 spills
+BLOCK_M, BLOCK_N = 2, 512
 # the order of the arguments that are tuples: `Part`, `VECTORS` (rows, then columns), `_numbers`
 VALUE, GRADIENT, MEAN, SQUARE, LARGEST = map(tl.constexpr, range(5))
 LR_FACTOR, EPS_FACTOR, OLD, CENTRE = map(tl.constexpr, range(4))
@@ -73,7 +73,7 @@ def _numbers(rule: Rule, ratio: float) -> tuple[float, ...]:
     )
 
 
-def step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+def adamw_step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
     """As `adamw_step`."""
     M, N = part.sizes()
     vectors = tuple(factors.matrix.values())

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from growkern.ops.adamw.factors import Factors, Part, Rule
-from growkern.ops.adamw.on_cpu import step_on_cpu
-from growkern.ops.adamw.on_triton import step_on_triton
+from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
+from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend.choose import choose_backend
 
 # numbers that the reference updates at a time: 512 KiB in float32. A GPU takes more at a time,
@@ -51,7 +51,7 @@ def adamw_step(
     if not part.value.numel():
         return
     name = choose_backend(backend, part.value.device, _supported(part))
-    STEPS[name](part, factors, ratio, rule)
+    KERNELS[name](part, factors, ratio, rule)
 
 
 def _supported(part: Part) -> tuple[str, ...]:
@@ -100,4 +100,4 @@ def _step_block(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
     part.value.sub_(update, alpha=rule.lr)
 
 
-STEPS = {"reference": step_in_blocks, "cpu": step_on_cpu, "triton": step_on_triton}
+KERNELS = {"reference": step_in_blocks, "cpu": adamw_step_on_cpu, "triton": adamw_step_on_triton}

@@ -80,13 +80,13 @@ def choose_backend(
         supported: the backends that the op has for these dtypes; "reference" is always one.
 
     Returns:
-        a name of BACKENDS.
+        A name of BACKENDS.
 
     Raises:
         GrowthError: the requested backend is unknown, or cannot run here or on this device.
     """
     if not requested:
-        # torch.compile traces this inside a compiled step: nothing that it cannot trace
+        # torch.compile traces this code: call only what it can trace
         wanted = "cpu" if device.type == "cpu" else "triton"
         live = _has_library() if wanted == "cpu" else HAS_TRITON
         return wanted if wanted in supported and live else "reference"

@@ -19,12 +19,12 @@ if HAS_TRITON:
 else:
 
     def jit(fn: Any) -> Any:
-        """Stands in for ``triton.jit``, so that a module with kernels imports without Triton."""
+        """Stand in for ``triton.jit``, so that a module with kernels imports without Triton."""
         return fn
 
 
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: Any) -> None:
-    """Runs a Triton kernel on the device of a tensor. All launches go through here.
+    """Run a Triton kernel on the device of a tensor. All launches go through here.
 
     Triton itself launches on the current device, even if all tensors are on another one.
 

@@ -97,7 +97,7 @@ def available_isas() -> range:
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
-    """Asks the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on."""
+    """Ask the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on."""
     lib = loaded()
     size = x.numel() * x.element_size()
     if lib is not None and x.device.type == "cpu" and size >= 8 << 20:

@@ -64,9 +64,9 @@ class Grid(NamedTuple):
     cluster: int = 1
 
 
-def aligned(*numbers: int, to: int = 16) -> int:
-    """1 if all addresses and strides are multiples of `to` bytes: ALIGNED of csrc/cuda/device.h."""
-    return int(all(number % to == 0 for number in numbers))
+def aligned(*numbers: int, to: int = 16) -> bool:
+    """Whether all addresses and strides are multiples of `to` bytes."""
+    return all(number % to == 0 for number in numbers)
 
 
 # ------------------------------------------------------------------- libraries
@@ -164,7 +164,7 @@ def nvrtc_version() -> str | None:
 
 
 def compile_cubin(kernel: Kernel, arch: str) -> bytes:
-    """Compiles a kernel to machine code for an architecture, such as "sm_90".
+    """Compile a kernel to machine code for an architecture, such as "sm_90".
 
     Raises:
         GrowthError: NVRTC reports an error; the first line of its log is in the message.
@@ -227,7 +227,7 @@ def cached_cubin(kernel: Kernel, arch: str) -> bytes:
 
 
 def _use_context(device: int) -> None:
-    """Gives this thread PyTorch's CUDA context if it has none, like some threads of autograd."""
+    """Give this thread PyTorch's CUDA context if it has none, like some threads of autograd."""
     driver, context = _driver(), ctypes.c_void_p()
     _check_driver(driver.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
     if not context:
@@ -249,7 +249,7 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
 
 @cache
 def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
-    """Allows a kernel more shared memory and larger clusters than kernels have by default."""
+    """Allow a kernel more shared memory and larger clusters than kernels have by default."""
     driver, function = _driver(), _function(kernel, device)
     wanted = [(MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
     if cluster > PORTABLE_CLUSTER:
@@ -260,7 +260,7 @@ def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None
 
 
 def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
-    """Runs a kernel on PyTorch's current stream of a device; compiles it the first time.
+    """Run a kernel on PyTorch's current stream of a device; compile it the first time.
 
     The tensors whose addresses are in `args` must live until this returns, but no longer: PyTorch
     reuses their memory in the order of the stream.

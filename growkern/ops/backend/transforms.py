@@ -79,7 +79,7 @@ def apply(rules: Rules, *arguments: Any) -> Any:
     return _Transformed.apply(call, *call.flat(arguments))
 
 
-# torch.compile cannot trace the question, and guards on the answer by itself
+# torch.compile cannot trace this check; it adds its own guard
 @torch.compiler.assume_constant_result
 def _is_transformed() -> bool:
     """Whether `torch.func` or forward-mode AD is active."""

@@ -1,12 +1,11 @@
 """The record of one `expand` call: the only argument of every backend.
 
-`op.py` defines the fields, in formulas (1) to (4), and `routing.py` defines routing. Shape letters
+`op.py` defines the fields, in formulas (1) to (4), and `hashes.py` defines routing. Shape letters
 used in this file: R, C rows and columns of the weight; M, N rows and columns of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,13 @@ NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
 class Routing(NamedTuple):
     """Which entries of one axis of the result are copies of the same source entry.
 
-    A hash chooses one copy for every line and source entry, see `routing.py`.
+    A hash chooses one copy for every line and source entry, see `hashes.py`.
 
     Attributes:
         dim: the axis of the result: 0 for its rows, 1 for its columns.
         copies: (n, 2) int64. Per entry of the axis its number among the copies of its source,
             from 0 on, and the count of these copies. (0, 1): the entry is the only one.
-        amplitude: a of (2) in `routing.py`, from 0 to 3. 1: the chosen copy has the whole weight.
+        amplitude: a of (5) in `hashes.py`, from 0 to 3. 1: the chosen copy has the whole weight.
     """
 
     dim: int
@@ -42,6 +41,28 @@ class Routing(NamedTuple):
         """The copies as kernels read them, number + 2**16 count: (n,) int32, contiguous."""
         number, count = self.copies.detach().unbind(1)
         return (number + (count << 16)).int()
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered ops, which take no records: `ExpandCall` without `out`.
+
+    In backward the same record holds gradients, and None for what has none.
+    """
+
+    weight: Any
+    upper: Any
+    rows: Any
+    cols: Any
+    row_scale: Any
+    col_scale: Any
+    row_noise: Any
+    col_noise: Any
+    copies: Any
+    routed_dim: Any
+    amplitude: Any
+    seed: Any
+    row_offset: Any
+    col_offset: Any
 
 
 class ExpandCall(NamedTuple):
@@ -66,20 +87,28 @@ class ExpandCall(NamedTuple):
     offsets: tuple[int, int] = (0, 0)  # position of the first row and column in the whole matrix
 
     @classmethod
-    def of_inputs(cls, out: Tensor, inputs: Sequence[Any]) -> ExpandCall:
-        """The call with these `inputs`, in the order of that property."""
-        tensors, (copies, dim, amplitude, seed, row, col) = inputs[:8], inputs[8:]
-        routing = None if copies is None else Routing(dim, copies, amplitude)
-        return cls._make((out, *tensors, routing, seed, (row, col)))
+    def of_inputs(cls, out: Tensor, given: Inputs) -> ExpandCall:
+        """The call with these inputs."""
+        routing = None
+        if given.copies is not None:
+            routing = Routing(given.routed_dim, given.copies, given.amplitude)
+        return cls(
+            out, given.weight, given.upper, given.rows, given.cols,
+            given.row_scale, given.col_scale, given.row_noise, given.col_noise, routing,
+            given.seed, (given.row_offset, given.col_offset),
+        )  # fmt: skip
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """All fields but `out`, as the registered op takes them."""
-        routing = self.routing
-        routed = (
-            (None, 0, 1.0) if routing is None else (routing.copies, routing.dim, routing.amplitude)
-        )
-        return (*self[1:9], *routed, self.seed, *self.offsets)
+    def inputs(self) -> Inputs:
+        """All fields but `out`, as the registered ops take them."""
+        copies, dim, amplitude = None, 0, 1.0
+        if self.routing is not None:
+            dim, copies, amplitude = self.routing
+        return Inputs(
+            self.weight, self.upper, self.rows, self.cols,
+            self.row_scale, self.col_scale, self.row_noise, self.col_noise,
+            copies, dim, amplitude, self.seed, *self.offsets,
+        )  # fmt: skip
 
     def as_matrices(self) -> ExpandCall:
         """The same call on matrices: a vector becomes a matrix of one row."""

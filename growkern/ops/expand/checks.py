@@ -103,7 +103,7 @@ def _check_routing(routing: Routing, shape: list[int], device: torch.device) -> 
 def check_expand(
     call: ExpandCall, out_dtype: torch.dtype | None, *, reads_host: bool = False
 ) -> None:
-    """Checks everything that shapes, dtypes and devices can tell.
+    """Check everything that shapes, dtypes and devices can tell.
 
     Args:
         call: as the user gave it: vectors or matrices, `out` may be None.

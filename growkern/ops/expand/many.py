@@ -20,7 +20,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
-from growkern.ops.expand.noise import keys_of_lines, seed_words
+from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
     BLOCK_M,
     GATHER,
@@ -64,6 +64,8 @@ N_FIELDS = len(CallFields._fields)
 AT_OUT, AT_WEIGHT, AT_UPPER, AT_ROWS, AT_COLS, AT_ROW_SCALE, AT_COL_SCALE, AT_OF_AXIS, AT_KEY, \
     AT_MULT, AT_WEIGHT_R, AT_WEIGHT_C, AT_UPPER_R, AT_UPPER_C, AT_OUT_M, AT_OUT_N, AT_R, AT_C, \
     AT_M, AT_N, AT_FIRST_BLOCK = map(tl.constexpr, range(N_FIELDS))  # fmt: skip
+# places in the kernel's `like`
+LIKE_OUT, LIKE_WEIGHT, LIKE_INDEX, LIKE_FACTOR, LIKE_KEY = map(tl.constexpr, range(5))
 
 
 @jit
@@ -89,12 +91,15 @@ def _expand_many_kernel(
 ):
     block = tl.program_id(0)
     t = table_ptr + tl.load(call_ptr + block) * N_FIELDS
-    out_ptr = tl.load(t + AT_OUT).to(like[0].dtype)
-    weight_ptr = tl.load(t + AT_WEIGHT).to(like[1].dtype)
-    maps = (_pointer(t, AT_ROWS, like[2]), _pointer(t, AT_COLS, like[2]))
+    out_ptr = tl.load(t + AT_OUT).to(like[LIKE_OUT].dtype)
+    weight_ptr = tl.load(t + AT_WEIGHT).to(like[LIKE_WEIGHT].dtype)
+    maps = (_pointer(t, AT_ROWS, like[LIKE_INDEX]), _pointer(t, AT_COLS, like[LIKE_INDEX]))
     scales = (None, None)
     if SCALED:
-        scales = (_pointer(t, AT_ROW_SCALE, like[3]), _pointer(t, AT_COL_SCALE, like[3]))
+        scales = (
+            _pointer(t, AT_ROW_SCALE, like[LIKE_FACTOR]),
+            _pointer(t, AT_COL_SCALE, like[LIKE_FACTOR]),
+        )
     step_m = tl.load(t + AT_OUT_M)
     N = tl.load(t + AT_N)
     if WIDE:
@@ -103,20 +108,21 @@ def _expand_many_kernel(
         N = tl.multiple_of(N, 16)
         strides = (tl.load(t + AT_WEIGHT_R), 1, tl.load(t + AT_UPPER_R), 1, step_m, 1)
     else:
-        steps = (tl.load(t + AT_WEIGHT_C), tl.load(t + AT_UPPER_C), tl.load(t + AT_OUT_N))
-        step_r = (tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R))
-        strides = (step_r[0], steps[0], step_r[1], steps[1], step_m, steps[2])
+        weight_c, upper_c = tl.load(t + AT_WEIGHT_C), tl.load(t + AT_UPPER_C)
+        out_n = tl.load(t + AT_OUT_N)
+        weight_r, upper_r = tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R)
+        strides = (weight_r, weight_c, upper_r, upper_c, step_m, out_n)
     shape = (tl.load(t + AT_R), tl.load(t + AT_C), tl.load(t + AT_M), N)
     block = block - tl.load(t + AT_FIRST_BLOCK)
     # sizes of noise are factors, and copies are of the type of keys
     if NOISE == ROUTED_ROWS or NOISE == ROUTED_COLS:  # noqa: SIM109
-        of_axis = _pointer(t, AT_OF_AXIS, like[4])
+        of_axis = _pointer(t, AT_OF_AXIS, like[LIKE_KEY])
     else:
-        of_axis = _pointer(t, AT_OF_AXIS, like[3])
-    noise = (of_axis, _pointer(t, AT_KEY, like[4]), _pointer(t, AT_MULT, like[4]))
+        of_axis = _pointer(t, AT_OF_AXIS, like[LIKE_FACTOR])
+    noise = (of_axis, _pointer(t, AT_KEY, like[LIKE_KEY]), _pointer(t, AT_MULT, like[LIKE_KEY]))
     sources = (weight_ptr, None)
     if UPPER:
-        sources = (weight_ptr, tl.load(t + AT_UPPER).to(like[1].dtype))
+        sources = (weight_ptr, tl.load(t + AT_UPPER).to(like[LIKE_WEIGHT].dtype))
     expand_block(
         block, sources, maps, scales, noise, out_ptr, strides, shape,
         NOISE, LARGER, ACC, BLOCK_M, BLOCK_N,
@@ -134,10 +140,10 @@ class _Packed:
         self.add(first)
 
     def add(self, x: Tensor | None) -> int:
-        """Appends a vector; None stands for the first one.
+        """Append a vector; None stands for the first one.
 
         Returns:
-            the place of its first element, at a multiple of 16 bytes.
+            The place of its first element, at a multiple of 16 bytes.
         """
         if x is None:
             return 0
@@ -153,16 +159,16 @@ class _Packed:
 
 
 class _LineKeys:
-    """(2) of `noise.py` for many calls at once: one by one takes about 20 small launches each."""
+    """(2) of `hashes.py` for many calls at once: one by one takes about 20 small launches each."""
 
     def __init__(self) -> None:
         self.length, self.ranges = 0, list[tuple[int, ...]]()
 
     def add(self, n_lines: int, offset: int, seed: int) -> int:
-        """Appends the lines offset, offset + 1, ...
+        """Append the lines offset, offset + 1, ...
 
         Returns:
-            the place of the first key, at a multiple of 16 bytes.
+            The place of the first key, at a multiple of 16 bytes.
         """
         at, length = self.length, -(-n_lines // 4) * 4
         self.ranges.append((length, offset - at, *seed_words(seed)))
@@ -204,7 +210,7 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
-    """Fills `out` of every call, in one launch for each kind of call.
+    """Fill `out` of every call, in one launch for each kind of call.
 
     Nothing is checked but the devices: indices must be in range, and results must not overlap other
     tensors.
@@ -213,7 +219,7 @@ def expand_many(calls: Sequence[ExpandCall]) -> int:
         calls: on matrices.
 
     Returns:
-        the number of launches.
+        The number of launches.
 
     Raises:
         GrowthError: tensors on several devices.
@@ -273,7 +279,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         N_FIELDS=N_FIELDS,
         BLOCK_M=BLOCK_M,
         BLOCK_N=block_n,
-        # a fused 1 + noise * xi would differ from the other backends in the last bit
+        # as in `expand_on_triton`
         enable_fp_fusion=False,
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.hashes import keys_of_call
 
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
@@ -17,22 +17,21 @@ _POINTERS = ["weight", "upper", "out", "rows", "cols", "row_scale", "col_scale"]
 _POINTERS += ["row_noise", "col_noise", "row_copies", "col_copies", "line_key", "line_mult"]
 _SIZES = ("R", "C", "M", "N", "weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("in_type", "out_type", "threads", "isa")
-_FACTORS = ("larger_share",)
 
 
-class _Args(ctypes.Structure):
-    """struct ExpandArgs."""
+class ExpandArgs(ctypes.Structure):
+    """struct ExpandArgs of `csrc/cpu/expand.h`."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [(name, ctypes.c_int32) for name in _NUMBERS]
-        + [(name, ctypes.c_float) for name in _FACTORS]
+        + [("larger_share", ctypes.c_float)]
     )
 
 
-def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
-    """Fills `call.out`.
+def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
+    """Fill `call.out`.
 
     Args:
         call: on the CPU.
@@ -53,7 +52,7 @@ def expand_cpu(call: ExpandCall, isa: int | None = None) -> None:
     if call.routing is not None:
         copies[call.routing.dim] = call.routing.packed
     tensors += [*(as_vector(x, acc) for x in factors), *copies, *keys_of_call(call)]
-    args = _Args(
+    args = ExpandArgs(
         *(None if x is None else x.data_ptr() for x in tensors),
         *call.weight.shape,
         *call.out.shape,

@@ -25,7 +25,7 @@ from growkern.ops.backend.nvrtc import (
     why_not,
 )
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.noise import keys_of_call
+from growkern.ops.expand.hashes import keys_of_call
 
 THREADS = 256
 # with fewer rows than this, several blocks share a row: a vector is one row
@@ -36,16 +36,18 @@ _POINTERS = (
     *("noise", "copies", "line_key", "line_mult"),
 )
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
-_NUMBERS = ("R", "C", "M", "N", "blocks_per_row", "staged", "reads_upper_beside")
+_NUMBERS = ("R", "C", "M", "N", "blocks_per_row")
+_FLAGS = ("staged", "reads_upper_beside")
 
 
 class ExpandRowsArgs(ctypes.Structure):
-    """struct ExpandRowsArgs."""
+    """struct ExpandRowsArgs of `csrc/cuda/expand_rows.cu`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _STRIDES),
         *((name, ctypes.c_int32) for name in _NUMBERS),
+        *((name, ctypes.c_bool) for name in _FLAGS),
     )
 
 
@@ -58,11 +60,11 @@ class Plan(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
+def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
     """The kernel for the dtypes, the noise or routing and the presence of `upper` in a call.
 
     Args:
-        aligned: 1 if every row begins and ends at a multiple of 16 bytes, else 0.
+        aligned: whether every row begins and ends at a multiple of 16 bytes.
     """
     macros: dict[str, str | int] = {
         "IN": TYPES[call.weight.dtype],
@@ -71,12 +73,12 @@ def expand_kernel(call: ExpandCall, aligned: int) -> Kernel:
         "UPPER": int(call.upper is not None),
     }
     macros |= {"NOISE": call.noise_kind, "SHARE": f"{call.larger_share.hex()}f"}
-    macros |= {"THREADS": THREADS, "ALIGNED": aligned}
+    macros |= {"THREADS": THREADS, "ALIGNED": int(aligned)}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
 def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Groups the rows of the result by the row of the weight they read.
+    """Group the rows of the result by the row of the weight they read.
 
     Nothing waits for a GPU.
 
@@ -130,8 +132,8 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     return Plan(kernel, grid, args, tensors)
 
 
-def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> int:
-    """1 if every row of weight, upper and result, and every vector, is made of 16-byte pieces."""
+def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
+    """Whether every row of weight, upper and result, and every vector, is in 16-byte pieces."""
     weight_RC, _, out_MN, *_ = tensors
     assert weight_RC is not None and out_MN is not None
     pieces = (args.weight_stride, args.upper_stride, args.C)
@@ -139,11 +141,11 @@ def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> int:
     strides += [n * out_MN.element_size() for n in (args.out_stride_m, args.N)]
     addresses = (x.data_ptr() for x in tensors if x is not None)
     # vectors: eight float32 are read at once
-    return int(args.out_stride_n == 1) and aligned(*strides) and aligned(*addresses, to=32)
+    return args.out_stride_n == 1 and aligned(*strides) and aligned(*addresses, to=32)
 
 
-def expand_cuda(call: ExpandCall) -> None:
-    """Fills `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
+def expand_on_cuda(call: ExpandCall) -> None:
+    """Fill `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
 
     Raises:
         GrowthError: CUDA C++ cannot run here.

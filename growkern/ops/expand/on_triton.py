@@ -18,30 +18,39 @@ from growkern.ops.expand.call import (
     ExpandCall,
     as_vector,
 )
-from growkern.ops.expand.noise import hash_noise_triton, keys_of_call, noise_unit_triton
-from growkern.ops.expand.routing import routed_triton
+from growkern.ops.expand.hashes import (
+    hash_noise_on_triton,
+    keys_of_call,
+    noise_unit_on_triton,
+    routed_on_triton,
+)
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
 # kinds of noise, for kernels: these read no global numbers but constexpr
 NOISY_ROWS, NOISY_COLS = tl.constexpr(ROW_NOISE), tl.constexpr(COL_NOISE)
 ROUTED_ROWS, ROUTED_COLS = tl.constexpr(ROW_ROUTING), tl.constexpr(COL_ROUTING)
+# positions in the tuples that kernels take: `sources`; `maps` and `scales`; `noise`; `strides`
+WEIGHT, UPPER = map(tl.constexpr, range(2))
+OF_ROWS, OF_COLS = map(tl.constexpr, range(2))
+OF_AXIS, KEY, MULT = map(tl.constexpr, range(3))
+WEIGHT_R, WEIGHT_C, UPPER_R, UPPER_C, OUT_M, OUT_N = map(tl.constexpr, range(6))
 GATHER = "columns are gathered by index, one element at a time"
 
 
 @jit
 def _source(sources, strides, row, col, inside, R, C, ACC: tl.constexpr):
     """(2) for one row and a block of columns; 0 outside the result."""
-    if sources[1] is None:
-        at = sources[0] + row * strides[0] + col * strides[1]
+    if sources[UPPER] is None:
+        at = sources[WEIGHT] + row * strides[WEIGHT_R] + col * strides[WEIGHT_C]
     else:
         r = tl.where(row >= R, row - R, row)
         c = tl.where(col >= C, col - C, col)
         in_weight = (row < R) & (col < C)
         at = tl.where(
             in_weight,
-            sources[0] + r * strides[0] + c * strides[1],
-            sources[1] + r * strides[2] + c * strides[3],
+            sources[WEIGHT] + r * strides[WEIGHT_R] + c * strides[WEIGHT_C],
+            sources[UPPER] + r * strides[UPPER_R] + c * strides[UPPER_C],
         )
     return tl.load(at, mask=inside, other=0.0).to(ACC)
 
@@ -55,12 +64,12 @@ def _with_noise(x, noise, like, ACC: tl.constexpr):
 
 @jit
 def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.constexpr):
-    """(2) of `routing.py`."""
+    """(5) of `hashes.py`."""
     x = _rounded(x, like).to(ACC)
     larger = x
     if LARGER != 1.0:
         larger = _rounded(x * LARGER, like).to(ACC)
-    return routed_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
+    return routed_on_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
 
 
 @jit
@@ -78,7 +87,7 @@ def expand_block(
     NOISE: tl.constexpr, LARGER: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Computes block number `block` of the result. Blocks are numbered along its rows.
+    """Compute block number `block` of the result. Blocks are numbered along its rows.
 
     The other arguments are those of `_expand_kernel`.
     """
@@ -89,48 +98,49 @@ def expand_block(
     m_first = (block // n_blocks_n).to(tl.int64) * BLOCK_M
     n_inside = n < N
     col = n
-    if maps[1] is not None:
-        col = tl.load(maps[1] + n, mask=n_inside, other=0)  # (BLOCK_N,)
+    if maps[OF_COLS] is not None:
+        col = tl.load(maps[OF_COLS] + n, mask=n_inside, other=0)  # (BLOCK_N,)
     # before the loop over rows: after a store the compiler would load them again
-    if scales[1] is not None:
-        col_scale = tl.load(scales[1] + n, mask=n_inside, other=0.0).to(ACC)
+    if scales[OF_COLS] is not None:
+        col_scale = tl.load(scales[OF_COLS] + n, mask=n_inside, other=0.0).to(ACC)
     if NOISE == NOISY_ROWS or NOISE == ROUTED_ROWS:  # noqa: SIM109
-        key = tl.load(noise[1] + n, mask=n_inside, other=0)
-        mult = tl.load(noise[2] + n, mask=n_inside, other=0)
+        key = tl.load(noise[KEY] + n, mask=n_inside, other=0)
+        mult = tl.load(noise[MULT] + n, mask=n_inside, other=0)
     if NOISE == NOISY_COLS:
-        size = noise_unit_triton(tl.load(noise[0] + n, mask=n_inside, other=0.0).to(ACC))
+        size = noise_unit_on_triton(tl.load(noise[OF_AXIS] + n, mask=n_inside, other=0.0).to(ACC))
     if NOISE == ROUTED_COLS:
-        copies = tl.load(noise[0] + n, mask=n_inside, other=0)
+        copies = tl.load(noise[OF_AXIS] + n, mask=n_inside, other=0)
 
     for k in tl.static_range(BLOCK_M):
         m = m_first + k
         m_inside = m < M
         row = m
-        if maps[0] is not None:
-            row = tl.load(maps[0] + m, mask=m_inside, other=0)
+        if maps[OF_ROWS] is not None:
+            row = tl.load(maps[OF_ROWS] + m, mask=m_inside, other=0)
         inside = n_inside & m_inside
         x = _source(sources, strides, row, col, inside, R, C, ACC)  # (BLOCK_N,)
         # the order of (1), so that every backend rounds alike
-        if scales[0] is not None:
-            x = x * tl.load(scales[0] + m, mask=m_inside, other=0.0).to(ACC)
-        if scales[1] is not None:
+        if scales[OF_ROWS] is not None:
+            x = x * tl.load(scales[OF_ROWS] + m, mask=m_inside, other=0.0).to(ACC)
+        if scales[OF_COLS] is not None:
             x = x * col_scale
         if NOISE == NOISY_ROWS:  # (3)
-            size = noise_unit_triton(tl.load(noise[0] + m, mask=m_inside, other=0.0).to(ACC))
-            xi = hash_noise_triton(key, mult, row.to(tl.int32))
+            size = tl.load(noise[OF_AXIS] + m, mask=m_inside, other=0.0).to(ACC)
+            size = noise_unit_on_triton(size)
+            xi = hash_noise_on_triton(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         if NOISE == ROUTED_ROWS:
-            copies = tl.load(noise[0] + m, mask=m_inside, other=0)
+            copies = tl.load(noise[OF_AXIS] + m, mask=m_inside, other=0)
             x = _routed(x, key, mult, row, copies, out_ptr, LARGER, ACC)
         if NOISE == NOISY_COLS or NOISE == ROUTED_COLS:  # noqa: SIM109
-            key = tl.load(noise[1] + m, mask=m_inside, other=0)
-            mult = tl.load(noise[2] + m, mask=m_inside, other=0)
+            key = tl.load(noise[KEY] + m, mask=m_inside, other=0)
+            mult = tl.load(noise[MULT] + m, mask=m_inside, other=0)
         if NOISE == ROUTED_COLS:
             x = _routed(x, key, mult, col, copies, out_ptr, LARGER, ACC)
         if NOISE == NOISY_COLS:
-            xi = hash_noise_triton(key, mult, col.to(tl.int32))
+            xi = hash_noise_on_triton(key, mult, col.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
-        to = out_ptr + m * strides[4] + n * strides[5]
+        to = out_ptr + m * strides[OUT_M] + n * strides[OUT_N]
         tl.store(to, _rounded(x, out_ptr), mask=inside)
 
 
@@ -160,8 +170,8 @@ def columns_of_block(out_bytes: int) -> int:
     return max(512, 2048 // out_bytes)
 
 
-def expand_triton(call: ExpandCall) -> None:
-    """Fills `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
+def expand_on_triton(call: ExpandCall) -> None:
+    """Fill `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.weight)
     block_n = columns_of_block(call.out.element_size())

@@ -12,9 +12,9 @@
 arXiv:2110.07143). (2) with `upper`, the same tensor one layer up, is its advanced knowledge
 initialisation, AKI, Eq. 16.
 
-xi is the hash of `noise.py`. On one line, all copies of a source index share xi. Noise that sums to
-zero over the copies, weighted with their scales, therefore leaves the function as it is. xi depends
-on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
+xi is the hash (3) of `hashes.py`. On one line, all copies of a source index share xi. Noise that
+sums to zero over the copies, weighted with their scales, therefore leaves the function as it is. xi
+depends on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
 
 Products are rounded to float32 (float64 for a float64 weight) in the order of (1). The result is
 rounded once more, rn, to the output dtype. Let x be the product without noise. With (4), two copies
@@ -22,20 +22,19 @@ of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (S
 noise costs no digits, in bfloat16 either.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
-sum is x for any number of copies and any dtype: see `routing.py`.
+sum is x for any number of copies and any dtype: (5) of `hashes.py`.
 
 Reading order: the public function `expand` at the end of this file packs its arguments into one
 record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
 every backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
-`noise.py` has the hash. That is at most 6 files for one call, and 7 with routing, whose formulas
-are in `routing.py`; CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py`
-collects them and `many.py` launches them together.
+`hashes.py` draws the noise and computes routing. That is at most 6 files for one call;
+CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` collects them and
+`many.py` launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,13 +43,12 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
-from growkern.ops.expand.noise import noise_of_columns, with_noise
-from growkern.ops.expand.on_cpu import expand_cpu
-from growkern.ops.expand.on_cuda import expand_cuda
-from growkern.ops.expand.on_triton import expand_triton
-from growkern.ops.expand.routing import routed, routed_gradient
+from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
+from growkern.ops.expand.on_cpu import expand_on_cpu
+from growkern.ops.expand.on_cuda import expand_on_cuda
+from growkern.ops.expand.on_triton import expand_on_triton
 
 # ---------------------------------------------------------------- reference
 
@@ -109,18 +107,20 @@ def _fill_by_reference(call: ExpandCall) -> None:
     call.out.copy_(expand_reference(call))
 
 
-KERNELS = dict(reference=_fill_by_reference, cpu=expand_cpu, triton=expand_triton, cuda=expand_cuda)
+KERNELS = dict(
+    reference=_fill_by_reference, cpu=expand_on_cpu, triton=expand_on_triton, cuda=expand_on_cuda
+)
 
 
 def _run(call: ExpandCall, backend: str) -> None:
-    """Fills `call.out`, whatever its strides."""
+    """Fill `call.out`, whatever its strides."""
     check_ranges(call)
     check_no_overlap(call)
     if call.out.numel():
         KERNELS[choose_backend(backend, call.out.device)](call)
 
 
-# `ExpandCall.inputs` in PyTorch's schema language
+# `Inputs` in PyTorch's schema language
 _INPUTS = (
     "Tensor weight, Tensor? upper, Tensor? rows, Tensor? cols, "
     "Tensor? row_scale, Tensor? col_scale, Tensor? row_noise, Tensor? col_noise, "
@@ -129,11 +129,11 @@ _INPUTS = (
 )
 
 
-def _empty_result(inputs: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    weight_RC, _, rows_M, cols_N = inputs[:4]
-    R, C = weight_RC.shape
-    M, N = R if rows_M is None else rows_M.shape[0], C if cols_N is None else cols_N.shape[0]
-    return weight_RC.new_empty((M, N), dtype=dtype)
+def _empty_result(given: Inputs, dtype: torch.dtype) -> Tensor:
+    R, C = given.weight.shape
+    M = R if given.rows is None else given.rows.shape[0]
+    N = C if given.cols is None else given.cols.shape[0]
+    return given.weight.new_empty((M, N), dtype=dtype)
 
 
 @library.custom_op(
@@ -143,16 +143,17 @@ def _empty_result(inputs: Sequence[Any], dtype: torch.dtype) -> Tensor:
 )
 def expand_op(*inputs_dtype_backend: Any) -> Tensor:
     *inputs, out_dtype, backend = inputs_dtype_backend
-    out_MN = _empty_result(inputs, out_dtype)
+    given = Inputs._make(inputs)
+    out_MN = _empty_result(given, out_dtype)
     advise_huge_pages(out_MN)
-    _run(ExpandCall.of_inputs(out_MN, inputs), backend)
+    _run(ExpandCall.of_inputs(out_MN, given), backend)
     return out_MN
 
 
 @expand_op.register_fake
 def _(*inputs_dtype_backend):
     *inputs, out_dtype, _ = inputs_dtype_backend
-    return _empty_result(inputs, out_dtype)
+    return _empty_result(Inputs._make(inputs), out_dtype)
 
 
 @library.custom_op(
@@ -162,7 +163,7 @@ def _(*inputs_dtype_backend):
 )
 def expand_out_op(*call_backend: Any) -> None:
     out, *inputs, backend = call_backend
-    _run(ExpandCall.of_inputs(out, inputs), backend)
+    _run(ExpandCall.of_inputs(out, Inputs._make(inputs)), backend)
 
 
 @expand_out_op.register_fake
@@ -174,7 +175,7 @@ def _(*call_backend):
 
 
 def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
-    """Sums the slices of a matrix that have the same index: the adjoint of `index_select`.
+    """Sum the slices of a matrix that have the same index: the adjoint of `index_select`.
 
     Args:
         x: (m, k), or (k, m) with `dim` 1.
@@ -194,17 +195,21 @@ def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight_RC, upper_RC, *tensors_and_numbers = inputs[:-2]
-    # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
-    ctx.save_for_backward(*tensors_and_numbers[:7])
-    ctx.numbers, ctx.has_upper = tensors_and_numbers[7:], upper_RC is not None
+    *call_inputs, _out_dtype, _backend = inputs
+    given = Inputs._make(call_inputs)
+    weight_RC, ctx.has_upper = given.weight, given.upper is not None
     ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
+    # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
+    given = given._replace(weight=None, upper=None)
+    saved = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor)}
+    ctx.save_for_backward(*saved.values())
+    ctx.saved_names, ctx.others = tuple(saved), given._replace(**dict.fromkeys(saved))
 
 
 def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     # (1) on the gradient instead of S; weight and out are not read
-    inputs = (dout_MN, None, *ctx.saved_tensors, *ctx.numbers)
-    call = ExpandCall.of_inputs(dout_MN, inputs)
+    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+    call = ExpandCall.of_inputs(dout_MN, ctx.others._replace(weight=dout_MN, **saved))
     (R, C), (M, N) = ctx.shape, dout_MN.shape
     x, noise_MN = _scaled(dout_MN.to(ctx.acc), call)
     x = x if noise_MN is None else x * (1 + noise_MN)
@@ -216,8 +221,12 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.has_upper or call.rows is not None:
         x = folded(x, 0, _index(call.rows, M, x.device), times * R)
     dweight_RC = x[:R, :C].to(ctx.dtype)
-    rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:] if ctx.has_upper else None
-    return dweight_RC, None if rest_RC is None else rest_RC.to(ctx.dtype), *[None] * 14
+    gradients = Inputs._make([None] * len(Inputs._fields))._replace(weight=dweight_RC)
+    if ctx.has_upper:
+        rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:]
+        gradients = gradients._replace(upper=rest_RC.to(ctx.dtype))
+    dout_dtype = dbackend = None
+    return *gradients, dout_dtype, dbackend
 
 
 expand_op.register_autograd(_backward, setup_context=_setup_context)

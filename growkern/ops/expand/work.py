@@ -1,7 +1,7 @@
 """Carries out the `expand` calls of a growth: one by one, or collected into few launches.
 
-`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`, say
-with `then` who needs them, and call `run` at the end.
+`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`,
+register a callback with `then`, and call `run` at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Inputs
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand_call
 
@@ -33,7 +33,7 @@ class Work:
         self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
 
     def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
-        """Asks for `expand` with these arguments; `out` is filled after `run` or sooner."""
+        """Ask for `expand` with these arguments; `out` is filled after `run` or sooner."""
         call = ExpandCall(out, weight, **arguments)
         size = sum(x.nbytes for x in (out, weight, call.upper) if x is not None)
         if self._calls and self._bytes + size > self.bytes_at_once:
@@ -44,14 +44,14 @@ class Work:
             self.run()
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Does something that needs the results asked for so far, as soon as they are there."""
+        """Call `action` as soon as the results asked for so far are there."""
         if self._calls:
             self._after.append(action)
         else:
             action()
 
     def run(self) -> None:
-        """Carries out every call that waits, then what needs the results."""
+        """Carry out every call that waits, then what needs the results."""
         self._carry_out(self._calls)
         self._calls, self._bytes = [], 0
         waiting, self._after = self._after, []
@@ -72,8 +72,10 @@ class OneByOne(Work):
     def _carry_out(self, calls: list[ExpandCall]) -> None:
         for call in calls:
             # the weight stays: a backend may read it from the host
-            moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in call.inputs[1:]]
-            expand_call(ExpandCall.of_inputs(call.out, (call.weight, *moved)), None, self.backend)
+            given, device = call.inputs._replace(weight=None), call.out.device
+            moved = Inputs._make(x.to(device) if isinstance(x, Tensor) else x for x in given)
+            here = ExpandCall.of_inputs(call.out, moved._replace(weight=call.weight))
+            expand_call(here, None, self.backend)
 
 
 class WorkList(Work):

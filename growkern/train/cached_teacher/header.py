@@ -26,7 +26,7 @@ MOST_BYTES = 100_000
 class CacheHeader:
     """How a cache was made. Two caches with equal headers hold the same rows.
 
-    Args:
+    Attributes:
         format: version of the file format.
         k: tokens per row.
         temperature: of the softmax.

@@ -129,7 +129,7 @@ def kept_rows(
         keys_B: the keys of the examples, from the first pass.
 
     Returns:
-        ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
+        Ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
 
     Raises:
         GrowthError: the batch differs from the first pass, or the teacher gives NaN or Inf.
@@ -173,7 +173,7 @@ def topk_of_head(
         softcap: c of c * tanh(logits / c), applied before the temperature.
 
     Returns:
-        ids (R, k) int64 and log-probs (R, k) float32, likeliest first.
+        Ids (R, k) int64 and log-probs (R, k) float32, likeliest first.
     """
     bias_V = weight_VH.new_empty(0) if bias_V is None else bias_V[:vocab]
     kept = []

@@ -293,7 +293,7 @@ class TeacherCache:
             examples: numbers of the examples.
 
         Returns:
-            ids (R, k) int32 and log-probs (R, k) in the dtype of the cache.
+            Ids (R, k) int32 and log-probs (R, k) in the dtype of the cache.
 
         Raises:
             GrowthError: the rows are damaged, or their file is not as it was written.
@@ -325,7 +325,7 @@ class TeacherCache:
             batch: input_ids and labels, (B, S) each, and maybe attention_mask.
 
         Returns:
-            ids (B, S, k) int32 and log-probs (B, S, k), zeros at positions without a row.
+            Ids (B, S, k) int32 and log-probs (B, S, k), zeros at positions without a row.
 
         Raises:
             GrowthError: an example is not in the cache.

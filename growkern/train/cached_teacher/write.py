@@ -61,7 +61,7 @@ KIND, START_OVER = "caching", "overwrite=True (--overwrite)"
 class CacheReport:
     """The size of a new cache.
 
-    Args:
+    Attributes:
         directory: of the cache.
         examples: number of examples, each masking counted.
         rows: number of rows.

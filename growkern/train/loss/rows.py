@@ -108,7 +108,7 @@ def real_rows(batch: Mapping[str, Any], like_BS: Tensor, *, causal: bool) -> Ten
 class RowCounts:
     """The numbers of a batch, counted on the CPU.
 
-    Args:
+    Attributes:
         labelled: rows with a label.
         live: rows with a label or a real token.
         pairs: pairs of tokens that attend to each other, if several sequences are packed into a

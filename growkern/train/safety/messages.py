@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.units import human
 
 PRECISIONS = {
     "fp32": "float32",
@@ -87,13 +88,4 @@ def describe_model(model: Any, path: Path) -> str:
     """The class of a model, its checkpoint, and its number of parameters."""
     count = sum(p.numel() for p in model.parameters())
     name = type(model).__name__.removeprefix("FSDP")
-    return f"{name} from {path}, {format_count(count)} parameters"
-
-
-def format_count(number: float) -> str:
-    """A number with three digits and a unit: 110 M."""
-    for unit in ("", " k", " M", " G"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} T"
+    return f"{name} from {path}, {human(count)} parameters"

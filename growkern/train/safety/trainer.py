@@ -50,7 +50,7 @@ MOST_SKIPPED_IN_A_ROW = 100
 class StepReport:
     """The facts about a step that all processes share before the optimizer takes it.
 
-    Args:
+    Attributes:
         ranks: the processes whose loss is not finite.
         norm: whether the gradient norm is finite.
         stop: number of the signal that some process received, or 0.
@@ -328,8 +328,8 @@ class SafeTrainer(StoppableTrainer):
     def _writing_to(self, staging: Path) -> Iterator[None]:
         """While active, Trainer writes its checkpoint to a folder and leaves all others alone."""
         best_step, push = self.state.best_global_step, self.args.push_to_hub
-        # with a best step Trainer waits for all processes, of which one may have no disk any more;
-        # it would upload before the checkpoint is complete
+        # With a best step, Trainer waits for all processes; one whose disk failed would block them.
+        # With push_to_hub it would upload before the checkpoint is complete
         self._staging, self.state.best_global_step, self.args.push_to_hub = staging, None, False
         try:
             yield

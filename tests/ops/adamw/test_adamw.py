@@ -6,8 +6,8 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops.adamw import op
 from growkern.ops.adamw.factors import Factors, Part, Rule
-from growkern.ops.adamw.on_cpu import step_on_cpu
-from growkern.ops.adamw.on_triton import step_on_triton
+from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
+from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import HAS_TRITON
 
@@ -67,8 +67,8 @@ def way(name):
     """A step by one backend: its name, with the instruction set on a CPU."""
     if name.startswith("cpu"):
         isa = int(name.removeprefix("cpu "))
-        return lambda *args: step_on_cpu(*args, isa=isa)
-    return {"triton": step_on_triton, "reference": op.step_in_blocks}[name]
+        return lambda *args: adamw_step_on_cpu(*args, isa=isa)
+    return {"triton": adamw_step_on_triton, "reference": op.step_in_blocks}[name]
 
 
 WAYS = ["reference", *(f"cpu {isa}" for isa in native.available_isas())]
@@ -105,8 +105,8 @@ def check_refused(shape, dtype, name):
 
 def test_the_fastest_backend_that_does_the_tensors_is_taken(monkeypatch):
     seen = []
-    for name in op.STEPS:
-        monkeypatch.setitem(op.STEPS, name, lambda *_, name=name: seen.append(name))
+    for name in op.KERNELS:
+        monkeypatch.setitem(op.KERNELS, name, lambda *_, name=name: seen.append(name))
     rule = Rule(**SETTINGS, maximize=False, step=1.0)
     part = example((4, 5), torch.float32, amsgrad=False)
     factors = factors_for((4, 5), torch.float32, even=False)
@@ -128,7 +128,7 @@ def test_threads_share_the_pieces(threads):
         pytest.skip(native.reason())
     torch.set_num_threads(threads)
     try:
-        step_on_cpu(parts[0], factors, 1.0, rule)
+        adamw_step_on_cpu(parts[0], factors, 1.0, rule)
     finally:
         torch.set_num_threads(before)
     expected = truth(parts[1], factors, 1.0, rule)

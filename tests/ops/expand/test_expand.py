@@ -11,10 +11,10 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
-from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import DTYPES
-from growkern.ops.expand.noise import hash_noise, line_keys
-from growkern.ops.expand.on_cpu import expand_cpu
+from growkern.ops.expand.hashes import hash_noise, line_keys
+from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
 
@@ -219,7 +219,7 @@ def test_instruction_sets_are_the_reference_bit_for_bit(isa, R, C, M, N, dtypes)
             expected = expand_reference(call_of(variant, dtype))
             # one element in: no line of the output starts at a multiple of 64 bytes
             out = torch.zeros(M, N + 1, dtype=dtype)[:, 1:]
-            expand_cpu(ExpandCall(out, **variant), isa=isa)
+            expand_on_cpu(ExpandCall(out, **variant), isa=isa)
             assert torch.equal(out, expected), (dtype, upper, noise)
 
 
@@ -243,7 +243,7 @@ def test_exponents_of_every_bfloat16_add_up(isa):
             "col_scale": None if (col == 1).all() else col.expand(N).contiguous(),
         }
         out = torch.empty_like(W)
-        expand_cpu(ExpandCall(out, W, **factors), isa=isa)
+        expand_on_cpu(ExpandCall(out, W, **factors), isa=isa)
         truth = (W.float() * row * col).to(torch.bfloat16)
         assert torch.equal(out.view(torch.int16), truth.view(torch.int16)), (row, col)
 
@@ -453,8 +453,9 @@ def test_opcheck(name, upper, noise, device):
 
 def test_the_ops_take_the_fields_of_the_record():
     """In the record's order: in another one, scales or noises would be swapped."""
-    routing = ["copies", "routed_dim", "amplitude"]
-    inputs = [*ExpandCall._fields[1:9], *routing, "seed", "row_offset", "col_offset"]
+    inputs = list(Inputs._fields)
+    tensors = inputs[: inputs.index("copies")]
+    assert tensors == list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
     wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
     wanted[expand_out_op] = ["out", *inputs, "backend"]
     for op, names in wanted.items():

@@ -6,10 +6,9 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.hashes import chosen, line_keys
 from growkern.ops.expand.limits import MOST_COPIES
-from growkern.ops.expand.noise import line_keys
 from growkern.ops.expand.op import expand, folded
-from growkern.ops.expand.routing import chosen
 from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of, make_case, uneven
 
 

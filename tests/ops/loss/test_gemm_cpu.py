@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from growkern.ops.backend import native
-from growkern.ops.loss.linear.gemm import AVX512, gemm_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear.gemm import AVX512, gemm_on_cpu, has_bfloat16, multiplies
 from tests.ops.loss.loss_inputs import relative_error
 
 pytestmark = pytest.mark.usefixtures("several_threads")
@@ -41,7 +41,7 @@ def test_is_the_product_in_float64(a_dtype, b_dtype, dtype, bar, M, N, K):
             truth = a.double() @ b.double()
             for add in (False, True):
                 out = place[:M, 2 : N + 2].fill_(torch.nan if not add else 7.0)
-                gemm_cpu(a, b, out, add=add)
+                gemm_on_cpu(a, b, out, add=add)
                 assert relative_error(out, truth + 7.0 * add) <= bar
                 assert (place[M] == 7).all() and (place[:, [0, 1, -3, -2, -1]] == 7).all()
 
@@ -50,7 +50,7 @@ def test_is_the_product_in_float64(a_dtype, b_dtype, dtype, bar, M, N, K):
 def test_factors_that_are_strided_both_ways_are_copied():
     a, b = torch.randn(6, 10)[::2, ::2], torch.randn(10, 6)[::2, ::2]
     out = torch.empty(3, 3, dtype=F64)
-    gemm_cpu(a, b, out)
+    gemm_on_cpu(a, b, out)
     torch.testing.assert_close(out, a.double() @ b.double(), rtol=1e-14, atol=1e-14)
 
 

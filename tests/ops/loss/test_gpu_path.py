@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import growkern.ops
 from growkern import linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
-from growkern.ops.adamw.on_triton import step_on_triton
+from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import tuned
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
-from growkern.ops.expand.on_triton import expand_triton
+from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -112,10 +112,12 @@ def launches_on(device):
     rows_on_triton(rows, made(n_numbers(1), 4), steps, made(2, 4), made(4, 33))
     tail_gradient_on_triton(rows._replace(teachers_NV=[]), made(5, 4), made(4, 33))
     vectors = ((made(4, 1), made(1, 6)),) * 2
-    step_on_triton(Part(*[made(4, 6)] * 4), Factors(*vectors, vectors[0]), 1.0, Rule(*[0.5] * 7))
+    adamw_step_on_triton(
+        Part(*[made(4, 6)] * 4), Factors(*vectors, vectors[0]), 1.0, Rule(*[0.5] * 7)
+    )
     maps = {"rows": made(8, dtype=index), "cols": made(6, dtype=index)}
     call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
-    expand_triton(call)
+    expand_on_triton(call)
     many.expand_many([call])
 
 

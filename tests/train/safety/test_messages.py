@@ -12,7 +12,8 @@ from growkern.cli.main import main
 from growkern.errors import GrowthWarning
 from growkern.train.run import train
 from growkern.train.safety.checkpoints import checkpoints_in
-from growkern.train.safety.messages import format_count, resume_command
+from growkern.train.safety.messages import resume_command
+from growkern.units import human
 from tests.train.test_run import RUN, workplace  # noqa: F401
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
@@ -36,7 +37,7 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     assert ended.value.code == 0
     header, finished, end = capsys.readouterr().out.partition("finished  ")
     found, end = values(header), values(finished + end)
-    parameters = format_count(sum(p.numel() for p in model.parameters()))
+    parameters = human(sum(p.numel() for p in model.parameters()))
     assert found["model"] == f"BertForMaskedLM from {workplace / 'model'}, {parameters} parameters"
     autocast = "bfloat16 autocast over float32 weights"
     assert found["precision"] == f"{autocast}; the checkpoint is bfloat16"
@@ -116,7 +117,7 @@ def test_the_command_to_resume(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1 k"), (8390, "8.39 k"), (110e6, "110 M"), (1e15, "1e+03 T")],
+    [(0, "0"), (999, "999"), (1000, "1 k"), (8390, "8.39 k"), (110e6, "110 M"), (1e15, "1 P")],
 )
 def test_numbers_are_short(number, text):
-    assert format_count(number) == text
+    assert human(number) == text

@@ -77,7 +77,7 @@ def adds_wide(device: torch.device, factor: torch.dtype) -> bool:
 
 
 def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtype) -> bool:
-    """Tries a product with a float32 result. It is small, and its result is not read."""
+    """Try a product with a float32 result. It is small, and its result is not read."""
     x, out = (torch.zeros(16, 16, dtype=t, device=device) for t in (factor, torch.float32))
     try:
         product(x, x, out_dtype=out.dtype, out=out)
@@ -124,7 +124,7 @@ def chunk_size(
 def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> None:
     """Write (1) to `z_CV`, computed in its dtype. A bias without elements counts as no bias."""
     if _in_library(weight_VH, z_CV):
-        gemm_cpu(x_CH, weight_VH.t(), z_CV)
+        gemm_on_cpu(x_CH, weight_VH.t(), z_CV)
     elif _multiplies(x_CH, z_CV):
         torch.mm(x_CH, weight_VH.t(), **_out_dtype(x_CH, z_CV), out=z_CV)
     else:
@@ -138,7 +138,7 @@ def project(x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor) -> No
 def add_dx(dz_CV: Tensor, weight_VH: Tensor, dx_CH: Tensor) -> None:
     """Add dX of (2) to `dx_CH`."""
     if _in_library(weight_VH, dx_CH):
-        gemm_cpu(dz_CV, weight_VH, dx_CH, add=True)
+        gemm_on_cpu(dz_CV, weight_VH, dx_CH, add=True)
     elif dz_CV.dtype == weight_VH.dtype:
         _add_product(dz_CV, weight_VH, dx_CH)
     else:
@@ -149,7 +149,7 @@ def add_dx(dz_CV: Tensor, weight_VH: Tensor, dx_CH: Tensor) -> None:
 def add_dw(dz_CV: Tensor, x_CH: Tensor, dw_VH: Tensor, *, fresh: bool) -> None:
     """Add dW of (2) to `dw_VH`; if `fresh`, write it over whatever is there."""
     if _in_library(x_CH, dw_VH):
-        gemm_cpu(dz_CV.t(), x_CH, dw_VH, add=not fresh)
+        gemm_on_cpu(dz_CV.t(), x_CH, dw_VH, add=not fresh)
         return
     _add_product(dz_CV.t(), x_CH.to(dz_CV.dtype), dw_VH, fresh=fresh)
 
@@ -271,7 +271,7 @@ class GradientSums:
 # -------------------------------------------------------------- compiled library
 
 _SIZES = ("m", "n", "k", "a_m", "a_k", "b_k", "b_n", "c_m")
-_NUMBERS = ("a_type", "b_type", "product", "add", "threads", "isa")
+_NUMBERS = ("a_type", "b_type", "product", "threads", "isa")
 
 
 class GemmArgs(ctypes.Structure):
@@ -281,6 +281,7 @@ class GemmArgs(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in "abc"]
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [(name, ctypes.c_int32) for name in _NUMBERS]
+        + [("add", ctypes.c_bool)]
     )
 
 
@@ -299,7 +300,7 @@ def multiplies(factor: torch.dtype, total: torch.dtype) -> bool:
     return narrow and wide and AVX512 in native.available_isas()
 
 
-def gemm_cpu(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
+def gemm_on_cpu(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
     """Write ``a @ b`` to `out_MN`, or add it; for dtypes that `multiplies` names.
 
     Two bfloat16 tensors are multiplied by the processor's own instructions if it has them. All

@@ -20,9 +20,8 @@ _POINTERS = (
 )
 _SIZES = ("student_stride", "dstudent_stride", "N", "V", "K")
 _FACTORS = ("inv_t", "softcap", "teacher_softcap", "beta", "label_smoothing", "z_loss")
-_NUMBERS = (
-    *("type", "student_type", "grad_type", "sums", "diverge", "grad", "parts", "threads", "isa"),
-)
+_NUMBERS = ("type", "student_type", "grad_type", "threads", "isa")
+_FLAGS = (*Steps._fields, "parts")
 
 
 class KlMlmArgs(ctypes.Structure):
@@ -33,6 +32,7 @@ class KlMlmArgs(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [(name, ctypes.c_double) for name in _FACTORS]
         + [(name, ctypes.c_int32) for name in _NUMBERS]
+        + [(name, ctypes.c_bool) for name in _FLAGS]
     )
 
 
@@ -125,7 +125,7 @@ def _call(args: KlMlmArgs, teachers_NV: list[Tensor], isa: int | None) -> None:
     """Add the teachers and the instruction set to the arguments, and run the kernel."""
     lib, K = native.loaded(), len(teachers_NV)
     assert lib is not None
-    # local names keep memory alive until the call returns
+    # local names here too
     teachers = (ctypes.c_void_p * K)(*(x.data_ptr() for x in teachers_NV))
     strides = (ctypes.c_int64 * K)(*(x.stride(0) for x in teachers_NV))
     types = (ctypes.c_int32 * K)(*(native.TYPES[x.dtype] for x in teachers_NV))

@@ -46,9 +46,10 @@ class RowsArgs(ctypes.Structure):
         ("dstudent_stride", ctypes.c_int64),
         ("teacher_stride", ctypes.c_int64 * MAX_TEACHERS),
         ("N", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("V", "span", "sums", "grad")),
+        *((name, ctypes.c_int32) for name in ("V", "span")),
         *((name, ctypes.c_float) for name in ("inv_t", "softcap", "teacher_softcap")),
         *((name, ctypes.c_float) for name in ("label_smoothing", "z_loss")),
+        *((name, ctypes.c_bool) for name in ("sums", "grad")),
     )
 
 
@@ -156,7 +157,7 @@ def plan(
         "CAPPED": int(bool(maths.softcap or maths.teacher_softcap)),
         "PARTS": int(parts),
         # blocks begin at multiples of 8 columns, which are 16 bytes of the narrowest type
-        "ALIGNED": aligned(2 * vocab, *(n for x in tensors for n in _place(x))),
+        "ALIGNED": int(aligned(2 * vocab, *(n for x in tensors for n in _place(x)))),
     }
     args = RowsArgs(
         student=student_NV.data_ptr(),

@@ -1,4 +1,4 @@
-"""The sums that a pass over a row's logits leaves, and how they become loss terms.
+"""Running sums of a row, and the loss terms computed from them.
 
 A reading of a row's logits leaves a few sums, the state. States of slices of the vocabulary merge
 into the state of the whole row. A slice may be a tile that one device processes in turn, or the

@@ -1,4 +1,4 @@
-"""Terms and gradients of a chunk's rows in the top-k loss, between the readings of its logits.
+"""Top-k loss terms and gradients of a chunk, from the kept tokens and the tail.
 
 The tokens that any teacher kept are treated as one more slice of the vocabulary. The other slice is
 the tail, whose sums a reading has found (`rows/state.py`). These are few numbers, so all of it is

@@ -42,7 +42,7 @@ def _tail_gradient_kernel(
 ):
     T_INV: tl.constexpr = MATHS[INV_T]
     CAP: tl.constexpr = MATHS[SOFTCAP]
-    # int64: n * stride passes 2**31 at 65k rows x 32k vocabulary
+    # int64: as in `kl_mlm_rows_kernel`
     n = tl.program_id(0).to(tl.int64)
     student_ptr += n * strides[STUDENT]
     dstudent_ptr += n * strides[DSTUDENT]

@@ -1,0 +1,76 @@
+// Where expand reads: addresses of a source row, and a thread's memory for gathered columns.
+//
+// Included by expand_body.cpp, which is compiled once for each instruction set.
+#pragma once
+#include <cstdlib>
+
+#include "expand.h"
+#include "simd.h"
+
+namespace growkern {
+namespace {
+
+constexpr int64_t GATHERED_COLUMNS = 256;  // a tile of 64-byte lines: 16 KiB, half of an L1 cache
+constexpr int64_t RUN_COLUMNS = 1024;
+constexpr int64_t MAX_COLUMNS = RUN_COLUMNS;
+
+template <class T>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+    using type = uint32_t;
+};
+template <>
+struct BitsOf<double> {
+    using type = uint64_t;
+};
+template <>
+struct BitsOf<bf16> {
+    using type = uint16_t;
+};
+template <>
+struct BitsOf<f16> {
+    using type = uint16_t;
+};
+
+// n source elements that lie together in memory and go to output columns from .. from + n - 1
+template <class In>
+struct Piece {
+    const In* x;
+    int64_t from, n;
+};
+
+// addresses of a virtual row: `low` has virtual columns 0 .. C-1, `high` has C .. 2C-1
+template <class In>
+struct Source {
+    const In *low, *high;
+
+    Source(const ExpandArgs& a, int64_t row) {
+        const In* weight = static_cast<const In*>(a.weight);
+        const In* upper = static_cast<const In*>(a.upper);
+        const int64_t r = row < a.R ? row : row - a.R;
+        high = upper ? upper + r * a.upper_stride : nullptr;
+        low = row < a.R ? weight + r * a.weight_stride : high;
+    }
+    const In* at(int64_t col, int64_t C) const { return col < C ? low + col : high + (col - C); }
+};
+
+template <class In>
+struct Scratch {
+    using Bits = typename BitsOf<In>::type;
+    static constexpr int64_t LINE = LINE_BYTES / sizeof(In);
+    alignas(64) Bits tile[LINE * GATHERED_COLUMNS];
+    Piece<In> pieces[MAX_COLUMNS];
+    Bits* packed;  // (virtual columns, LINE); null (no AVX2, no memory): gather one by one
+
+    explicit Scratch(const ExpandPlan& p) : packed(nullptr) {
+#if defined(__AVX2__)
+        const size_t bytes = LINE_BYTES * p.virtual_columns;
+        if (!p.runs) packed = static_cast<Bits*>(std::aligned_alloc(LINE_BYTES, bytes));
+#endif
+    }
+    ~Scratch() { std::free(packed); }
+};
+
+}  // namespace
+}  // namespace growkern

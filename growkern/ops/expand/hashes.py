@@ -1,0 +1,253 @@
+"""Hashes for `expand`: they draw its noise, and they choose the copy that gets an element.
+
+A hash depends on positions only, so every backend and every shard draws the same. All arithmetic is
+on uint32 and wraps around. Noise or routing lies on one axis of the result. ``src`` is the source
+index on that axis, and ``line`` is the position on the other axis:
+
+    stir(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b                    (1)
+    mix(x) = y ^ (y >> 16), y = stir(x)
+    key  = mix(mix(line ^ seed_hi) + seed_lo)        mult = mix(key + 0x9e3779b9) | 1        (2)
+    h    = key + src * mult
+
+(2) depends on the line only. It is computed in this file, once per line. Kernels compute (3) to (5)
+for every element.
+
+Noise of an element:
+
+    xi   = float32(int32(stir(h))) * 2**-31,  in [-1, 1]                                     (3)
+
+(3) takes two multiplications of (1) and one of its own. It does without the last step of mix:
+rounding to float32 removes nearly all that it would change. Kernels in Triton and CUDA multiply the
+size of the noise by 2**-31 instead of xi, which gives the same bits.
+
+Philox-4x32-10 would need about 50 integer operations per element. In the time that a gather in
+bfloat16 waits for memory, a GPU can do about 8. The constants of (1) come from the two-round hash
+`lowbias32`, which was found by a search for low bias.
+
+Signed routing gives every element to one of the copies of its source. A source index has C copies
+on the routed axis, numbers 0 .. C-1. For each line and source index the hash picks two copies p and
+q, which differ if C > 1:
+
+    p = floor(h C / 2**32),     q = (p + 1 + floor(mult (C-1) / 2**32)) mod C                (4)
+
+With amplitude a and the scaled element x, rounded to the output dtype, the copies get
+
+    copy p:  larger = rn((1 + a)/2 x)        copy q:  x - larger       others:  0            (5)
+
+Copies add up to x bit for bit in every dtype, for any C: x - larger is exact because
+x/2 <= larger <= 2x for 0 <= a <= 3 (Sterbenz's lemma). With a = 1, copy p has x itself, and
+nothing is multiplied or rounded. For a > 1, an x above 2/(1 + a) times the dtype's largest number
+overflows. An entry that is its source's only copy gets x.
+
+Different lines choose independently of each other. On one line the choices for two source indices
+are independent too, because h is a strongly universal hash (multiply-shift, Dietzfelbinger 1996).
+That is all that separating copies needs: the gradients that two copies get are sums over lines. The
+hash of (3) would take five more operations.
+
+(3) to (5) are in three places: in PyTorch and in Triton in this file, and for C++ on CPUs and GPUs
+in csrc/hash_noise.h and csrc/routing.h.
+"""
+
+import torch
+from torch import Tensor
+
+from growkern.ops.backend.launch import jit, tl
+from growkern.ops.expand.call import ExpandCall
+
+# -------------------------------------------------------------------- lines
+
+
+def _int32(x: int) -> int:
+    """The signed number with the bits of the unsigned x: torch computes in int32, which wraps."""
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+MIX_A = _int32(0x7FEB352D)
+MIX_B = _int32(0x846CA68B)
+GOLDEN = _int32(0x9E3779B9)
+
+
+def _stir(x: Tensor) -> Tensor:
+    """(1) on int32 bit patterns. A shift of int32 is arithmetic: the mask makes it logical."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * MIX_A
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    return x * MIX_B
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = _stir(x)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """seed_hi and seed_lo of (2), as int32."""
+    return _int32(seed >> 32), _int32(seed)
+
+
+def keys_of_lines(
+    line: Tensor, seed_hi: int | Tensor, seed_lo: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """(2): key and mult of lines.
+
+    Args:
+        line: (n,) int32 bit patterns.
+        seed_hi, seed_lo: one seed for all lines, or (n,) int32 with a seed for each.
+
+    Returns:
+        Key and mult, both (n,) int32 bit patterns.
+    """
+    key = _mix(_mix(line ^ seed_hi) + seed_lo)
+    return key, _mix(key + GOLDEN) | 1
+
+
+def line_keys(n_lines: int, offset: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(2) for the lines offset, offset + 1, ...: (key, mult), both (n_lines,) int32 bits."""
+    line = torch.arange(offset, offset + n_lines, device=device).to(torch.int32)
+    return keys_of_lines(line, *seed_words(seed))
+
+
+def keys_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None]:
+    """(2) for every line of a call: key and mult; both None without noise or routing."""
+    if call.noise is None and call.routing is None:
+        return None, None
+    return line_keys(*call.lines, call.seed, call.out.device)
+
+
+# -------------------------------------------------------------------- noise
+
+
+def hash_noise(key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
+    """(3): float32 in [-1, 1], of the shape the three int32 tensors broadcast to."""
+    return _stir(key + src * mult).float() * 2.0**-31
+
+
+def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, seed: int) -> Tensor:
+    """The noise on the columns of a matrix.
+
+    Args:
+        x_MN: the matrix; only its shape, dtype and device are used.
+        size_N: relative size of the noise on each column.
+        src_N: source index of each column.
+        offset: position of the first row.
+        seed: of the noise.
+
+    Returns:
+        (M, N) in the dtype of `x_MN`.
+    """
+    key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
+    xi_MN = hash_noise(key_M[:, None], mult_M[:, None], src_N.to(torch.int32))
+    return size_N.to(x_MN.dtype) * xi_MN
+
+
+def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x (1 + noise) by (4) of `op.py`, without the last rounding to `out_dtype`.
+
+    Returns:
+        A tensor in the dtype of `x`.
+    """
+    if noise is None:
+        return x
+    larger = (x * (1 + noise.abs())).to(out_dtype).to(x.dtype)
+    return torch.where(noise < 0, x + x - larger, larger)
+
+
+@jit
+def hash_noise_on_triton(key, mult, src):
+    """(3) without the factor 2**-31: int32 bit patterns that broadcast -> float32."""
+    x = (key + src * mult).to(tl.uint32, bitcast=True)
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@jit
+def noise_unit_on_triton(size):
+    """A size of noise times the factor 2**-31 of (3). A power of 2 rounds nothing."""
+    return size * 4.656612873077393e-10
+
+
+# ------------------------------------------------------------------ routing
+
+
+def chosen(key: Tensor, mult: Tensor, src: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]:
+    """(4): whether an element belongs to copy p, and whether it belongs to copy q.
+
+    Args:
+        key, mult, src: int32 bit patterns that broadcast.
+        copies: (n, 2) int64 of the elements on the last axis.
+
+    Returns:
+        Two bool tensors. The first is true, and the second false, for the only copy of a source.
+    """
+    low = 0xFFFFFFFF
+    number, count = copies.unbind(-1)
+    p = (((key + src * mult).long() & low) * count) >> 32
+    q = (p + 1 + (((mult.long() & low) * (count - 1)) >> 32)) % count
+    return p == number, (q == number) & (count > 1)
+
+
+def chosen_of_call(call: ExpandCall, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """`chosen` for every element of a call with routing: two bool tensors of the result's shape."""
+    assert call.routing is not None
+    dim, copies, _ = call.routing
+    key, mult = line_keys(shape[1 - dim], call.offsets[1 - dim], call.seed, copies.device)
+    index = (call.rows, call.cols)[dim]
+    src = torch.arange(len(copies), device=key.device) if index is None else index
+    both = chosen(key[:, None], mult[:, None], src.to(torch.int32), copies)
+    return both if dim == 1 else (both[0].T, both[1].T)
+
+
+def routed(x_MN: Tensor, call: ExpandCall) -> Tensor:
+    """(5) in the dtype of x. The result holds numbers of the output dtype."""
+    assert call.routing is not None
+    x, amplitude = x_MN.to(call.out.dtype).to(x_MN.dtype), call.routing.amplitude
+    in_p, in_q = chosen_of_call(call, x.shape)
+    if amplitude == 1:
+        return torch.where(in_p, x, 0.0)
+    larger = (x * call.routing.larger_share).to(call.out.dtype).to(x.dtype)
+    share = torch.where(in_p, larger, torch.where(in_q, x - larger, 0.0))
+    return torch.where(_is_only(call), x, share)
+
+
+def routed_gradient(dx_MN: Tensor, call: ExpandCall) -> Tensor:
+    """The gradient of `routed`: every element times its share of the source's weight."""
+    assert call.routing is not None
+    in_p, in_q = chosen_of_call(call, dx_MN.shape)
+    larger = call.routing.larger_share
+    share = larger * in_p.to(dx_MN.dtype) + (1 - larger) * in_q.to(dx_MN.dtype)
+    return torch.where(_is_only(call), dx_MN, dx_MN * share)
+
+
+def _is_only(call: ExpandCall) -> Tensor:
+    """Which entries of the routed axis are only copies; broadcasts to the result's shape."""
+    assert call.routing is not None
+    is_only = call.routing.copies[:, 1] == 1
+    return is_only if call.routing.dim == 1 else is_only[:, None]
+
+
+@jit
+def routed_on_triton(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
+    """(5) for elements that broadcast, where `larger` is the larger share of x.
+
+    Args:
+        key, mult, src, copies: int32 bit patterns; copies as in `Routing.packed`.
+        x, larger: in the accumulator's dtype.
+        LARGER: `Routing.larger_share`.
+    """
+    number = copies & 0xFFFF
+    count = (copies >> 16).to(tl.uint32, bitcast=True)
+    factor = mult.to(tl.uint32, bitcast=True)
+    h = (key + src * mult).to(tl.uint32, bitcast=True)
+    p = tl.umulhi(h, count).to(tl.int32, bitcast=True)
+    if LARGER == 1.0:
+        return tl.where(p == number, x, 0.0)
+    step = tl.umulhi(factor, count - 1).to(tl.int32, bitcast=True)
+    q = p + 1 + step
+    total = copies >> 16
+    q = tl.where(q >= total, q - total, q)
+    share = tl.where(p == number, larger, tl.where(q == number, x - larger, 0.0))
+    return tl.where(total == 1, x, share)
