@@ -57,7 +57,10 @@ from growkern.train.trainer import TwoStageTrainer
 from growkern.units import human
 
 # records and archives that hold texts
-NOT_TEXT = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
+NOT_TEXT = (
+    *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".avro", ".db"),
+    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"),
+)
 
 
 def train(
@@ -284,7 +287,7 @@ def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
     for pattern in patterns:
         files += matching_files(base, pattern)
     for file in files:
-        if file.suffix in NOT_TEXT:
+        if file.suffix.lower() in NOT_TEXT:
             raise GrowthError(
                 f"{file} would be trained on as plain text, with its {file.suffix} syntax: "
                 "write its texts to plain text files"

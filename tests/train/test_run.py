@@ -191,9 +191,9 @@ def test_a_folder_with_brackets_is_no_pattern(workplace):
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_records_are_not_read_as_prose(workplace):
-    (workplace / "text" / "c.jsonl").write_text('{"text": "w1 w2"}')
+    (workplace / "text" / "c.JSON").write_text('{"text": "w1 w2"}')
     (workplace / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
-    with pytest.raises(GrowthError, match=r"c.jsonl would be trained on as plain text"):
+    with pytest.raises(GrowthError, match=r"c\.JSON would be trained on as plain text"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
 

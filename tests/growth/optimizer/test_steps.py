@@ -53,7 +53,7 @@ def test_tensors_that_do_not_lie_alike_are_not_fused():
 @pytest.mark.parametrize("how, rewarm", [({"n_embd": 24}, 0), ({"n_embd": 20}, 5)])
 def test_no_temporary_tensor_is_as_large_as_a_parameter(how, rewarm, backend, monkeypatch):
     monkeypatch.setattr(op, "ELEMENTS_ON_CPU", 1 << 8)
-    monkeypatch.setitem(op.STEPS, "cpu", op.STEPS[backend])
+    monkeypatch.setitem(op.KERNELS, "cpu", op.KERNELS[backend])
     target = growkern.grow(random_model("GPT2LMHeadModel", GPT2), **how)
     optimizer = growkern.GrowthAdamW(
         target.named_parameters(), target.growth_plan, rewarm_steps=rewarm
