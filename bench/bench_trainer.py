@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = benchmark_parser(__doc__, repeats=None)
     for name, default in (
-        *(("width", 256), ("layers", 8), ("vocab", 8192)),
+        *(("width", 256), ("layers", 8), ("vocab", 32_000)),
         *(("batch", 8), ("length", 128), ("steps", 60)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)

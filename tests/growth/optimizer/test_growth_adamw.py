@@ -109,8 +109,8 @@ def test_other_rates_drift(options):
     source = random_model("GPT2LMHeadModel", GPT2, std=0.2)
     optimizer = torch.optim.AdamW(groups(source), **OPTIONS)
     train(source, optimizer, range(5))
-    target, new = grown(source, optimizer, {"n_embd": 24})
-    new.matched = options.get("matched", True)
+    target, new = grown(source, optimizer, {"n_embd": 24}, **options)
+    # the state that was loaded brings the source's eps
     for group in new.param_groups:
         group["eps"] = options.get("eps", group["eps"])
     train(source, optimizer, range(5, 10))
