@@ -24,7 +24,7 @@ SIZES = {
     "tie_word_embeddings": True,
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-HOW = {"hidden_size": 8, "max_shard_size": 700, "progress": False}
+HOW = {"hidden_size": 8, "max_shard_size": 1600, "progress": False}
 
 
 def tiny(seed=0, **sizes):
