@@ -10,7 +10,6 @@ saves the same bytes.
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -21,7 +20,7 @@ import torch
 import transformers
 
 from growkern.train.safety.checkpoints import checkpoints_in, damage
-from tests.faults.walk import CHANGES, Work, attempt, attempt_in_child, library, state, tree
+from tests.faults.walk import CHANGES, Walk, Work, attempt, library, tree
 from tests.train.safety.runs import small_trainer
 from tests.train.tiny import build
 
@@ -37,12 +36,13 @@ def new_trainer(folder: Path) -> object:
     return trainer
 
 
-class SavingWalk:
-    """All faults of a save, in a folder of its own."""
+class SavingWalk(Walk):
+    """All faults of a save. The trainer is made once, and only its directory is made anew."""
 
     def __init__(self, folder: Path) -> None:
         """Trains once and saves once, unarmed."""
-        self.folder, self.out, self.shim = folder, folder / "out", library()
+        self.folder, self.shim, self.without = folder, library(), 0
+        self.out = self.armed = folder / "out"
         self.trainer = new_trainer(folder)
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
@@ -63,29 +63,9 @@ class SavingWalk:
         self._save(2)
         self.trainer.save_final_model(torch.float32)
 
-    def cases(self) -> Iterator[str]:
-        """Every case; gives what is wrong."""
-        for kind in self.work.kinds:
-            number, struck = 0, "an operation"
-            while struck:
-                number += 1
-                struck, wrong = self._case(kind, number)
-                self.work.cases[kind] += bool(struck)
-                yield from (f"{kind} at {number}, {struck}: {one}" for one in wrong)
-
-    def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
+    def _reset(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
         shutil.copytree(self.folder / "start", self.out, copy_function=shutil.copy2)
-        self.shim.faults_arm(os.fsencode(self.out), self.work.kinds[kind], number)
-        do = attempt_in_child if kind == "kill" else attempt
-        outcome, message, struck = do(self.work, self.folder, self.shim)
-        self.shim.faults_disarm()
-        self.work.cases[outcome] += bool(struck)
-        wrong = list(self._check(outcome, message))
-        left = state(self.out)
-        if left not in self.repeated:
-            self.repeated[left] = list(self._repeat())
-        return struck, wrong + self.repeated[left]
 
     def _check(self, outcome: str, message: str) -> Iterator[str]:
         if outcome not in ("done", "refused", "killed") or "\n" in message:
@@ -115,7 +95,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     walk = SavingWalk(Path(sys.argv[1]))
-    for line in walk.cases():
+    for line in walk.run():
         print(line, file=sys.stderr, flush=True)
     cases = walk.work.cases | {"states": len(walk.repeated)}
     print(json.dumps({"name": "saving", "cases": cases}), flush=True)

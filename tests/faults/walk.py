@@ -120,7 +120,11 @@ def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
 
 
 class Walk:
-    """All faults of one kind of work, in a folder of its own."""
+    """All faults of one kind of work, in a folder of its own.
+
+    Attributes:
+        armed: the folder below which operations fail.
+    """
 
     def __init__(self, work: Work, folder: Path, shim: ctypes.CDLL, without: int = 0) -> None:
         """Does the work once, unarmed.
@@ -129,7 +133,7 @@ class Walk:
             without: the errno of a system without renameat2; 0: it has it.
         """
         self.work, self.shim, self.without = work, shim, without
-        self.folder = folder / work.name
+        self.folder = self.armed = folder / work.name
         self.folder.mkdir(parents=True)
         work.prepare(self.folder)
         shutil.copytree(self.folder, folder / f"{work.name}.start", copy_function=shutil.copy2)
@@ -157,16 +161,16 @@ class Walk:
 
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()
-        self.shim.faults_arm(os.fsencode(self.folder), self.work.kinds[kind], number)
+        self.shim.faults_arm(os.fsencode(self.armed), self.work.kinds[kind], number)
         do = attempt_in_child if kind == "kill" else attempt
         outcome, message, struck = do(self.work, self.folder, self.shim)
         self.shim.faults_disarm()
         self.work.cases[outcome] += bool(struck)
         wrong = list(self._check(outcome, message))
-        name = state(self.folder)
-        if name not in self.repeated:
-            self.repeated[name] = list(self._repeat())
-        return struck, wrong + self.repeated[name]
+        left = state(self.armed)
+        if left not in self.repeated:
+            self.repeated[left] = list(self._repeat())
+        return struck, wrong + self.repeated[left]
 
     def _reset(self) -> None:
         """The folder as it was, without touching what no work writes to."""
