@@ -138,36 +138,17 @@ def plan_growth(
     dims: dict[str, int],
     target_config: Any | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    judged: bool = True,
 ) -> GrowthPlan:
     """`plan` for a source that is already open.
 
     Args:
         dims: target sizes by the config's own names; empty if `target_config` is given.
+        judged: whether to make the findings now. False: no weights are read.
 
     Raises:
         GrowthError: a dtype that growth does not write, or sizes that do not fit.
-    """
-    made = plan_maps(opened, options, dims, target_config, dtype)
-    # findings may read norm weights, and the source may be gone when someone asks for them
-    with torch.device("cpu"):
-        _ = made.findings
-    return made
-
-
-def plan_maps(
-    opened: Source,
-    options: GrowthOptions,
-    dims: dict[str, int],
-    target_config: Any | None = None,
-    dtype: torch.dtype | None = None,
-) -> GrowthPlan:
-    """`plan_growth` without its findings. It reads no weights.
-
-    Args:
-        dims: as in `plan_growth`.
-
-    Raises:
-        GrowthError: as in `plan_growth`.
     """
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
@@ -179,7 +160,12 @@ def plan_maps(
     def make(large: ModelSpec) -> GrowthPlan:
         return _plan_for(opened, options, large, dtype)
 
-    return made_to_fit(opened.spec, dims, target_config, make)
+    made = made_to_fit(opened.spec, dims, target_config, make)
+    if judged:
+        # findings may read norm weights, and the source may be gone when someone asks for them
+        with torch.device("cpu"):
+            _ = made.findings
+    return made
 
 
 def _plan_for(

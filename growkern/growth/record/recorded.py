@@ -13,7 +13,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.companions import LINEAGE_FILE
-from growkern.growth.plan.growth_plan import GrowthPlan, plan_maps
+from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import Lineage, read_lineage
 from growkern.growth.record.origins import spaces_of
 from growkern.growth.source.source import Source
@@ -55,7 +55,9 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
         raise GrowthError(f"{lineage.file} has no weights: {name} is in the source")
 
     source = Source(small, dtypes, read)
-    plan = plan_maps(source, lineage.options, {}, lineage.target_config, lineage.dtype)
+    plan = plan_growth(
+        source, lineage.options, {}, lineage.target_config, lineage.dtype, judged=False
+    )
     if spaces_of(plan) != lineage.data["maps"]:
         raise GrowthError(
             f"{lineage.file}: this version of growkern draws other maps than the one that grew the "
