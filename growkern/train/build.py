@@ -76,10 +76,10 @@ def _grown(
     with torch.device("meta"):
         model = cls._from_config(planned.target_config, dtype=dtype)
     shard(model, options)
-    model.growth_plan = planned
     if first_start:
         grow_into(model, base / growth.source, **how)
         return model
+    model.growth_plan = planned
     device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
     materialise(model, device)
     restore_buffers(model)

@@ -29,6 +29,7 @@ from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
+OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
 # more steps, examples or tokens than any run has
 MOST = 1 << 40
 LARGEST = {
@@ -234,7 +235,7 @@ class TrainingSection:
     warmup_steps: int = 0
     schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     weight_decay: float = 0.01
-    optimizer: Literal["auto", "adamw", "growth-adamw"] = "auto"
+    optimizer: OptimizerChoice = "auto"
     max_grad_norm: float = 1.0
     precision: Literal["fp32", "bf16", "pure-bf16"] = "fp32"
     seed: int = 0

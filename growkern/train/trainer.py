@@ -24,7 +24,7 @@ from growkern.train.checks import (
     check_block_size,
     choose_teachers,
 )
-from growkern.train.config import TwoStageConfig
+from growkern.train.config import OptimizerChoice, TwoStageConfig
 from growkern.train.distributed.shard import refuse_peft
 from growkern.train.flops import ModelCost
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
@@ -32,7 +32,7 @@ from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
-from growkern.train.loop.optimizer import OptimizerChoice, growth_optimizer, plan_of_optimizer
+from growkern.train.loop.optimizer import growth_optimizer, plan_of_optimizer
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.counting_trainer import CountingTrainer
 from growkern.train.loss.models import check_model

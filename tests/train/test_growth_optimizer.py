@@ -122,3 +122,13 @@ def test_a_damaged_lineage_is_said(tmp_path):
     assert type(optimizer_of(trainer)) is torch.optim.AdamW
     with pytest.raises(GrowthError, match="not a growth record"):
         trained(loaded, tmp_path, optimizer="growth-adamw")
+
+
+def test_a_model_that_was_changed_since_trains_with_adamw(tmp_path):
+    _, large = grown()
+    large.resize_token_embeddings(60)
+    with pytest.warns(GrowthWarning, match="embed_tokens.weight is not as growth made it"):
+        trainer = trained(large, tmp_path)
+    assert type(optimizer_of(trainer)) is torch.optim.AdamW
+    with pytest.raises(GrowthError, match="is not as growth made it"):
+        trained(large, tmp_path, optimizer="growth-adamw")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -13,8 +13,8 @@ from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of
+from growkern.train.config import OptimizerChoice
 
-OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 
@@ -32,8 +32,8 @@ def plan_of_optimizer(
         options: the other keyword arguments of `transformers.Trainer`.
 
     Raises:
-        GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown or beside
-            another optimizer.
+        GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not to
+            its present shapes, or beside another optimizer.
     """
     if choice not in get_args(OptimizerChoice):
         allowed = get_args(OptimizerChoice)
@@ -45,6 +45,8 @@ def plan_of_optimizer(
         raise GrowthError(f"optimizer is 'growth-adamw', but {other}: give one of them")
     try:
         plan = growth_plan_of(model)
+        if plan is not None:
+            _check_fits(model, plan)
     except GrowthError as error:
         if choice == "growth-adamw":
             raise
@@ -57,6 +59,13 @@ def plan_of_optimizer(
         )
     # random weights have no source whose steps the copies could take
     return None if plan is None or plan.options.is_baseline else plan
+
+
+def _check_fits(model: Any, plan: GrowthPlan) -> None:
+    """Refuse a plan of other shapes: layers or tokens may have been added since."""
+    for name, p in model.named_parameters():
+        if tuple(p.shape) != plan.large.shapes.get(name):
+            raise GrowthError(f"{name} is not as growth made it")
 
 
 def _other_optimizer(args: TrainingArguments, options: Mapping[str, Any]) -> str:
