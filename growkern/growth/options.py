@@ -84,7 +84,7 @@ class GrowthOptions:
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
         for name in ("noise", "routing"):
-            unset = GrowthOptions.__dataclass_fields__[name].default
+            unset = getattr(GrowthOptions, name)
             if getattr(self, name) != unset and self.symmetry != name:
                 raise GrowthError(
                     f"{name}={getattr(self, name)} has no effect with symmetry={self.symmetry!r}: "

@@ -60,7 +60,7 @@ def grouped_heads(
         kv_source, kv_target: number of key-value heads.
 
     Returns:
-        Q_map (q_target,) and kv_map (kv_target,), int64.
+        The maps of query heads (q_target,) and of key-value heads (kv_target,), int64.
 
     Raises:
         UnfitError: some source query head would have no copy; its output would be lost.
