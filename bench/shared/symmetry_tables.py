@@ -21,19 +21,28 @@ SHORT = {
     "routing, AdamW": ("routing 1", "adamw"),
     "routing, GrowthAdamW": ("routing 1", "growth"),
 }
+# of the learning rate, in steps
+WARMUP = 50
 Row = Mapping[str, Any]
+Setup = tuple[str, str, float, int]
 
 
-def _groups(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], list[Row]]]:
-    """Full runs by model, then by variant and optimizer."""
-    found: dict[str, dict[tuple[str, str], list[Row]]] = defaultdict(lambda: defaultdict(list))
+def _groups(rows: Iterable[Row]) -> dict[str, dict[Setup, list[Row]]]:
+    """Full runs by model, then by variant, optimizer, learning rate and warm-up."""
+    found: dict[str, dict[Setup, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["steps"] >= LONG:
             name = (
                 f"{row['symmetry']} {row['amplitude']:g}" if row["amplitude"] else row["symmetry"]
             )
-            found[row["model"]][name, row["optimizer"]].append(row)
+            setup = (name, row["optimizer"], row["rate"], row.get("warmup", WARMUP))
+            found[row["model"]][setup].append(row)
     return found
+
+
+def _continued(variants: Mapping[Setup, Sequence[Row]]) -> Sequence[Row]:
+    """The runs of the small model that was trained on as its own training ended."""
+    return variants.get(("continued", "adamw", END_RATE, WARMUP), [])
 
 
 def _mean(rows: Sequence[Row], step: int) -> float:
@@ -59,10 +68,9 @@ def _ahead(rows: Sequence[Row], small: Sequence[Row]) -> str:
     return "never" if first is None else str(first)
 
 
-def _line(name: tuple[str, str], rows: Sequence[Row], small: Sequence[Row]) -> str:
+def _line(setup: Setup, rows: Sequence[Row], small: Sequence[Row]) -> str:
     ends = [row["losses"][str(LONG)] for row in sorted(rows, key=lambda row: row["seed"])]
     means = " | ".join(f"{_mean(rows, step):.4f}" for step in SHOWN)
-    rates = "/".join(sorted({f"{row['rate']:g}" for row in rows}))
     apart = [row["apart"][str(LONG)] for row in rows if row["apart"]]
     between = "- | -"
     if apart:
@@ -70,10 +78,10 @@ def _line(name: tuple[str, str], rows: Sequence[Row], small: Sequence[Row]) -> s
         between = f"{stream:.2f} | {ffn:.2f}"
     bump = statistics.fmean(map(_bump, rows))
     each = " ".join(f"{x:.3f}" for x in ends)
-    ahead = "-" if name[0] == "continued" else _ahead(rows, _same_seeds(small, rows))
-    return (
-        f"| {name[0]} | {name[1]} | {rates} | {means} | {each} | {bump:.3f} | {between} | {ahead} |"
-    )
+    name, optimizer, rate, warmup = setup
+    ahead = "-" if name == "continued" else _ahead(rows, _same_seeds(small, rows))
+    first = f"| {name} | {optimizer} | {rate:g} | {warmup}"
+    return f"{first} | {means} | {each} | {bump:.3f} | {between} | {ahead} |"
 
 
 def _same_seeds(rows: Sequence[Row], like: Sequence[Row]) -> list[Row]:
@@ -87,9 +95,9 @@ def short_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     Returns:
         The head, and one line per model: over the seeds that all of its variants have.
     """
-    groups, lines = _groups(row for row in rows if row["rate"] == END_RATE), []
+    groups, lines = _groups(rows), []
     for model, variants in sorted(groups.items()):
-        found = [variants.get(name, []) for name in SHORT.values()]
+        found = [variants.get((*name, END_RATE, WARMUP), []) for name in SHORT.values()]
         seeds = set.intersection(*({row["seed"] for row in rows} for rows in found))
         if not seeds:
             continue
@@ -103,7 +111,7 @@ def short_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def report(rows: Iterable[Row], picture: Path | None = None) -> str:
-    """The tables in markdown: one per model, one line per variant and optimizer.
+    """The tables in markdown: one per model, one line per variant, optimizer, rate and warm-up.
 
     Args:
         rows: of the study.
@@ -115,13 +123,13 @@ def report(rows: Iterable[Row], picture: Path | None = None) -> str:
         lines += [f"### {model} (source {any_row['source_loss']:.4f})", ""]
         steps = " | ".join(map(str, SHOWN))
         lines.append(
-            f"| symmetry | optimizer | rate | {steps} | each seed at {LONG} | bump | "
+            f"| symmetry | optimizer | rate | warm-up | {steps} | each seed at {LONG} | bump | "
             "stream apart | units apart | ahead from |"
         )
-        lines.append("|---|---|---|" + "---|" * (len(SHOWN) + 5))
-        small = variants.get(("continued", "adamw"), [])
+        lines.append("|---|---|---|---|" + "---|" * (len(SHOWN) + 5))
+        small = _continued(variants)
         ordered = sorted(variants.items(), key=lambda item: -_mean(item[1], LONG))
-        lines += [_line(name, found, small) for name, found in ordered] + [""]
+        lines += [_line(setup, found, small) for setup, found in ordered] + [""]
     if picture is not None:
         _draw(groups, picture)
     return "\n".join(lines)
@@ -134,10 +142,17 @@ def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: P
     for axes, (model, variants) in zip(
         figure.subplots(1, len(groups), squeeze=False)[0], sorted(groups.items()), strict=True
     ):
-        for name, rows in variants.items():
+        for (variant, optimizer, rate, warmup), rows in variants.items():
+            if (rate, warmup) != (END_RATE, WARMUP):
+                continue
             steps = sorted(int(step) for step in rows[0]["losses"] if int(step) <= LONG)
-            style = "--" if name[1].startswith("adamw") else "-"
-            axes.plot(steps[1:], [_mean(rows, s) for s in steps[1:]], style, label=" ".join(name))
+            style = "--" if optimizer.startswith("adamw") else "-"
+            axes.plot(
+                steps[1:],
+                [_mean(rows, s) for s in steps[1:]],
+                style,
+                label=f"{variant} {optimizer}",
+            )
         axes.set(title=model, xlabel="steps after growth", ylabel="validation loss", xscale="log")
         axes.legend(fontsize=6)
     figure.savefig(file, dpi=120)

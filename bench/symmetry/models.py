@@ -15,7 +15,7 @@ import growkern
 from bench.symmetry.text import LENGTH, MASK
 
 HEAD_DIM = 16
-AKI = "aki-"
+AKI, HALF = "aki-", "half-"
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,38 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
 
     Args:
         symmetry: "none", "noise", "split" or "routing"; with "aki-" before it, new heads and units
-            come from the next layer.
+            come from the next layer; with "half-" before it, a random half of the connections is
+            divided equally among the copies instead.
         amplitude: of noise or routing.
         seed: of noise, shares and routing.
     """
+    if symmetry.startswith(HALF):
+        other = symmetry.removeprefix(HALF)
+        large = grown(source, model, other, amplitude, seed)
+        return _mixed(large, grown(source, model, "none", 0.0, seed), model.times, seed)
     how: dict[str, Any] = {"seed": seed, **model.target()}
     if symmetry.startswith(AKI):
         symmetry, how["method"] = symmetry.removeprefix(AKI), "aki"
     if symmetry in ("noise", "routing"):
         how[symmetry] = amplitude
     return growkern.grow(source, symmetry=symmetry, **how).train()
+
+
+@torch.no_grad()
+def _mixed(large: Any, equal: Any, times: int, seed: int) -> Any:
+    """`large` with a random half of its connections taken from `equal`; for GPT-2 alone.
+
+    GPT-2's matrices are stored as (inputs, outputs), and the copies of input j are j, j + n, and so
+    on: all of them take their weight from the same model, so that they still add up.
+    """
+    random = torch.Generator().manual_seed(seed)
+    others = dict(equal.named_parameters())
+    for name, weight in large.named_parameters():
+        if name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
+            connections = (weight.shape[0] // times, weight.shape[1])
+            taken = (torch.rand(connections, generator=random) < 0.5).repeat(times, 1)
+            weight.copy_(torch.where(taken, others[name], weight))
+    return large
 
 
 # ---------------------------------------------------------------- distance

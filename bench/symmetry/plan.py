@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.shared.symmetry_tables import END_RATE
-from bench.symmetry.models import AKI, Model
+from bench.shared.symmetry_tables import END_RATE, WARMUP
+from bench.symmetry.models import AKI, HALF, Model
 from bench.symmetry.runs import Run
 
 SEEDS = (11, 12, 13)
@@ -28,6 +28,8 @@ THIRD: tuple[Variant, ...] = (
     ("noise", 1.0),
 )
 NEXT_LAYER: tuple[Variant, ...] = tuple((AKI + symmetry, a) for symmetry, a in FIRST[:2])
+HALF_ROUTED: tuple[Variant, ...] = ((HALF + "routing", 1.0),)
+LONG_WARMUP = 4 * WARMUP
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -35,7 +37,11 @@ Rows = Mapping[str, Mapping[str, Any]]
 def key_of(settings: Mapping[str, Any]) -> str:
     """The text that identifies a run in the file of rows."""
     names = ("model", "symmetry", "amplitude", "optimizer", "rate", "seed", "steps", "clip")
-    return " | ".join(str(settings[name]) for name in names)
+    values = [settings[name] for name in names]
+    # the first rows were written before the warm-up could be chosen
+    if settings.get("warmup", WARMUP) != WARMUP:
+        values.append(settings["warmup"])
+    return " | ".join(map(str, values))
 
 
 def representative(symmetry: str) -> Variant:
@@ -81,14 +87,15 @@ def planned(rows: Rows) -> Iterator[Run]:
                 for variant, optimizer in pairs:
                     rate = block.rate or chosen_rate(rows, model, variant[0], optimizer)
                     if rate is not None:
-                        yield Run(model, *variant, optimizer, rate, seed)
+                        how = {"warmup": block.warmup}
+                        yield Run(model, *variant, optimizer, rate, seed, **how)
 
 
 @dataclass(frozen=True)
 class Block:
     """Every variant with every optimizer, for some models and seeds.
 
-    `rate` is the learning rate of all of them; None takes the chosen ones.
+    `rate` is the learning rate of all of them; None takes the chosen ones. `warmup` is in steps.
     """
 
     models: Sequence[Model]
@@ -96,6 +103,7 @@ class Block:
     optimizers: Sequence[str]
     seeds: Sequence[int]
     rate: float | None = None
+    warmup: int = WARMUP
 
 
 def _blocks() -> Iterator[Block]:
@@ -108,19 +116,22 @@ def _blocks() -> Iterator[Block]:
     yield Block(SMALL, SECOND, both, SEEDS[:1], END_RATE)
     yield Block(LARGE, main, both, SEEDS[:1], END_RATE)
     yield Block(THREE_COPIES, main, both, SEEDS[:1], END_RATE)
-    yield Block(SMALL[:1], NEXT_LAYER, both, SEEDS[:1], END_RATE)
-    yield Block(SMALL, main, moments, SEEDS[:1], END_RATE)
-    yield Block(SMALL, THIRD, both, SEEDS[:1], END_RATE)
-    yield Block(MASKED[:1], main, both, SEEDS, END_RATE)
     # each variant at the best of three rates
-    yield Block(SMALL, (*first, *SECOND), both, SEEDS)
-    yield Block(LARGE, (*first, *SECOND), both, SEEDS)
-    yield Block(SMALL, main, moments, SEEDS)
-    yield Block(MASKED, (*first, *SECOND), both, SEEDS)
-    yield Block(SMALL, THIRD, both, SEEDS)
-    yield Block(LARGE, main, moments, SEEDS)
-    yield Block(LARGE, THIRD, both, SEEDS)
-    yield Block(MASKED, THIRD, both, SEEDS)
+    yield Block(SMALL, main, both, SEEDS[:1])
+    # one thing at a time
+    yield Block(SMALL[:1], (*NEXT_LAYER, *HALF_ROUTED), both, SEEDS[:1], END_RATE)
+    yield Block(SMALL, main, both, SEEDS[:1], END_RATE, LONG_WARMUP)
+    yield Block(MASKED[:1], main, both, SEEDS, END_RATE)
+    yield Block(SMALL, main, moments, SEEDS[:1], END_RATE)
+    yield Block(SMALL[:1], THIRD, both, SEEDS[:1], END_RATE)
+    yield Block(MASKED[1:], main, both, SEEDS[:1], END_RATE)
+    yield Block(LARGE, main, both, SEEDS, END_RATE)
+    yield Block(MASKED[1:], main, both, SEEDS, END_RATE)
+    # all of it at the chosen rates
+    yield Block(SMALL, (*first, *SECOND, *THIRD), both, SEEDS)
+    yield Block(LARGE, (*first, *SECOND, *THIRD), both, SEEDS)
+    yield Block(MASKED, (*first, *SECOND, *THIRD), both, SEEDS)
+    yield Block((*SMALL, *LARGE), main, moments, SEEDS)
 
 
 def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import growkern
 from bench.shared.results import git_facts, machine
-from bench.shared.symmetry_tables import END_RATE, LONG
+from bench.shared.symmetry_tables import END_RATE, LONG, WARMUP
 from bench.symmetry.models import AKI, Model, distances, grown
 from bench.symmetry.text import facts, training_batches, validation_batches
 from growkern.growth.optimizer.adamw import decay_groups
@@ -24,7 +24,7 @@ from growkern.whole import write_whole
 # in the last third of its steps, the source's learning rate falls linearly to END_RATE: training
 # continues at the rate at which it ended, so that a rise of the loss is due to growth
 SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
-WARMUP, CLIP, WEIGHT_DECAY = 50, 1.0, 0.01
+CLIP, WEIGHT_DECAY = 1.0, 0.01
 EVALUATED = (25, 50, 100, 200, 400, 700, 1000, 1400, 2000, 3000, 4000)
 OPTIMIZERS = ("adamw", "growth", "growth-moments")
 
@@ -43,6 +43,7 @@ class Run:
         seed: of the data after growth, and of the growth.
         steps: after growth. Runs that only choose a rate are evaluated at their end alone.
         clip: largest norm of the gradient.
+        warmup: steps in which the learning rate rises.
     """
 
     model: Model
@@ -53,6 +54,7 @@ class Run:
     seed: int
     steps: int = LONG
     clip: float = CLIP
+    warmup: int = WARMUP
 
     @property
     def variant(self) -> str:
@@ -188,7 +190,7 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
             raise FloatingPointError(f"{run}: loss {losses[str(step)]} at step {step}")
 
     def rate_at(step: int) -> float:
-        return run.rate * min(1.0, step / WARMUP)
+        return run.rate * min(1.0, step / run.warmup)
 
     batches = training_batches(run.seed, masked)
     _train(model, optimizer, batches, run.steps, rate_at, run.clip, look)
