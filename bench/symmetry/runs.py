@@ -26,7 +26,6 @@ from growkern.whole import write_whole
 SOURCE_STEPS, SOURCE_RATE, SOURCE_WARMUP = 3000, 2e-3, 100
 CLIP, WEIGHT_DECAY = 1.0, 0.01
 EVALUATED = (25, 50, 100, 200, 400, 700, 1000, 1400, 2000, 3000, 4000)
-OPTIMIZERS = ("adamw", "growth", "growth-moments")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,9 @@ class Run:
         symmetry: "continued" trains the small model further. The others are those of `grown`.
         amplitude: of noise or routing, else 0.
         optimizer: "adamw", "growth" (GrowthAdamW with fresh moments), or with the source's moments
-            "growth-moments" and "adamw-moments".
+            "growth-moments" and "adamw-moments". "growth-clipped" is "growth" with gradients that
+            are clipped by `growkern.growth_clip_norm_`, as the trainer does it; all others are
+            clipped by their plain norm.
         rate: learning rate after the warm-up; it stays constant.
         seed: of the data after growth, and of the growth.
         steps: after growth. Runs that only choose a rate are evaluated at their end alone.
@@ -85,16 +86,22 @@ def validation_loss(model: Any, masked: bool) -> float:
 
 
 def _train(
-    model: Any, optimizer: Any, batches: Any, steps: int, rate_at: Any, clip: float, after: Any
+    model: Any, optimizer: Any, batches: Any, steps: int, rate_at: Any, clip: Any, after: Any
 ) -> None:
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
         loss_of(model, *next(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        clip(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         after(step)
+
+
+def _clipping(optimizer: str, norm: float) -> Callable[[Any], Any]:
+    if optimizer == "growth-clipped":
+        return lambda model: growkern.growth_clip_norm_(model, norm)
+    return lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
 def _adamw(model: Any) -> torch.optim.AdamW:
@@ -131,7 +138,7 @@ def _train_source(model: Model, say: Callable[[str], None]) -> dict[str, Any]:
             say(f"source {model.name}: step {step}, loss {curve[str(step)]:.4f}")
 
     batches = training_batches(0, model.is_masked)
-    _train(small, optimizer, batches, SOURCE_STEPS, rate_at, CLIP, after)
+    _train(small, optimizer, batches, SOURCE_STEPS, rate_at, _clipping("adamw", CLIP), after)
     return {
         "state": small.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -193,7 +200,8 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
         return run.rate * min(1.0, step / run.warmup)
 
     batches = training_batches(run.seed, masked)
-    _train(model, optimizer, batches, run.steps, rate_at, run.clip, look)
+    clip = _clipping(run.optimizer, run.clip)
+    _train(model, optimizer, batches, run.steps, rate_at, clip, look)
     return {
         **run.settings(),
         "source_loss": source["loss"],
