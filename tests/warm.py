@@ -6,6 +6,7 @@ environment of the caller. When a fork ends, the server imports the modules that
 import, for the next one. The server ends with the process that started it.
 """
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -30,10 +31,17 @@ NOTE = "GROWKERN_TEST_MODULES"
 
 @functools.cache
 def _server() -> subprocess.Popen:
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen) -> None:
+    server.stdin.close()
+    server.wait()
 
 
 def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.CompletedProcess:
@@ -62,6 +70,7 @@ def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.Com
         _server.cache_clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
+        atexit.unregister(_end)
         server.wait()
         raise AssertionError(f"{module} did not end in {limit_s} s: {said[1][-4000:]}")
     return subprocess.CompletedProcess(command, int(answer), *said)

@@ -2,8 +2,8 @@
 
 This process imports everything and does the work once: another time takes milliseconds where a new
 interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
-of five ways and does the work; N goes from 1 to the end. Where more than five operations in a row
-read or write the same open file by the same call, it takes the first two, the one in the middle and
+of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
+read or write the same open file by the same call, it takes the first two, three in the middle and
 the last two; with EVERY on the command line it takes all. A kill strikes a fork of this process.
 Each case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
 fault and must be done to the byte. A repeat depends on the disk alone, so it is not run again where
@@ -135,6 +135,12 @@ def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
     return json.loads(report) if report else [f"exit {status}", "", "an operation"]
 
 
+def _some(row: list[int]) -> list[int]:
+    """The first two, three in the middle and the last two: a record of an archive takes three."""
+    middle = len(row) // 2
+    return row if len(row) <= 7 else row[:2] + row[middle - 1 : middle + 2] + row[-2:]
+
+
 class Walk:
     """All faults of one kind of work, in a folder of its own.
 
@@ -190,12 +196,7 @@ class Walk:
                 rows[-1].append(number)
             else:
                 rows.append([number])
-        return [
-            number
-            for row in rows
-            for place, number in enumerate(row)
-            if len(row) <= 5 or place in (0, 1, len(row) // 2, len(row) - 2, len(row) - 1)
-        ]
+        return [number for row in rows for number in _some(row)]
 
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()
