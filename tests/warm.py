@@ -85,6 +85,8 @@ def note_modules() -> None:
 def _exit_code(command: list[str]) -> int:
     """Run a module in this process."""
     sys.argv = command
+    # an earlier fork may have imported it under its own name
+    sys.modules.pop(command[0], None)
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -137,8 +139,6 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
     torch.set_num_threads(1)
     for line in requests:
         command, environment, files = json.loads(line)
-        with contextlib.suppress(ImportError):
-            importlib.import_module(command[0])
         code = _fork(command, environment, files)
         _import_noted(environment[NOTE])
         print(code, file=answers, flush=True)
