@@ -23,9 +23,11 @@ from tests import walks
 ROOT = Path(__file__).parents[1]
 # A worker takes whole files in this order. One of these as the last would let the others wait.
 LONGEST = (
+    "tests/ops/backend/test_launches.py",
     "tests/faults/test_growth.py",
     "tests/growth/sharded/test_grow_into.py",
     "tests/bench/test_gpu.py",
+    "tests/faults/test_walk.py",
     "tests/ops/backend/test_aot.py",
 )
 # long paths then break no line of a command's output
