@@ -1,5 +1,6 @@
 """The surroundings of every test: the device, one thread, a wide terminal, and random walks."""
 
+import gc
 import os
 
 # Workers share the cores. Tests of threads ask for more themselves.
@@ -16,15 +17,17 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from bench.launches import cuda_emulator
+from bench.launches import cuda_emulator, interpreter
 from tests import walks
 
 ROOT = Path(__file__).parents[1]
 # A worker takes whole files in this order. One of these as the last would let the others wait.
 LONGEST = (
+    "tests/ops/backend/test_launches.py",
     "tests/faults/test_growth.py",
     "tests/growth/sharded/test_grow_into.py",
     "tests/bench/test_gpu.py",
+    "tests/faults/test_walk.py",
     "tests/ops/backend/test_aot.py",
 )
 # long paths then break no line of a command's output
@@ -44,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     walks.times = config.getoption("--walks")
     walks.start = config.getoption("--seed")
+    interpreter.make_quick()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         # pytest's own output stays as wide as the terminal
@@ -58,6 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {ROOT / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now out of garbage collection: millions of objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture

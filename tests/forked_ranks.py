@@ -1,14 +1,13 @@
 """python -m tests.forked_ranks N MODULE FOLDER: the `main(FOLDER)` of MODULE on N ranks.
 
 `torchrun` starts a Python for every rank, and each imports PyTorch and transformers for seconds of
-processor time. Here one process imports MODULE, and its forks are the ranks. They form a group of
-gloo. The first rank that fails ends all of them.
+processor time. Here the ranks are forks of one process, itself a fork of the server of
+`tests.warm`. They form a group of gloo. The first rank that fails ends all of them.
 """
 
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -16,21 +15,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+from tests import warm
 
 
 def on_ranks(number: int, module: str, folder: Path) -> None:
-    """Run a module on so many ranks, in a process of its own.
+    """Run a module on so many ranks, in processes of their own.
 
     Raises:
         AssertionError: a rank failed; with the end of what the ranks said.
     """
-    command = [sys.executable, "-m", "tests.forked_ranks", str(number), module, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # a rank that fails ends them all; the limit is for those that wait for each other
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = warm.run("tests.forked_ranks", number, module, folder, limit_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -44,6 +39,8 @@ def run_rank(rank: int, number: int, module: str, folder: Path) -> int:
         store = f"file://{folder / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=number)
         importlib.import_module(module).main(folder)
+        if rank == 0:
+            warm.note_modules()
         dist.barrier()
     except BaseException:
         traceback.print_exc()

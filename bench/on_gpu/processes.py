@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.launches import interpreter
 from bench.on_gpu.pieces import Piece, chosen
 from bench.shared import results
 from bench.shared.recorder import Recorder, Skip
@@ -101,6 +102,7 @@ def _run_forked(name: str, path: Path, log: Path) -> None:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     (piece,) = chosen([name])
+    interpreter.make_quick()
     sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import walks
+from tests.faults.walk import EVERY
+
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("cc")
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-D_LARGEFILE64_SOURCE", "-fno-builtin")
@@ -24,9 +27,12 @@ def shim(tmp_path_factory):
     return library
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def preloaded(shim):
-    """Runs a module of the tests in a folder, with the library before all others."""
+    """Runs a module of the tests in a folder, with the library before all others.
+
+    With ``--walks`` above 1 its walk skips no operation.
+    """
     # in memory where there is such a place: a walk syncs thousands of times
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
@@ -34,6 +40,7 @@ def preloaded(shim):
 
         def run(module, *arguments):
             command = [sys.executable, "-W", "ignore", "-m", module, folder, *arguments]
+            command += [EVERY] * (walks.times > 1)
             environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000

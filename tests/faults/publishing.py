@@ -1,7 +1,6 @@
 """python -m tests.faults.publishing DIRECTORY: walk through a publication of three small files."""
 
 import errno
-import json
 import sys
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def main():
             )
             for line in Walk(work, directory, shim, without).run():
                 print(line, file=sys.stderr)
-            print(json.dumps({"name": work.name, "cases": work.cases}), flush=True)
+            print(work.report(), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ saves the same bytes.
 """
 
 import contextlib
-import json
 import shutil
 import sys
 import warnings
@@ -97,8 +96,7 @@ def main() -> None:
     walk = SavingWalk(Path(sys.argv[1]))
     for line in walk.run():
         print(line, file=sys.stderr, flush=True)
-    cases = walk.work.cases | {"states": len(walk.repeated)}
-    print(json.dumps({"name": "saving", "cases": cases}), flush=True)
+    print(walk.work.report(), flush=True)
 
 
 if __name__ == "__main__":

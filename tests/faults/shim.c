@@ -33,6 +33,7 @@ enum kind { NONE, FAIL_EIO, FAIL_ENOSPC, FAIL_EINTR, CUT, KILL, FAIL_EIO_OF_CHAN
 enum trait { CHANGES = 1, TAKES_SPACE = 2, WAITS = 4, MOVES = 8 };
 
 #define MOST_FILES 65536
+#define MOST_COUNTED 65536
 
 static char root[4096];
 static int kind, unsupported;
@@ -41,6 +42,10 @@ static long at, count;
 static long moved[2];
 static const char *fired;
 static char is_ours[MOST_FILES];
+/* a number for each time that a file was opened, and that of the file whose bytes move now */
+static long opened[MOST_FILES], openings, moving;
+/* whether a counted operation moves bytes of the same file, by the same call, as the one before */
+static char continues[MOST_COUNTED];
 
 static int has_root(const char *path) {
   size_t length = strlen(root);
@@ -56,16 +61,25 @@ static int is_below(int folder, const char *path) {
 static int is_file(int file) { return file >= 0 && file < MOST_FILES && is_ours[file]; }
 
 static void note(int file, int ours) {
-  if (file >= 0 && file < MOST_FILES) is_ours[file] = ours;
+  if (file < 0 || file >= MOST_FILES) return;
+  is_ours[file] = ours;
+  opened[file] = ++openings;
 }
 
 /* Counts an operation; 1: it has to fail, with errno set; 2: it moves a part of its bytes only. */
 static int strikes(const char *name, int traits, size_t bytes) {
+  static const char *name_before;
+  static long file_before;
+  long file = moving;
+  moving = 0;
   int hit = kind == FAIL_EIO || (kind == FAIL_EIO_OF_CHANGES && traits & (CHANGES | TAKES_SPACE)) ||
             (kind == FAIL_ENOSPC && traits & TAKES_SPACE) ||
             (kind == FAIL_EINTR && traits & WAITS) || (kind == CUT && traits & MOVES && bytes > 1) ||
             (kind == KILL && traits & CHANGES);
   if (!hit) return 0;
+  if (count < MOST_COUNTED)
+    continues[count] = count && file && file == file_before && name == name_before;
+  file_before = file, name_before = name;
   count++;
   /* a full disk stays full */
   if (kind == FAIL_ENOSPC ? count < at : count != at) return 0;
@@ -87,6 +101,8 @@ void faults_disarm(void) { kind = NONE; }
 void faults_without_renameat2(int code) { unsupported = code; }
 long faults_moved(int writes) { return moved[writes]; }
 const char *faults_fired(void) { return fired; }
+long faults_count(void) { return count; }
+int faults_continues(long number) { return number <= MOST_COUNTED && continues[number - 1]; }
 
 /* ---------------------------------------------------------------- the wrappers */
 
@@ -141,6 +157,7 @@ int close(int file) {
     REAL(name);                                             \
     int does = traits;                                      \
     moved[(does & CHANGES) != 0]++;                         \
+    if (is_file(file)) moving = opened[file];               \
     int struck = is_file(file) ? strikes(#name, does, n) : 0; \
     if (struck == 1) return -1;                             \
     return struck ? real part : real whole;                 \

@@ -6,7 +6,7 @@ from tests.faults.test_walk import check
 def test_a_save_survives_a_fault_of_every_operation(preloaded):
     """Every rename, write and sync of a checkpoint and of the model, one after the other."""
     (work,) = check(preloaded("tests.faults.saving"), 2000)
-    assert min(work["cases"][kind] for kind in ("EIO", "ENOSPC", "cut", "kill")) > 50
+    assert min(work["operations"][kind] for kind in ("EIO", "ENOSPC", "cut", "kill")) > 50
 
 
 def test_a_run_survives_failed_file_operations(preloaded):

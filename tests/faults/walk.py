@@ -2,7 +2,9 @@
 
 This process imports everything and does the work once: another time takes milliseconds where a new
 interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
-of five ways and does the work; N goes from 1 to the end. A kill strikes a fork of this process.
+of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
+read or write the same open file by the same call, it takes the first two, three in the middle and
+the last two; with EVERY on the command line it takes all. A kill strikes a fork of this process.
 Each case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
 fault and must be done to the byte. A repeat depends on the disk alone, so it is not run again where
 an earlier case left the same files.
@@ -14,10 +16,12 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +34,9 @@ import torch
 KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
 # of the operations that change the disk or take space on it, syncs among them, alone
 CHANGES = {"EIO": 6, "ENOSPC": 2, "cut": 4, "kill": 5}
+EVERY = "--every"
+# any number that no operation has
+NEVER = 2**62
 # of the command line: what `growkern` says in one line
 REFUSALS = (ValueError, OSError)
 
@@ -44,6 +51,8 @@ class Work:
         run: does the work in the folder; makes, or replaces, "target".
         overwrite: whether there is a target at the start.
         kinds: of faults.
+        cases: how many of each kind, and how they ended.
+        operations: how many there are for each kind to fail.
     """
 
     name: str
@@ -52,6 +61,12 @@ class Work:
     overwrite: bool = False
     kinds: Mapping[str, int] = field(default_factory=lambda: KINDS)
     cases: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+
+    def report(self) -> str:
+        """One line for the test."""
+        fields = {"name": self.name, "cases": self.cases, "operations": self.operations}
+        return json.dumps(fields)
 
 
 def library() -> ctypes.CDLL:
@@ -59,7 +74,8 @@ def library() -> ctypes.CDLL:
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
     shim.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
     shim.faults_fired.restype = ctypes.c_char_p
-    shim.faults_moved.restype = ctypes.c_long
+    shim.faults_moved.restype = shim.faults_count.restype = ctypes.c_long
+    shim.faults_continues.argtypes = [ctypes.c_long]
     return shim
 
 
@@ -119,6 +135,12 @@ def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
     return json.loads(report) if report else [f"exit {status}", "", "an operation"]
 
 
+def _some(row: list[int]) -> list[int]:
+    """The first two, three in the middle and the last two: a record of an archive takes three."""
+    middle = len(row) // 2
+    return row if len(row) <= 7 else row[:2] + row[middle - 1 : middle + 2] + row[-2:]
+
+
 class Walk:
     """All faults of one kind of work, in a folder of its own.
 
@@ -151,13 +173,30 @@ class Walk:
         """Every case; gives what is wrong."""
         self.shim.faults_without_renameat2(self.without)
         for kind in self.work.kinds:
-            number = 0
-            struck = "an operation"
-            while struck:
-                number += 1
+            numbers = self._numbers(kind)
+            # and those that a struck run has beyond the others: at the end nothing is struck
+            for number in itertools.chain(numbers, itertools.count(numbers[-1] + 1)):
                 struck, wrong = self._case(kind, number)
                 self.work.cases[kind] += bool(struck)
                 yield from (f"{self.work.name}: {kind} at {number}, {struck}: {w}" for w in wrong)
+                if not struck and number > numbers[-1]:
+                    break
+
+    def _numbers(self, kind: str) -> list[int]:
+        """Operations to strike, from a run in which none is."""
+        self._reset()
+        self.shim.faults_arm(os.fsencode(self.armed), self.work.kinds[kind], NEVER)
+        attempt(self.work, self.folder, self.shim)
+        last = self.work.operations[kind] = self.shim.faults_count()
+        if EVERY in sys.argv:
+            return list(range(1, last + 1))
+        rows: list[list[int]] = []
+        for number in range(1, last + 1):
+            if self.shim.faults_continues(number):
+                rows[-1].append(number)
+            else:
+                rows.append([number])
+        return [number for row in rows for number in _some(row)]
 
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()

@@ -1,6 +1,5 @@
 """python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and teacher caches."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import transformers
 import growkern
 from growkern.growth.disk import stream
 from growkern.train.data import CausalLMCollator
-from tests.faults.walk import CHANGES, Walk, Work, library, models_made_once, only_one_thread
+from tests.faults.walk import CHANGES, EVERY, Walk, Work, library, models_made_once, only_one_thread
 from tests.train.tiny import VOCAB, TinyTokenizer
 
 SIZES = {
@@ -118,17 +117,16 @@ WORKS = {
 
 
 def main():
-
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     directory, shim = Path(sys.argv[1]), library()
     with only_one_thread(stream), models_made_once(transformers.Phi3ForCausalLM):
-        for name in sys.argv[2:]:
+        for name in (name for name in sys.argv[2:] if name != EVERY):
             work = WORKS[name]
             for line in Walk(work, directory, shim).run():
                 print(line, file=sys.stderr)
-            print(json.dumps({"name": name, "cases": work.cases}), flush=True)
+            print(work.report(), flush=True)
 
 
 if __name__ == "__main__":

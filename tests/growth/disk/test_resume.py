@@ -4,8 +4,6 @@ import ctypes
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,10 @@ from growkern.growth.disk.staging import staging
 from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.plan import pieces
 from growkern.growth.source.files import read_headers
-from tests import walks
+from tests import walks, warm
 from tests.growth.disk.small_pieces import BYTES, cut_small
 from tests.growth.models import LLAMA, random_model
 
-ROOT = Path(__file__).parents[3]
 HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
 
 
@@ -76,11 +73,8 @@ def interrupt(monkeypatch, source, target, *, after, error=KeyboardInterrupt, **
 def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
     """Kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
     kills = 12 * walks.times
-    command = [sys.executable, "-m", "tests.growth.disk.killer", str(source), str(tmp_path)]
-    command += [str(kills), str(walks.start or 0)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300 * walks.times
-    )
+    arguments = source, tmp_path, kills, walks.start or 0
+    done = warm.run("tests.growth.disk.killer", *arguments, limit_s=300 * walks.times)
     assert done.returncode == 0, done.stderr
     rounds = json.loads(done.stdout)
     assert len(rounds) == 1 + kills

@@ -1,6 +1,7 @@
-"""One rank of a run that loses a rank now and then: `torchrun ... elastic FOLDER RUN STEP...`.
+"""python -m tests.train.distributed.elastic FOLDER RUN STEP...: two ranks; one dies now and then.
 
-The last rank kills itself at each STEP, once.
+The last rank kills itself at each STEP, once. The agent of `torchrun` starts all ranks again. Here
+its ranks are forks of it, so that they need not import everything once more.
 """
 
 import os
@@ -10,10 +11,12 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import TrainerCallback
 
 from growkern.train import run as module
 from growkern.train.run import train
+from tests import warm
 
 
 class KillOnce(TrainerCallback):
@@ -31,8 +34,7 @@ class KillOnce(TrainerCallback):
     on_step_begin = on_substep_end
 
 
-def main(folder, run, *steps):
-    folder = Path(folder)
+def rank(folder, run, *steps):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     build = module.build_trainer
@@ -45,10 +47,17 @@ def main(folder, run, *steps):
 
     module.build_trainer = killing
     train(folder / run, progress=False)
+    warm.note_modules()
+
+
+def main(folder, run, *steps):
+    """As `torchrun --standalone --nproc_per_node=2 --max-restarts=N`."""
+    how = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=len(steps), run_id=run,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+    )  # fmt: skip
+    elastic_launch(how, rank)(Path(folder), run, *steps)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that leaves in the ordinary way
-    os._exit(0)

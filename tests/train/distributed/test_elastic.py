@@ -1,29 +1,17 @@
-"""`torchrun --max-restarts` resumes after a rank was killed, with the same losses."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The agent of `torchrun --max-restarts` resumes after a rank was killed, with the same losses."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.train.distributed import elastic
 from tests.train.distributed.test_run import GROWTH, SHARDED, grown_run, log_of, write
 from tests.train.test_run import workplace  # noqa: F401
 
-ROOT = Path(__file__).parents[3]
 
-
-def torchrun(folder, name, *steps):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [f"--max-restarts={len(steps)}", "-m", elastic.__name__, str(folder), f"{name}.toml"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *map(str, steps)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
+def launch(folder, name, *steps):
+    done = warm.run(elastic.__name__, folder, f"{name}.toml", *steps)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -32,8 +20,8 @@ def test_a_killed_rank_costs_no_step(workplace):  # noqa: F811
     """Killed before the first checkpoint, when the run grows again, and after one."""
     for name in ("straight", "killed"):
         write(workplace, name, grown_run(GROWTH, SHARDED))
-    torchrun(workplace, "straight")
-    torchrun(workplace, "killed", 1, 5)
+    launch(workplace, "straight")
+    launch(workplace, "killed", 1, 5)
     assert len(list(workplace.glob("killed-at-*"))) == 2
     assert log_of(workplace / "killed") == log_of(workplace / "straight")
     killed = load_file(workplace / "killed" / "model.safetensors")

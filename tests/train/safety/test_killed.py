@@ -4,16 +4,11 @@
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests import walks
+from tests import walks, warm
 from tests.train.test_run import RUN, workplace  # noqa: F401
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
@@ -24,11 +19,8 @@ def test_killed_at_any_moment_it_ends_the_same(workplace, how):  # noqa: F811
         text.replace("keep_checkpoints = 9", "keep_checkpoints = 1")
     )
     kills = 6 * walks.times
-    command = [sys.executable, "-m", "tests.train.safety.killer", str(workplace), how]
-    command += [str(kills), str(walks.start or 0)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600 * walks.times
-    )
+    arguments = workplace, how, kills, walks.start or 0
+    done = warm.run("tests.train.safety.killer", *arguments, limit_s=600 * walks.times)
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rounds) == kills
