@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
 from growkern.errors import GrowthError
@@ -26,6 +28,8 @@ from growkern.growth.source.files import METADATA_FILE
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 
 WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
+# folder in the checkpoint -> its tensors by their names
+Parts = dict[str, dict[str, Any]]
 
 
 def has_weights(directory: Path) -> bool:
@@ -33,14 +37,56 @@ def has_weights(directory: Path) -> bool:
     return (directory / WEIGHTS / METADATA_FILE).is_file()
 
 
-def save_weights(model: nn.Module, directory: Path) -> None:
-    """Write this process's parts of a model. All processes must call this.
+def weight_parts(model: nn.Module) -> Parts:
+    """This process's parts of a model, for `write_parts`."""
+    return {WEIGHTS: _weights(model)}
+
+
+def optimizer_parts(model: nn.Module, optimizer: Optimizer) -> Parts:
+    """This process's parts of an optimizer's state, for `write_parts`.
+
+    Args:
+        model: its parameters give the names.
+        optimizer: with a state for every parameter.
+    """
+    return {OPTIMIZER: _state(model, optimizer)}
+
+
+def save_groups(optimizer: Optimizer, directory: Path) -> None:
+    """Write the settings of the optimizer's parameter groups. One process does this.
+
+    Raises:
+        OSError: the disk takes no more.
+    """
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    torch.save(groups, directory / GROUPS)
+
+
+def copy_to_host(parts: Parts) -> Parts:
+    """A copy in CPU memory, which training does not change."""
+    copies: Parts = BlockingAsyncStager().stage(parts)
+    return copies
+
+
+def write_parts(parts: Parts, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write this process's parts and return when they are on disk. All processes must call this.
+
+    Args:
+        parts: from `weight_parts`, `optimizer_parts` or `copy_to_host`.
+        directory: of the checkpoint.
+        group: for the messages of the processes; None takes the default one.
 
     Raises:
         OSError: a process could not write.
     """
-    with _plain_errors():
-        _save(_weights(model), directory / WEIGHTS)
+    for name, state in parts.items():
+        # every process syncs its own files: on a network disk the first one cannot
+        writer = dcp.FileSystemWriter(directory / name, sync_files=True)
+        with _plain_errors():
+            dcp.save(state, storage_writer=writer, process_group=group)
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
@@ -55,28 +101,6 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             f"{WEIGHTS}/{METADATA_FILE}"
         )
     _load(_weights(model), directory / WEIGHTS)
-
-
-def save_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, first: bool) -> None:
-    """Write this process's parts of an optimizer's state. All processes must call this.
-
-    Args:
-        model: its parameters give the names.
-        optimizer: with a state for every parameter.
-        directory: of the checkpoint.
-        first: whether this process writes the settings of the parameter groups.
-
-    Raises:
-        OSError: a process could not write.
-    """
-    with _plain_errors():
-        _save(_state(model, optimizer), directory / OPTIMIZER)
-    if first:
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        torch.save(groups, directory / GROUPS)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
@@ -121,12 +145,6 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------- files
-
-
-def _save(state: dict[str, Any], directory: Path) -> None:
-    # a checkpoint is synced as a whole when it is complete
-    writer = dcp.FileSystemWriter(directory, sync_files=False)
-    dcp.save(state, storage_writer=writer)
 
 
 def _load(state: dict[str, Any], directory: Path) -> None:

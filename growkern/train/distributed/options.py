@@ -26,6 +26,9 @@ class DistributedOptions:
         cpu_offload: with "fsdp", keep shards, gradients and optimizer state in CPU memory.
         activation_checkpointing: keep only the inputs of each block, and run it again in the
             backward pass.
+        async_checkpoints: with "fsdp", copy the state of a checkpoint to CPU memory, and write it
+            while training continues. During the write the copy takes as much CPU memory as the
+            process holds of weights and optimizer state. Off, training waits for the disk.
         compile_blocks: compile every block with `torch.compile`.
         tensor_parallel: must be 1.
 
@@ -39,6 +42,7 @@ class DistributedOptions:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    async_checkpoints: bool = True
     activation_checkpointing: bool = False
     compile_blocks: bool = False
     tensor_parallel: int = 1
@@ -67,7 +71,10 @@ class DistributedOptions:
                     raise GrowthError(f'distributed.{name} needs sharding = "fsdp"')
 
 
-FSDP_ONLY = ("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
+FSDP_ONLY = (
+    *("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"),
+    "async_checkpoints",
+)
 NO_TENSOR_PARALLELISM = (
     "tensor parallelism is not supported by the trainer. All ranks of a tensor-parallel group need "
     "the same batch, but transformers.Trainer deals out another batch to each of them on machines "

@@ -138,6 +138,8 @@ def shard(
     # the root keeps its parameters after a forward pass: the loss of a student reads the head of
     # its teacher after the teacher has run
     fully_shard(model, **how)
+    # the trainer asks how to write checkpoints
+    model.distributed_options = options
     return model
 
 

@@ -20,11 +20,16 @@ from transformers.trainer import SCHEDULER_NAME
 
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.distributed.checkpoint import (
+    Parts,
+    copy_to_host,
     load_optimizer,
     load_weights,
-    save_optimizer,
-    save_weights,
+    optimizer_parts,
+    save_groups,
+    weight_parts,
+    write_parts,
 )
+from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime, whole_state
 
 
@@ -38,6 +43,8 @@ class ShardedTrainer(Trainer):
 
     Attributes:
         sharded: whether the model is sharded.
+        async_checkpoints: whether a checkpoint of a sharded model is copied, and written while
+            training continues. As in the options of `growkern.shard`; by default it is.
         models_beside: frozen sharded models that run in a step. What they gathered is freed after
             the backward pass.
     """
@@ -46,7 +53,10 @@ class ShardedTrainer(Trainer):
 
     def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
         self.sharded = is_sharded(model)
+        chosen: DistributedOptions = getattr(model, "distributed_options", DistributedOptions())
+        self.async_checkpoints = self.sharded and chosen.async_checkpoints
         self._in_checkpoint = False
+        self._copied: Parts = {}
         if self.sharded:
             prime(model)
         super().__init__(model=model, args=args, **options)
@@ -98,7 +108,7 @@ class ShardedTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Trainer's; of a sharded model every process writes its part."""
-        self._in_checkpoint = self.sharded
+        self._in_checkpoint, self._copied = self.sharded, {}
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -109,7 +119,7 @@ class ShardedTrainer(Trainer):
         directory = Path(output_dir or self.args.output_dir)
         if self._in_checkpoint:
             directory.mkdir(parents=True, exist_ok=True)
-            save_weights(self.model, directory)
+            self._write(weight_parts(self.model), directory)
             if self.args.should_save:
                 self._save_companions(directory)
         elif self.sharded:
@@ -118,6 +128,18 @@ class ShardedTrainer(Trainer):
                 super()._save(str(directory), state_dict=state)
         else:
             super()._save(output_dir, state_dict)
+
+    def _write(self, parts: Parts, directory: Path) -> None:
+        """Write parts of this process, or copy them for `take_copied`."""
+        if self.async_checkpoints:
+            self._copied |= copy_to_host(parts)
+        else:
+            write_parts(parts, directory)
+
+    def take_copied(self) -> Parts:
+        """The parts of the last checkpoint that are to be written in the background."""
+        copied, self._copied = self._copied, {}
+        return copied
 
     def _save_companions(self, directory: Path) -> None:
         """Write the files that make a model directory of the weights."""
@@ -133,9 +155,10 @@ class ShardedTrainer(Trainer):
         if not self.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        directory, first = Path(output_dir), self.args.should_save
-        save_optimizer(self.model, self._bare_optimizer(), directory, first)
-        if first:
+        directory, optimizer = Path(output_dir), self._bare_optimizer()
+        self._write(optimizer_parts(self.model, optimizer), directory)
+        if self.args.should_save:
+            save_groups(optimizer, directory)
             torch.save(self.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

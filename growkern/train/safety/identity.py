@@ -22,7 +22,10 @@ FREE = {
         *("data_workers", "on_nonfinite"),
     ),
     # these change where numbers are kept, not the numbers
-    "distributed": ("replicas", "reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+    "distributed": (
+        *("replicas", "reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+        "async_checkpoints",
+    ),
 }
 # of a large file, the first and the last MiB and blocks between them are read
 READ_WHOLE, END, BLOCK, BLOCKS = 8 << 20, 1 << 20, 1 << 14, 256

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -20,28 +18,21 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError, GrowthWarning, nearest
-from growkern.train.distributed.shard import all_finite, largest_entry
+from growkern.errors import GrowthError, nearest
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     close_staging,
     damage,
     last_checkpoint,
     newest_whole,
-    publish,
-    publish_into,
-    rotate,
 )
-from growkern.train.safety.evaluation import StoppableTrainer
 from growkern.train.safety.precision import set_precision
+from growkern.train.safety.saving import SavingTrainer
 from growkern.train.safety.signals import SignalWatch, interruption
-from growkern.train.safety.staging import write_together
 from growkern.train.safety.workers import guard_workers
 
 ON_NONFINITE = ("stop", "skip")
-FINAL = "model"
 # with broken weights every step would be skipped, without end
 MOST_SKIPPED_IN_A_ROW = 100
 
@@ -55,15 +46,17 @@ class StepReport:
         norm: whether the gradient norm is finite.
         stop: number of the signal that some process received, or 0.
         save: whether a checkpoint is due by the clock.
+        written: whether all processes have written the checkpoint in the background.
     """
 
     ranks: tuple[int, ...]
     norm: bool
     stop: int
     save: bool
+    written: bool
 
 
-class SafeTrainer(StoppableTrainer):
+class SafeTrainer(SavingTrainer):
     """A trainer that saves whole checkpoints, stops cleanly, and never steps on NaN.
 
     Args:
@@ -82,8 +75,6 @@ class SafeTrainer(StoppableTrainer):
     """
 
     control: Any
-    # how to start the run again, for the line that a signal prints
-    resume_hint = "trainer.train(resume_from_checkpoint=True)"
 
     def __init__(
         self,
@@ -109,9 +100,7 @@ class SafeTrainer(StoppableTrainer):
         self._signals = SignalWatch(enabled=False)
         self._report: StepReport | None = None
         self._step_loss: Tensor | float = 0.0
-        self._saved_at = 0.0
         self._stop = self._skipped = self._skipped_in_a_row = 0
-        self._staging: Path | None = None
 
     # ------------------------------------------------------------------- runs
 
@@ -145,7 +134,15 @@ class SafeTrainer(StoppableTrainer):
         self._report, self._step_loss = None, 0.0
         message = f"stopped; to resume: {self.resume_hint}"
         with SignalWatch(message, enabled=self.args.save_strategy != "no") as self._signals:
-            return super().train(**options)
+            try:
+                result = super().train(**options)
+            except BaseException:
+                # the error that ends the run counts; the checkpoint is complete or gone
+                with contextlib.suppress(GrowthError):
+                    self.wait_for_checkpoint()
+                raise
+            self.wait_for_checkpoint()
+            return result
 
     def newest_whole_checkpoint(self) -> Path | None:
         """The latest whole checkpoint in the output directory, the same for all processes.
@@ -205,16 +202,18 @@ class SafeTrainer(StoppableTrainer):
         checked = norm if self.accelerator.scaler is None else 0.0
         values = [torch.as_tensor(x, device=device) for x in (self._step_loss, checked)]
         due = self.save_minutes > 0 and time.monotonic() - self._saved_at > 60 * self.save_minutes
-        mine = torch.tensor([float(self._signals.pending), float(due)], device=device)
-        flags_R4 = torch.cat([torch.stack([~x.isfinite() for x in values]).float(), mine])[None]
+        written = self._pending is not None and self._pending.is_done
+        mine = torch.tensor([self._signals.pending, due, written], device=device).float()
+        flags_R5 = torch.cat([torch.stack([~x.isfinite() for x in values]).float(), mine])[None]
         if self.accelerator.num_processes > 1:
-            flags_R4 = self.accelerator.gather(flags_R4)
-        rows = flags_R4.tolist()
+            flags_R5 = self.accelerator.gather(flags_R5)
+        rows = flags_R5.tolist()
         return StepReport(
             ranks=tuple(rank for rank, row in enumerate(rows) if row[0]),
             norm=not any(row[1] for row in rows),
             stop=int(max(row[2] for row in rows)),
             save=any(row[3] for row in rows),
+            written=all(row[4] for row in rows),
         )
 
     def _nonfinite_message(self, report: StepReport, norm: Any) -> str:
@@ -224,10 +223,6 @@ class SafeTrainer(StoppableTrainer):
         if self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
             found += f" and {MOST_SKIPPED_IN_A_ROW} steps before it were skipped"
         return f"step {self.state.global_step + 1}: {found}; {self._last_save()}"
-
-    def _last_save(self) -> str:
-        last = last_checkpoint(Path(self.args.output_dir))
-        return "there is no checkpoint" if last is None else f"the last good checkpoint is {last}"
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a line, with the number of steps that were skipped in this process, if any.
@@ -245,6 +240,9 @@ class SafeTrainer(StoppableTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         """Trainer's, after a step and after an epoch; a stop saves and raises."""
         report, control = self._report, self.control
+        # all processes report an error at the same step, and none waits for another
+        if report is not None and report.written:
+            self.wait_for_checkpoint()
         # a run at its end simply ends
         if report is not None and self.state.global_step < self.state.max_steps:
             self._stop = report.stop
@@ -256,6 +254,9 @@ class SafeTrainer(StoppableTrainer):
             control.should_save = True
         self._report = None
         super()._maybe_log_save_evaluate(*args, **options)
+        if self.state.global_step >= self.state.max_steps:
+            # there are no steps left to write behind
+            self.wait_for_checkpoint()
         if self._globalstep_last_logged == self.state.global_step:
             # Trainer subtracts the sum from itself, which leaves NaN in all later lines
             self._tr_loss.zero_()
@@ -273,100 +274,3 @@ class SafeTrainer(StoppableTrainer):
         if self.is_world_process_zero():
             print(message, file=sys.stderr, flush=True)
         raise interruption(self._stop)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        """Trainer's, or the staging folder while a checkpoint is written."""
-        return str(self._staging or super()._get_output_dir(trial))
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Trainer's, in a staging folder that becomes the checkpoint when it is complete.
-
-        If the disk is full, training continues with the earlier checkpoints and a warning.
-        """
-        if not all_finite(self.model):
-            raise GrowthError(
-                f"step {self.state.global_step}: the weights are not finite and were not saved; "
-                f"{self._last_save()}"
-            )
-        run = Path(self._get_output_dir(trial))
-        target = run / f"checkpoint-{self.state.global_step}"
-        best = self._best_checkpoint(run)
-
-        def write(staging: Path) -> None:
-            with self._writing_to(staging):
-                super(SafeTrainer, self)._save_checkpoint(model, trial)
-            if self.args.should_save:
-                self.state.best_model_checkpoint = best and str(best)
-                self.state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
-
-        def appear(staging: Path) -> None:
-            publish(staging / target.name, target)
-            rotate(target, self.args.save_total_limit, best)
-
-        failure = write_together(self.accelerator, run, write, appear)
-        self._saved_at = time.monotonic()
-        if failure is None:
-            if self.args.push_to_hub:
-                self._push_from_checkpoint(str(target))
-            return
-        message = f"{target.name} was not saved ({failure}); {self._last_save()}"
-        if self._stop:
-            name = Signals(self._stop).name
-            raise GrowthError(f"{name}: {message}; to resume: {self.resume_hint}")
-        if self.is_world_process_zero():
-            warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=2)
-
-    def _best_checkpoint(self, run: Path) -> Path | None:
-        """The checkpoint with the best metric so far; this one if the metric is this step's."""
-        step = self.state.best_global_step
-        if not step:
-            return None
-        best = run / f"checkpoint-{step}"
-        return best if step == self.state.global_step or best.exists() else None
-
-    @contextlib.contextmanager
-    def _writing_to(self, staging: Path) -> Iterator[None]:
-        """While active, Trainer writes its checkpoint to a folder and leaves all others alone."""
-        best_step, push = self.state.best_global_step, self.args.push_to_hub
-        # With a best step, Trainer waits for all processes; one whose disk failed would block them.
-        # With push_to_hub it would upload before the checkpoint is complete
-        self._staging, self.state.best_global_step, self.args.push_to_hub = staging, None, False
-        try:
-            yield
-        finally:
-            self._staging, self.state.best_global_step = None, best_step
-            self.args.push_to_hub = push
-
-    def save_final_model(self, dtype: torch.dtype) -> None:
-        """Save the model, its tokenizer and the log history to the output directory.
-
-        Args:
-            dtype: of the weights in the file. The model in memory gets this dtype too. Weights
-                that are too large for float16 stay as they are, with a warning.
-
-        Raises:
-            GrowthError: the disk takes no more. The checkpoints are as they were.
-        """
-        run = Path(self.args.output_dir)
-        if largest_entry(self.model) <= torch.finfo(dtype).max:
-            self.model.to(dtype)
-        else:
-            warnings.warn(
-                f"a weight does not fit into {dtype}: the model is saved in {self.model.dtype}",
-                GrowthWarning,
-                stacklevel=2,
-            )
-
-        def write(staging: Path) -> None:
-            self.save_model(str(staging / FINAL), _internal_call=True)
-            if self.args.should_save:
-                self.state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
-
-        failure = write_together(
-            self.accelerator, run, write, lambda staging: publish_into(staging / FINAL, run)
-        )
-        if failure is not None:
-            raise GrowthError(
-                f"the model was not saved ({failure}); {self._last_save()}; to resume: "
-                f"{self.resume_hint}"
-            )

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from growkern import DistributedOptions, GrowthError, TwoStageTrainer, shard
 from growkern.growth.sharded.placement import local_tensor
-from growkern.train.distributed.checkpoint import load_weights, save_weights
+from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import all_finite, largest_entry, make_mesh
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments
@@ -119,7 +119,7 @@ def test_options_that_change_no_number(mesh, tmp_path, options, tolerance, monke
 
 
 def test_another_model_is_refused(mesh, tmp_path):
-    save_weights(sharded(mesh), tmp_path)
+    write_parts(weight_parts(sharded(mesh)), tmp_path)
     wider = sharded(mesh, build("bert", layers=2, width=32, tied=True))
     with pytest.raises(GrowthError, match="cannot be loaded"):
         load_weights(wider, tmp_path)
