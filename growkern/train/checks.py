@@ -13,6 +13,7 @@ from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.models import is_two_stacks
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
@@ -64,6 +65,44 @@ def choose_teachers(
     for model in as_list(teacher):
         check_sharding(model, "teacher")
     return Teachers(as_list(teacher), inheritance.teacher_weights)
+
+
+def check_objectives(teachers: Teachers | CachedTeacher, model: Any, causal: bool) -> None:
+    """Check that the teachers predict the same tokens as the model in training.
+
+    Args:
+        teachers: from `choose_teachers`.
+        model: in training.
+        causal: whether it predicts the next token.
+
+    Raises:
+        GrowthError: a teacher has another objective, or begins a decoder's text with another token.
+    """
+    decoder = is_two_stacks(model)
+    if decoder and isinstance(teachers, CachedTeacher):
+        raise GrowthError(
+            "a teacher cache holds predictions of a model with one stack of layers, but "
+            f"{type(model).__name__} has an encoder and a decoder: give the teacher itself"
+        )
+    for one in teachers.models:
+        name = f"the teacher ({type(one).__name__})"
+        if is_two_stacks(one) != decoder:
+            raise GrowthError(
+                f"{name} and the model ({type(model).__name__}) differ: one of them has an encoder "
+                "beside its decoder. Choose a teacher with the model's objective"
+            )
+        if decoder and _start(one) != _start(model):
+            raise GrowthError(
+                f"{name} starts a decoder's text and fills gaps with the tokens {_start(one)}, the "
+                f"model with {_start(model)}: use a loop of your own with inherited_loss"
+            )
+    if not decoder:
+        teachers.check_objective(causal)
+
+
+def _start(model: Any) -> tuple[int, int]:
+    """The ids of a decoder's first token and of padding."""
+    return model.config.decoder_start_token_id, model.config.pad_token_id
 
 
 # if one of these variables is set, accelerate shards the model, whatever the arguments say

@@ -22,6 +22,7 @@ from growkern.train.checks import (
     check_accelerator,
     check_arguments,
     check_block_size,
+    check_objectives,
     choose_teachers,
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
@@ -35,7 +36,7 @@ from growkern.train.loop.meter import Meter
 from growkern.train.loop.optimizer import growth_optimizer, plan_of_optimizer
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.counting_trainer import CountingTrainer
-from growkern.train.loss.models import check_model
+from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.safety.trainer import SafeTrainer
@@ -45,8 +46,10 @@ from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub
 class TwoStageTrainer(CountingTrainer, SafeTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
-    Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. The loss is
-    `linear_kl_mlm_loss`. Evaluation is the plain cross-entropy of the whole model without a
+    Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
+    and a decoder the labels belong to the decoder, and `decoder_input_ids` are made of them if the
+    batch has none; a depth of stage 1 counts for both stacks. The loss is `linear_kl_mlm_loss`.
+    Evaluation is the plain cross-entropy of the whole model without a
     teacher, as a mean over all labels.
 
     The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
@@ -54,7 +57,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
     flops (so far, without evaluation), kl, top1_agreement, alpha, depth and tokens_per_second.
 
     Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model.
+        model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a decoder
+            such as T5ForConditionalGeneration.
         args: of `transformers.Trainer`.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
@@ -95,7 +99,8 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
             # layers outside the sub-model get no gradient
             args.ddp_find_unused_parameters = True
         refuse_peft(model)
-        self._causal = is_causal(model)
+        self._decoder = is_two_stacks(model)
+        self._causal = not self._decoder and is_causal(model)
         check_model(model, self._causal)
         check_head(model)
         self._softcap = softcap_of(model)
@@ -109,7 +114,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         self._teachers = choose_teachers(inheritance, teacher)
         if teacher_tokenizer is not None:
             check_tokenizers(tokenizer, as_list(teacher_tokenizer))
-        self._teachers.check_objective(self._causal)
+        check_objectives(self._teachers, model, self._causal)
         self._vocabulary = self._teachers.common_vocabulary(model, tokenizer)
         self._teachers.freeze(model, args.device)
         self.models_beside = self._teachers.models
@@ -148,6 +153,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         inputs, training = dict(inputs), model.training
         depth, alpha = self._plan() if training else (None, 0.0)
         rows = self._take_rows(inputs, alpha, weighted=training)
+        inputs = inputs_of(self.model, inputs, rows.labels_BS)
         options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
         if training:
             options |= self.loss.arguments()
@@ -208,6 +214,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
             causal=self._causal,
             kl_rows=kl_rows,
             row_weights=column if weighted else None,
+            decoder=self._decoder,
         )
 
     def _loss_options(
@@ -241,7 +248,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         items = super()._get_num_items_in_batch(batch_samples, device)
         if batch_samples and self.inheritance is not None and self.inheritance.kl_rows == "all":
             rows = [
-                real_rows(batch, batch["labels"], causal=self._causal).sum()
+                real_rows(batch, batch["labels"], causal=self._causal, decoder=self._decoder).sum()
                 for batch in batch_samples
             ]
             self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
@@ -360,6 +367,7 @@ class TwoStageTrainer(CountingTrainer, SafeTrainer):
         self.end_evaluation_after_signal()
         inputs = self._prepare_inputs(inputs)
         rows = self._take_rows(inputs, 0.0, weighted=False)
+        inputs = inputs_of(self.model, inputs, rows.labels_BS)
         options = self._loss_options(inputs, rows, 0.0, None) | {"reduction": "none"}
         with torch.no_grad(), self.compute_loss_context_manager():
             loss_BS = self._run(model, inputs, options)[0].double()

@@ -38,6 +38,10 @@ def train(
         for micro_batch in micro_batches:
             labels = align_labels(micro_batch["labels"], causal=causal)
             inputs = {"input_ids": micro_batch["input_ids"]}
+            if model.config.is_encoder_decoder:
+                # the labels moved to the right, behind the start token
+                ids = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], 1)
+                inputs["decoder_input_ids"] = ids.clamp(min=0)
             heads = [None] * 3
             if alpha > 0:
                 with torch.no_grad():

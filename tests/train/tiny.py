@@ -32,6 +32,19 @@ def build(
             n_embd=width, n_layer=layers, n_head=2, n_positions=32, **none, **ids, **shared
         )
         model = transformers.GPT2LMHeadModel(config)
+    elif family == "t5":
+        config = transformers.T5Config(
+            d_model=width,
+            d_kv=8,
+            d_ff=24,
+            num_heads=2,
+            num_layers=layers,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            **shared,
+        )
+        model = transformers.T5ForConditionalGeneration(config)
     else:
         config = transformers.LlamaConfig(
             hidden_size=width,
@@ -62,7 +75,7 @@ def stack_of(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def is_causal(family: str) -> bool:
-    return family != "bert"
+    return family not in ("bert", "t5")
 
 
 def batch(rows: int = 3, length: int = 10, seed: int = 0, labelled: float = 0.4) -> dict:

@@ -49,6 +49,7 @@ class CountingTrainer(Trainer):
     data_collator: Any
     loss: LossOptions
     _causal: bool
+    _decoder: bool
     # examples without a single label so far; None once a label was seen
     _unlabelled: int | None = 0
     # batches that were read in the current pass through the data, skipped ones included
@@ -102,7 +103,8 @@ class CountingTrainer(Trainer):
             # accelerate can send tensors alone, so these batches are counted when they arrive
             self.data_collator = collator
         else:
-            self.data_collator = CountingCollator(collator, causal=self._causal)
+            kind = {"causal": self._causal, "decoder": self._decoder}
+            self.data_collator = CountingCollator(collator, **kind)
         try:
             yield
         finally:
@@ -182,7 +184,12 @@ class CountingTrainer(Trainer):
         for i, batch in enumerate(batch_samples):
             if ROW_COUNTS not in batch and are_sent(self.train_dataset, self.accelerator):
                 # accelerate has waited for the device already, to send this batch
-                counts = count_rows(batch, causal=self._causal, devices=("cpu", "cuda", "xpu"))
+                counts = count_rows(
+                    batch,
+                    causal=self._causal,
+                    decoder=self._decoder,
+                    devices=("cpu", "cuda", "xpu"),
+                )
                 batch_samples[i] = {**batch, ROW_COUNTS: counts}
         items = super()._get_num_items_in_batch(batch_samples, device)
         self._look_for_labels(batch_samples, items)

@@ -18,7 +18,7 @@ from growkern.errors import GrowthError
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, align_weights
 from growkern.train.inheritance import KLRows
 
-ROW_COUNTS = "row_counts"
+ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 
 # ------------------------------------------------------------------- aligned
 
@@ -63,11 +63,9 @@ def take_rows(
         weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
     if kl_rows != "all":
         return LossRows(labels_BS, kl_rows, weights_BS)
-    batch: Mapping[str, Any] = inputs
     if decoder:
-        check_keys(inputs, "decoder_attention_mask")
-        batch = {"attention_mask": inputs["decoder_attention_mask"]}
-    rows = real_rows(batch, labels_BS, causal=causal)
+        check_keys(inputs, DECODER_MASK)
+    rows = real_rows(inputs, labels_BS, causal=causal, decoder=decoder)
     return LossRows(labels_BS, rows, weights_BS)
 
 
@@ -89,9 +87,12 @@ def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
             )
 
 
-def real_rows(batch: Mapping[str, Any], like_BS: Tensor, *, causal: bool) -> Tensor:
+def real_rows(
+    batch: Mapping[str, Any], like_BS: Tensor, *, causal: bool, decoder: bool = False
+) -> Tensor:
     """The rows that predict a real token, (B, S) bool; with kl_rows="all" they have a KL term."""
-    counts, mask_BS = batch.get(ROW_COUNTS), batch.get("attention_mask")
+    mask = DECODER_MASK if decoder else "attention_mask"
+    counts, mask_BS = batch.get(ROW_COUNTS), batch.get(mask)
     if counts is not None and counts.is_filler:
         return torch.zeros_like(like_BS, dtype=torch.bool)
     if mask_BS is None:
@@ -123,13 +124,18 @@ class RowCounts:
 
 
 def count_rows(
-    batch: Mapping[str, Any], *, causal: bool, devices: Sequence[str] = ("cpu",)
+    batch: Mapping[str, Any],
+    *,
+    causal: bool,
+    decoder: bool = False,
+    devices: Sequence[str] = ("cpu",),
 ) -> RowCounts | None:
     """Count the rows of a batch.
 
     Args:
         batch: {labels, ...}.
         causal: whether the model predicts the next token.
+        decoder: as in `take_rows`.
         devices: types of devices whose answer may be waited for.
 
     Returns:
@@ -139,7 +145,7 @@ def count_rows(
     if not isinstance(labels_BS, Tensor) or labels_BS.device.type not in devices:
         return None
     labelled_BS = align_labels(labels_BS, causal=causal) != IGNORE_INDEX
-    live_BS = labelled_BS | real_rows(batch, labels_BS, causal=causal)
+    live_BS = labelled_BS | real_rows(batch, labels_BS, causal=causal, decoder=decoder)
     return RowCounts(int(labelled_BS.sum()), int(live_BS.sum()), _packed_pairs(batch))
 
 
@@ -168,14 +174,19 @@ class CountingCollator:
     Args:
         collator: makes the batches.
         causal: whether the model predicts the next token.
+        decoder: as in `take_rows`.
     """
 
-    def __init__(self, collator: Callable[[Any], Any], *, causal: bool) -> None:
-        self.inner, self.causal = collator, causal
+    def __init__(
+        self, collator: Callable[[Any], Any], *, causal: bool, decoder: bool = False
+    ) -> None:
+        self.inner, self.causal, self.decoder = collator, causal, decoder
 
     def __call__(self, features: Any) -> Any:
         batch = self.inner(features)
-        counts = count_rows(batch, causal=self.causal) if isinstance(batch, Mapping) else None
+        if not isinstance(batch, Mapping):
+            return batch
+        counts = count_rows(batch, causal=self.causal, decoder=self.decoder)
         return batch if counts is None else {**batch, ROW_COUNTS: counts}
 
 

@@ -1,12 +1,21 @@
-"""python -m tests.train.distributed.elastic FOLDER RUN STEP...: two ranks; one dies now and then.
+"""python -m tests.train.distributed.elastic FOLDER RUN SEED KILL...: two ranks, which die in turn.
 
-The last rank kills itself at each STEP, once. The agent of `torchrun` starts all ranks again. Here
-its ranks are forks of it, so that they need not import everything once more.
+The agent of `torchrun` starts all ranks again. Here its ranks are forks of it, so that they need
+not import everything once more. Under `torchrun` itself, this is one rank.
+
+Every KILL strikes once, in this order, each in an attempt of its own:
+
+    step-N     the last rank, in step N
+    write-N    the last rank, while it writes checkpoint-N in the background, after half of it
+    random     some rank, within two steps' time after one of the next four steps has begun
 """
 
 import os
+import random
 import signal
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -16,48 +25,86 @@ from transformers import TrainerCallback
 
 from growkern.train import run as module
 from growkern.train.run import train
+from growkern.train.safety import saving
 from tests import warm
 
 
-class KillOnce(TrainerCallback):
-    """Kills this process at some steps. A file notes each kill."""
+class Killer(TrainerCallback):
+    """Kills this process as planned, and notes it in a file."""
 
-    def __init__(self, folder, steps):
-        self.folder, self.steps = folder, steps
+    def __init__(self, note, kill, seed, rank, ranks):
+        self.note, self.rank = note, rank
+        self.kind, _, number = kill.partition("-")
+        self.number = int(number or 0)
+        draw = random.Random(seed)
+        self.victim = draw.randrange(ranks) if self.kind == "random" else ranks - 1
+        self.ahead, self.share = draw.randrange(4), draw.random()
+        self.begun = []
+        if self.kind == "write":
+            self.write, saving.write_parts = saving.write_parts, self.write_half
 
-    def on_substep_end(self, args, state, control, **objects):
-        noted = self.folder / f"killed-at-{state.global_step}"
-        if state.global_step in self.steps and not noted.exists():
-            noted.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def strike(self):
+        self.note.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    on_step_begin = on_substep_end
+    def write_half(self, parts, directory, group=None):
+        if self.victim == self.rank and directory.name == f"checkpoint-{self.number}":
+            first = next(iter(parts))
+            self.write({first: parts[first]}, directory, group)
+            self.strike()
+        self.write(parts, directory, group)
+
+    def on_train_begin(self, args, state, control, **objects):
+        if self.rank == 0:
+            self.note.with_name(f"{self.note.name}-from-{state.global_step}").touch()
+        # a run has few steps left after many kills
+        self.ahead = min(self.ahead, state.max_steps - state.global_step - 1)
+
+    def on_step_begin(self, args, state, control, **objects):
+        if self.victim != self.rank:
+            return
+        self.begun.append(time.monotonic())
+        if self.kind == "step" and state.global_step == self.number:
+            self.strike()
+        if self.kind == "random" and len(self.begun) == self.ahead + 1:
+            step = (self.begun[-1] - self.begun[0]) / self.ahead if self.ahead else 0.1
+            threading.Timer(2 * step * self.share, self.strike).start()
 
 
-def rank(folder, run, *steps):
+def rank(folder, run, seed, *kills):
+    folder, number = Path(folder), int(os.environ["RANK"])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    build = module.build_trainer
+    notes = [folder / f"kill-{i}" for i in range(len(kills))]
+    struck = sum(note.exists() for note in notes)
+    if struck < len(kills):
+        how = kills[struck], f"{seed}:{struck}", number, int(os.environ["WORLD_SIZE"])
+        killer, build = Killer(notes[struck], *how), module.build_trainer
 
-    def killing(*args, **options):
-        trainer = build(*args, **options)
-        if trainer.args.process_index == trainer.args.world_size - 1:
-            trainer.add_callback(KillOnce(folder, {int(step) for step in steps}))
-        return trainer
+        def killing(*args, **options):
+            trainer = build(*args, **options)
+            trainer.add_callback(killer)
+            return trainer
 
-    module.build_trainer = killing
+        module.build_trainer = killing
     train(folder / run, progress=False)
     warm.note_modules()
 
 
-def main(folder, run, *steps):
+def main(folder, run, seed, *kills):
     """As `torchrun --standalone --nproc_per_node=2 --max-restarts=N`."""
     how = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=len(steps), run_id=run,
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=len(kills), run_id=run,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
     )  # fmt: skip
-    elastic_launch(how, rank)(Path(folder), run, *steps)
+    elastic_launch(how, rank)(folder, run, seed, *kills)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "RANK" not in os.environ:
+        main(*sys.argv[1:])
+    else:
+        rank(*sys.argv[1:])
+        sys.stdout.flush()
+        # gloo's threads now and then abort a process that leaves in the ordinary way
+        os._exit(0)

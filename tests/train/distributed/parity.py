@@ -22,7 +22,6 @@ from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import make_mesh, shard
 from growkern.train.sub_model import layer_stacks
-from tests.train.distributed.t5_loop import build_t5, train_t5
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 
@@ -80,8 +79,9 @@ def shard_by_hand(model, dtype):
     how = {"mesh": mesh}
     if dtype == "bf16":
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in layer_stacks(model)[0]:
-        fully_shard(block, **how)
+    for stack in layer_stacks(model):
+        for block in stack:
+            fully_shard(block, **how)
     return fully_shard(model, **how)
 
 
@@ -103,8 +103,6 @@ def is_group():
 
 
 def model_of(family, layers, width=16, seed=0):
-    if family == "t5":
-        return build_t5(layers, width, seed)
     return build(family, layers=layers, width=width, tied=True, seed=seed)
 
 
@@ -153,19 +151,7 @@ def timeless(line):
 
 def found_in(folder, case):
     """Train as a case says."""
-    return found_by_loop(case) if case.family == "t5" else found_by(trainer_for(folder, case))
-
-
-def found_by_loop(case):
-    """`found_by`, for a model that needs a loop of one's own."""
-    model = prepared(model_of(case.family, LAYERS), case).train()
-    before = weights_of(model)
-    with counting(model) as counts:
-        log = train_t5(
-            model, teacher_of(case), accumulation=case.accumulation, steps=STEPS, rows=BATCH,
-            stages=STAGES, schedule=SCHEDULE,
-        )  # fmt: skip
-    return result_of(model, before, counts, log, evaluation=log[-1]["mlm"], flops=0)
+    return found_by(trainer_for(folder, case))
 
 
 def found_by(trainer):

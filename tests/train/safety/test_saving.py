@@ -63,7 +63,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(straight, tmp_path, monkeypat
     lines = [str(w.message) for w in caught if w.category is GrowthWarning]
     assert len(lines) == 2
     for step, line in zip((4, 6), lines, strict=True):
-        assert line.startswith(f"checkpoint-{step} was not saved (")
+        assert line.startswith(f"{tmp_path / 'run' / f'checkpoint-{step}'} was not saved (")
         assert line.endswith("checkpoint-2; training continues")
         assert "\n" not in line
     assert names(tmp_path / "run") == ["checkpoint-8", "checkpoint-2"]
