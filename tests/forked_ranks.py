@@ -18,14 +18,14 @@ import torch.distributed as dist
 from tests import warm
 
 
-def on_ranks(number: int, module: str, folder: Path) -> None:
-    """Run a module on so many ranks, in processes of their own.
+def on_ranks(number: int, module: str, folder: Path, limit_s: float = 600) -> None:
+    """Run a module on so many ranks, in processes of their own, for so many seconds at the most.
 
     Raises:
         AssertionError: a rank failed; with the end of what the ranks said.
     """
     # a rank that fails ends them all; the limit is for those that wait for each other
-    done = warm.run("tests.forked_ranks", number, module, folder, limit_s=600)
+    done = warm.run("tests.forked_ranks", number, module, folder, limit_s=limit_s)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

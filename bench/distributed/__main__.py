@@ -5,23 +5,26 @@
 The processes are CPU processes that talk through gloo. Each case trains a tiny model through both
 stages. The table holds the largest differences from a single process that trains the whole model:
 of losses, of other logged numbers, and of weights. No speed is measured.
+
+Cases that are done are kept in build/, so the same command resumes after an interruption. After a
+change of the sources all of them run again.
 """
 
 import argparse
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.results import ROOT
 from tests.forked_ranks import on_ranks
-from tests.train.distributed.parity import Case, differences, found_in
+from tests.train.distributed.parity import Case, differences
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -31,7 +34,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"teacher": "sharded"},
     {"accumulation": 2, "checkpointing": True, "teacher": "sharded"},
 )
-PROCESSES = (2, 4)
+PROCESSES = (1, 2, 4)
+WORK = ROOT / "build" / "distributed"
+MOST_SECONDS = 3600
 
 
 def cases() -> list[Case]:
@@ -42,25 +47,33 @@ def cases() -> list[Case]:
         for dtype in ("float64", "float32")
         for variant in VARIANTS
     ]
-    # the loop of T5 has no autocast to compare with
-    return found + [Case(family, "bf16", teacher="sharded") for family in FAMILIES[:3]]
+    return found + [Case(family, "bf16", teacher="sharded") for family in FAMILIES]
 
 
-def parity(family: str) -> Iterator[dict[str, Any]]:
-    """The differences of the cases of a family between several processes and one."""
-    chosen = [case for case in cases() if case.family == family]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        alone = [found_in(folder / f"{number}", case) for number, case in enumerate(chosen)]
-        for processes in PROCESSES:
-            ours = folder / f"on{processes}"
-            ours.mkdir()
-            (ours / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in chosen]))
-            on_ranks(processes, "tests.train.distributed.parity", ours)
-            for number, case in enumerate(chosen):
-                found = torch.load(ours / f"{number}.pt", weights_only=True)
-                apart = differences(found, alone[number])
-                yield {"what": case.name, "processes": processes, **apart}
+def parity(sources: str) -> Iterator[dict[str, Any]]:
+    """The differences of all cases between several processes and one.
+
+    Args:
+        sources: hash of the sources; results of others are deleted.
+    """
+    for old in WORK.glob("*"):
+        if old.name != sources:
+            shutil.rmtree(old)
+    chosen = cases()
+    for processes in PROCESSES:
+        folder = WORK / sources / f"on{processes}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "store").unlink(missing_ok=True)
+        (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in chosen]))
+        if not all((folder / f"{number}.pt").exists() for number in range(len(chosen))):
+            on_ranks(processes, "tests.train.distributed.parity", folder, MOST_SECONDS)
+    for number, case in enumerate(chosen):
+        alone, *others = (
+            torch.load(WORK / sources / f"on{n}" / f"{number}.pt", weights_only=True)
+            for n in PROCESSES
+        )
+        for processes, found in zip(PROCESSES[1:], others, strict=True):
+            yield {"what": case.name, "processes": processes, **differences(found, alone)}
 
 
 def memory(processes: int) -> dict[str, Any]:
@@ -76,9 +89,8 @@ def main() -> int:
     parser.add_argument("--part", choices=("all", "parity", "memory"), default="all")
     part = parser.parse_args().part
     facts, rows = machine(), Rows()
-    for family in FAMILIES if part in ("all", "parity") else ():
-        for row in parity(family):
-            rows.append(row)
+    for row in parity(facts["sources"]) if part in ("all", "parity") else ():
+        rows.append(row)
     if part in ("all", "memory"):
         rows.append(memory(2))
     print(show_and_save("distributed", facts, rows) if part == "all" else rows)

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import TrainerCallback, TrainingArguments
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
@@ -386,7 +387,8 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
 
 def test_models_without_a_language_head_are_refused(tmp_path):
     refuse("neither a masked nor a causal", build("bert").base_model, tmp_path)
-    refuse("neither a masked nor a causal", build("t5").base_model, tmp_path)
+    encoder = transformers.T5EncoderModel(build("t5").config)
+    refuse("neither a masked nor a causal", encoder, tmp_path)
 
 
 def test_teachers_that_do_not_fit_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -57,10 +58,7 @@ def test_every_parameter_is_sharded_and_moves(found, number, i):
     assert not [name for name in result["still"] if not name.endswith("key.bias")]
 
 
-TRAINED = [(number, i) for number, i in ALL if CASES[number][i].family != "t5"]
-
-
-@pytest.mark.parametrize(("number", "i"), TRAINED)
+@pytest.mark.parametrize(("number", "i"), ALL, ids=IDS)
 def test_blocks_that_do_not_run_cost_nothing(found, number, i):
     """Gathers and reductions of every block, counted, against the steps in which it runs."""
     case, result = CASES[number][i], found[number, i]
@@ -68,7 +66,8 @@ def test_blocks_that_do_not_run_cost_nothing(found, number, i):
     blocks = {name: n for (kind, name), n in result["counts"].items() if kind == "reduce"}
     assert min(depths) < LAYERS
     for block in range(LAYERS):
-        (name,) = (name for name in blocks if f".{block}." in name)
+        names = [name for name in blocks if re.match(rf"\D*\.{block}\.", name)]
+        assert len(names) == 1 + (case.family == "t5")
         gathers = trained = 0
         for step, depth in enumerate(depths):
             lowest = depth - STAGES.layers_per_block if step < STAGES.stage1_steps else 0
@@ -77,5 +76,6 @@ def test_blocks_that_do_not_run_cost_nothing(found, number, i):
             trained += lowest <= block < depth
             # in the backward pass FSDP2 gathers one block ahead, here a frozen one
             gathers += batches * ((block < depth) + (lowest - 1 <= block < depth))
-        assert blocks[name] == trained
-        assert result["counts"]["gather", name] == gathers
+        for name in names:
+            assert blocks[name] == trained
+            assert result["counts"]["gather", name] == gathers
