@@ -32,6 +32,8 @@ LONGEST = (
 )
 # long paths then break no line of a command's output
 COLUMNS = "1000"
+# where tokenised data goes; `growkern.train.dataset.cache` names it, and its import takes seconds
+TOKENS = "GROWKERN_TOKENS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # pytest's own output stays as wide as the terminal
         reporter._tw.fullwidth = reporter._tw.fullwidth
     os.environ["COLUMNS"] = COLUMNS
+    if TOKENS not in os.environ:
+        tokens = tempfile.TemporaryDirectory(prefix="growkern-tokens-")
+        os.environ[TOKENS] = tokens.name
+        config.add_cleanup(tokens.cleanup)
     if cuda_emulator.FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="growkern-cuda-")
         os.environ[cuda_emulator.FOLDER] = folder.name

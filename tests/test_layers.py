@@ -74,6 +74,7 @@ PARTS = {
         "distributed",
         "data",
         "load",
+        "dataset",
         "inheritance",
         "loss",
         "config",

@@ -47,7 +47,7 @@ def measure(folder: Path) -> dict[str, Any]:
     warm_up(source, transformers.LlamaForCausalLM, **SIZES)
     run = Run(
         ModelSection(),
-        DataSection(()),
+        DataSection(("none",)),
         TrainingSection(1),
         OutputSection("out"),
         growth=GrowthSection(source="source", sizes=SIZES),

@@ -3,15 +3,16 @@
 The sections of the file and their keys:
 
     [model]        path, tokenizer                          (path: not with [growth])
-    [data]         train, validation, sequence_length, masking_probability
+    [data]         train, validation or dataset, split, ...; text_column, sequence_length, ...
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
-    [output]       directory, tensorboard
+    [output]       directory, report_to, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
     [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
     [growth]       source, sizes, method, symmetry, moments, optimizer, ...    (optional)
     [distributed]  sharding, replicas, param_dtype, activation_checkpointing, ...  (optional)
     [loss]         row_weights, and how labels count, see `LossOptions`        (optional)
     [teacher]      paths or cache                                              (with inheritance)
+    [trainer]      any argument of `transformers.TrainingArguments` that is not here  (optional)
 
 Paths are relative to the folder of the file.
 """
@@ -24,14 +25,13 @@ from typing import Any, Literal
 
 from growkern.errors import GrowthError
 from growkern.growth.options import GrowthOptions
+from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
-# more steps, examples or tokens than any run has
-MOST = 1 << 40
 LARGEST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
     **dict.fromkeys(("log_every", "eval_every", "save_every", "keep_checkpoints"), MOST),
@@ -165,37 +165,6 @@ class TeacherSection:
 
 
 @dataclass(frozen=True)
-class DataSection:
-    """The text to train on.
-
-    Args:
-        train: UTF-8 text files or glob patterns.
-        validation: the same for evaluation; empty means no evaluation.
-        sequence_length: tokens per block.
-        masking_probability: chance of a token to be masked. Causal models ignore it.
-
-    Raises:
-        GrowthError: a value is out of range.
-    """
-
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
-    sequence_length: int = 128
-    masking_probability: float = 0.15
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.sequence_length <= MOST:
-            raise GrowthError(
-                f"data.sequence_length is {self.sequence_length}: it must be in 2 .. {MOST}, "
-                "because one token has no other one to predict it from"
-            )
-        if not 0 < self.masking_probability <= 1:
-            raise GrowthError(
-                f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
-            )
-
-
-@dataclass(frozen=True)
 class TrainingSection:
     """The optimizer and its schedule, which run through both stages without a break.
 
@@ -273,11 +242,31 @@ class OutputSection:
 
     Args:
         directory: for checkpoints, the trained model and the logs.
-        tensorboard: whether to write TensorBoard logs too.
+        report_to: integrations of transformers that get the logs, such as "wandb"; "none" or
+            "all". None takes TensorBoard if `tensorboard` is true.
+        tensorboard: whether to write TensorBoard logs.
+
+    Raises:
+        GrowthError: the two contradict each other.
     """
 
     directory: str
+    report_to: str | tuple[str, ...] | None = None
     tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        names = self.reports
+        if not self.tensorboard and {"tensorboard", "all"} & set(names):
+            raise GrowthError("report_to names TensorBoard, but tensorboard is false: give one")
+        if len(names) > 1 and {"none", "all"} & set(names):
+            raise GrowthError('report_to is a list of names, or "none" or "all" alone')
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The names in `report_to`, or those that it stands for if it is None."""
+        if self.report_to is None:
+            return ("tensorboard",) if self.tensorboard else ()
+        return (self.report_to,) if isinstance(self.report_to, str) else self.report_to
 
 
 @dataclass(frozen=True)
@@ -298,6 +287,7 @@ class Run:
     loss: LossOptions | None = None
     growth: GrowthSection | None = None
     distributed: DistributedOptions | None = None
+    trainer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.model.path is None) != (self.growth is not None):

@@ -7,12 +7,13 @@ seed, the epoch and the tokens of the block. Data workers, resumed runs and shuf
 therefore draw the same masks, and no generator state has to be saved.
 """
 
+import contextlib
 import glob
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TextIO, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from growkern.errors import GrowthError
 from growkern.train.head import IGNORE_INDEX
 
 _TEXTS_PER_CALL = 256
+# characters of a text that are read at once
+PIECE = 1 << 24
+T = TypeVar("T")
 # names that a pattern of text files may match; listing them takes half a second
 MOST_NAMES = 100_000
 
@@ -65,7 +69,7 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
     Raises:
         GrowthError: a file cannot be read, or the text is shorter than one block.
     """
-    head = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
+    head = head_of(tokenizer)
     body = sequence_length - len(head)
     if body < 1:
         raise GrowthError(f"sequence_length is {sequence_length}: it must be at least 2")
@@ -85,18 +89,70 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
 
 def _token_runs(texts: Iterable[str | Path], tokenizer: Any) -> Iterator[np.ndarray]:
     """The tokens of each text, followed by the separator."""
+    end = separator_of(tokenizer)
+    for chunk in _chunks(_pieces(texts), _TEXTS_PER_CALL):
+        runs = tokenise([piece for piece, _ in chunk], tokenizer)
+        for ids, (_, is_last) in zip(runs, chunk, strict=True):
+            yield np.asarray(ids + end if is_last else ids, np.int32)
+
+
+def separator_of(tokenizer: Any) -> list[int]:
+    """The token that follows each text, if the tokenizer has one."""
     separator = tokenizer.eos_token_id
     if separator is None:
         separator = tokenizer.sep_token_id
-    end = [] if separator is None else [separator]
-    for chunk in _chunks(
-        (text if isinstance(text, str) else read_text(text) for text in texts), _TEXTS_PER_CALL
-    ):
-        encoded = tokenizer(
-            chunk, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        for ids in encoded["input_ids"]:
-            yield np.asarray(ids + end, np.int32)
+    return [] if separator is None else [separator]
+
+
+def head_of(tokenizer: Any) -> list[int]:
+    """The token that each row begins with, if the tokenizer has one."""
+    return [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
+
+
+def tokenise(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of texts, without any special ones."""
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+
+
+def _pieces(texts: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
+    for text in texts:
+        if isinstance(text, str):
+            yield text, True
+        else:
+            yield from text_pieces(text)
+
+
+def text_pieces(file: Path) -> Iterator[tuple[str, bool]]:
+    """A text file in pieces, and whether each is the last. All but the last end with a line.
+
+    A file of up to 16 million characters is one piece.
+
+    Raises:
+        GrowthError: it is missing, no regular file, or not UTF-8.
+    """
+    with _text_stream(file) as stream:
+        held = stream.read(PIECE)
+        while more := stream.read(PIECE):
+            cut = held.rfind("\n") + 1
+            if cut:
+                yield held[:cut], False
+            held = held[cut:] + more
+    yield held, True
+
+
+@contextlib.contextmanager
+def _text_stream(file: Path) -> Iterator[TextIO]:
+    try:
+        regular_size(file)
+    except GrowthError as error:
+        raise GrowthError(f"cannot read the text file {error}") from error
+    try:
+        with file.open(encoding="utf-8") as stream:
+            yield stream
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrowthError(f"cannot read the text file {file}: {error}") from error
 
 
 def read_text(file: Path, most: int = -1) -> str:
@@ -105,15 +161,8 @@ def read_text(file: Path, most: int = -1) -> str:
     Raises:
         GrowthError: it is missing, no regular file, or not UTF-8.
     """
-    try:
-        regular_size(file)
-    except GrowthError as error:
-        raise GrowthError(f"cannot read the text file {error}") from error
-    try:
-        with file.open(encoding="utf-8") as stream:
-            return stream.read(most)
-    except (OSError, UnicodeDecodeError) as error:
-        raise GrowthError(f"cannot read the text file {file}: {error}") from error
+    with _text_stream(file) as stream:
+        return stream.read(most)
 
 
 def matching_files(base: Path, pattern: str) -> list[Path]:
@@ -137,8 +186,8 @@ def matching_files(base: Path, pattern: str) -> list[Path]:
     return found
 
 
-def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    chunk: list[T] = []
     for item in items:
         chunk.append(item)
         if len(chunk) == size:
@@ -161,6 +210,8 @@ def check_probability(probability: float) -> None:
         raise GrowthError(f"masking probability is {probability}: it must be in (0, 1]")
 
 
+# key of a row: the number of the pass through a data set that is read without an end
+PASS = "pass"
 # rows of a data set to a batch: {input_ids, labels, ...}, tensors of one leading size
 Collator = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
@@ -258,7 +309,7 @@ class MaskedLMCollator:
         batch = _pad([feature["input_ids"] for feature in features], self.pad_id)
         input_BS = batch["input_ids"].numpy()
         # unpadded rows are hashed: a row's mask does not depend on its neighbours' lengths
-        key_B = np.asarray([self._key(feature["input_ids"]) for feature in features], np.uint64)
+        key_B = np.asarray([self._key(feature) for feature in features], np.uint64)
         counter_S = np.arange(1, input_BS.shape[1] + 1, dtype=np.uint64) * _GOLDEN
         bits_BS = _mix(key_B[:, None] + counter_S)
 
@@ -275,9 +326,11 @@ class MaskedLMCollator:
         batch["input_ids"] = torch.from_numpy(np.where(chosen_BS, replaced_BS, input_BS))
         return {**batch, "labels": torch.from_numpy(labels_BS)}
 
-    def _key(self, input_ids: Any) -> int:
-        digest = hashlib.blake2b(np.asarray(input_ids, np.int64).tobytes(), digest_size=8)
-        digest.update(f"{self.seed}:{int(self._epoch)}".encode())
+    def _key(self, feature: dict[str, Any]) -> int:
+        ids = np.asarray(feature["input_ids"], np.int64)
+        epoch = int(self._epoch) + feature.get(PASS, 0)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
+        digest.update(f"{self.seed}:{epoch}".encode())
         return int.from_bytes(digest.digest(), "little")
 
 

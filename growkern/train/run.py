@@ -9,12 +9,10 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 import os
 import shlex
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -24,14 +22,10 @@ from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.checks import check_switches
-from growkern.train.config import DataSection, Run, load_run
-from growkern.train.data import (
-    CausalLMCollator,
-    MaskedLMCollator,
-    TokenBlocks,
-    matching_files,
-    pack_text,
-)
+from growkern.train.config import Run, load_run
+from growkern.train.dataset.load import load_data
+from growkern.train.dataset.source import find_sources
+from growkern.train.distributed.shard import join_processes
 from growkern.train.load import (
     check_directory,
     check_fits,
@@ -39,6 +33,13 @@ from growkern.train.load import (
     is_causal,
     load_tokenizer,
     stored_dtype,
+)
+from growkern.train.loop.arguments import (
+    batch_of_a_process,
+    checked_arguments,
+    describe_arguments,
+    reports_of,
+    training_arguments,
 )
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
@@ -55,12 +56,6 @@ from growkern.train.safety.messages import (
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.trainer import TwoStageTrainer
 from growkern.units import human
-
-# records and archives that hold texts
-NOT_TEXT = (
-    *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".avro", ".db"),
-    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"),
-)
 
 
 def train(
@@ -95,15 +90,13 @@ def train(
 def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> TrainOutput | None:
     check_switches()
     run, base = load_run(path), path.parent
-    _batch_of_a_process(run)
-    texts = {name: _text_files(base, getattr(run.data, name)) for name in ("train", "validation")}
+    batch_of_a_process(run)
+    checked_arguments(run.trainer or {})
+    sources = find_sources(run.data, base)
+    texts = {name: list(source.files) if source else [] for name, source in sources.items()}
     for name in _checkpoint_directories(run):
         check_directory(base / name)
-    if run.output.tensorboard and find_spec("tensorboard") is None:
-        raise GrowthError(
-            "output.tensorboard is true but TensorBoard is not installed: set it to false, or "
-            "pip install 'growkern[train]'"
-        )
+    reports_of(run.output)
     output = base / run.output.directory
     check_output(output, [base / name for name in _input_directories(run)], texts)
     identity = identity_of(run, texts, {name: base / name for name in _input_directories(run)})
@@ -120,7 +113,7 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
         # another process may have been at work until now
         ours = is_ours(output, identity, overwrite)
         first_start = not ours or last_checkpoint(output) is None
-        trainer = build_trainer(run, base, texts, progress=progress, first_start=first_start)
+        trainer = build_trainer(run, base, progress=progress, first_start=first_start)
         trainer.resume_hint = command
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
@@ -191,6 +184,8 @@ def _header(
         ),
         "to resume": command,
     }
+    if run.trainer:
+        lines["trainer"] = describe_arguments(run.trainer)
     if checkpoint is not None:
         lines["resumes"] = f"from {checkpoint}"
     return lines
@@ -214,7 +209,6 @@ def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
 def build_trainer(
     run: Run,
     base: Path,
-    texts: dict[str, list[Path]],
     *,
     progress: bool = True,
     first_start: bool = True,
@@ -224,7 +218,6 @@ def build_trainer(
     Args:
         run: the settings.
         base: folder that the paths in `run` are relative to.
-        texts: files of "train" and "validation", in this order.
         progress: whether to show progress bars.
         first_start: False if a checkpoint will be loaded, so that nothing need be grown.
 
@@ -241,15 +234,22 @@ def build_trainer(
             )
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        accelerator = torch.accelerator.current_accelerator()
+        join_processes("cpu" if accelerator is None else accelerator.type)
+    # before the model: data that cannot be used is noticed at once
+    data = load_data(
+        run.data,
+        tokenizer,
+        base=base,
+        row_weights=run.loss.row_weights if run.loss else None,
+        seed=run.training.seed,
+        progress=progress,
+    )
     model = build_model(run, base, first_start=first_start)
-    train_blocks, eval_blocks = (_blocks(texts[name], tokenizer, run.data) for name in texts)
-    collator: Any = CausalLMCollator(tokenizer)
-    if not is_causal(model):
-        seed = run.training.seed
-        collator = MaskedLMCollator(tokenizer, run.data.masking_probability, seed)
     return TwoStageTrainer(
         model,
-        _arguments(run, base, evaluate=eval_blocks is not None, progress=progress),
+        training_arguments(run, base, evaluate=data.validation is not None, progress=progress),
         two_stage=run.two_stage,
         inheritance=run.inheritance,
         teacher=TeacherCache(base / run.teacher.cache)
@@ -259,9 +259,9 @@ def build_trainer(
         loss=run.loss,
         optimizer=run.training.optimizer,
         processing_class=tokenizer,
-        train_dataset=train_blocks,
-        eval_dataset=eval_blocks,
-        data_collator=collator,
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        data_collator=data.collator(tokenizer, causal=is_causal(model), seed=run.training.seed),
         precision=run.training.precision,
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
@@ -275,67 +275,3 @@ def _checkpoint_directories(run: Run) -> list[str]:
 def _input_directories(run: Run) -> list[str]:
     cache = run.teacher.cache if run.teacher else None
     return _checkpoint_directories(run) + ([cache] if cache else [])
-
-
-def _text_files(base: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The files that match the patterns, in the order of the patterns, sorted within each.
-
-    Raises:
-        GrowthError: no file matches a pattern, or a file is not plain text by its name.
-    """
-    files: list[Path] = []
-    for pattern in patterns:
-        files += matching_files(base, pattern)
-    for file in files:
-        if file.suffix.lower() in NOT_TEXT:
-            raise GrowthError(
-                f"{file} would be trained on as plain text, with its {file.suffix} syntax: "
-                "write its texts to plain text files"
-            )
-    return files
-
-
-def _blocks(files: list[Path], tokenizer: Any, data: DataSection) -> TokenBlocks | None:
-    return pack_text(files, tokenizer, data.sequence_length) if files else None
-
-
-def _batch_of_a_process(run: Run) -> int:
-    """The blocks of a micro-batch that each process of torchrun gets."""
-    batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if batch % processes:
-        raise GrowthError(
-            f"training.batch_size is {batch}: it must be a multiple of the {processes} processes"
-        )
-    return batch // processes
-
-
-def _arguments(run: Run, base: Path, *, evaluate: bool, progress: bool) -> TrainingArguments:
-    training = run.training
-    return TrainingArguments(
-        output_dir=str(base / run.output.directory),
-        max_steps=training.steps,
-        per_device_train_batch_size=_batch_of_a_process(run),
-        per_device_eval_batch_size=_batch_of_a_process(run),
-        gradient_accumulation_steps=training.accumulation,
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        lr_scheduler_type=training.schedule,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        bf16=training.precision == "bf16",
-        use_cpu=not torch.accelerator.is_available(),
-        seed=training.seed,
-        data_seed=training.seed,
-        logging_steps=training.log_every,
-        logging_first_step=True,
-        eval_strategy="steps" if evaluate else "no",
-        eval_steps=training.eval_every or training.steps,
-        save_strategy="steps",
-        save_steps=training.save_every or training.steps,
-        save_total_limit=training.keep_checkpoints,
-        dataloader_num_workers=training.data_workers,
-        report_to="tensorboard" if run.output.tensorboard else "none",
-        disable_tqdm=not progress,
-        # pinning memory gives a warning in every epoch without an accelerator
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )

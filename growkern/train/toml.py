@@ -107,9 +107,13 @@ def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
     """Convert a TOML value to the type of its field."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, Union):
-        # TOML has no null: the value of an optional key always has the other type
-        (kind,) = (option for option in options if option is not types.NoneType)
-        return _convert(value, kind, file, key)
+        # TOML has no null: the value of an optional key always has another type
+        kinds = [option for option in options if option is not types.NoneType]
+        is_list = isinstance(value, list)
+        fitting = [one for one in kinds if (typing.get_origin(one) is tuple) == is_list]
+        return _convert(value, (fitting or kinds)[0], file, key)
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         return to_dataclass(kind, value, file, key)
     if origin is Literal and isinstance(value, str):
@@ -152,10 +156,11 @@ def to_toml(value: Any) -> str:
         if table is None:
             continue
         lines.append(f"[{section.name}]")
-        for field in dataclasses.fields(table):
-            item = getattr(table, field.name)
+        names = table if isinstance(table, dict) else [x.name for x in dataclasses.fields(table)]
+        for name in names:
+            item = table[name] if isinstance(table, dict) else getattr(table, name)
             if item is not None:
-                lines.append(f"{field.name} = {_toml_value(item)}")
+                lines.append(f"{name} = {_toml_value(item)}")
         lines.append("")
     return "\n".join(lines)
 

@@ -39,11 +39,12 @@ from growkern.train.loss.counting_trainer import CountingTrainer
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
+from growkern.train.safety.stream import StreamTrainer
 from growkern.train.safety.trainer import SafeTrainer
 from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
 
 
-class TwoStageTrainer(CountingTrainer, SafeTrainer):
+class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder

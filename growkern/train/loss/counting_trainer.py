@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.train.data import IndexedDataset, evaluation_collator
+from growkern.train.dataset.stream import TokenStream
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import (
     EXAMPLES_TO_SEARCH,
@@ -171,7 +172,8 @@ class CountingTrainer(Trainer):
         trained = super()._init_training_state(
             max_steps, steps_per_epoch, epochs, checkpoint, trial
         )
-        if checkpoint is not None and is_without_length(epochs):
+        is_stream = isinstance(self.train_dataset, TokenStream)
+        if checkpoint is not None and is_without_length(epochs) and not is_stream:
             trained = place_in_stream(checkpoint, self.args)
         self._read = trained[1]
         return trained

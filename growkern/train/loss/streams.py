@@ -2,6 +2,7 @@
 
 The loader of several processes either sends batches from the first process to the others, or lets
 each process read all examples and keep its own. The first is accelerate's default for streams.
+A `TokenStream` does neither: its processes read their own parts of it.
 """
 
 import math
@@ -14,6 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
+from growkern.train.dataset.stream import TokenStream
 
 
 def are_sent(dataset: Any, accelerator: Any) -> bool:
@@ -23,7 +25,7 @@ def are_sent(dataset: Any, accelerator: Any) -> bool:
         dataset: of a trainer.
         accelerator: of the trainer.
     """
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 or isinstance(dataset, TokenStream):
         return False
     chosen = accelerator.dispatch_batches
     return isinstance(dataset, IterableDataset) if chosen is None else bool(chosen)
@@ -40,8 +42,8 @@ def check_stream(dataset: Any, accelerator: Any) -> None:
         GrowthError: each process reads the stream, and accelerate fills up its end with examples
             from its start.
     """
-    several = isinstance(dataset, IterableDataset) and accelerator.num_processes > 1
-    if several and not are_sent(dataset, accelerator):
+    is_shared = isinstance(dataset, IterableDataset) and not isinstance(dataset, TokenStream)
+    if is_shared and accelerator.num_processes > 1 and not are_sent(dataset, accelerator):
         raise GrowthError(
             "dispatch_batches=False repeats examples at the end of a data set without an index: "
             "leave it unset, and pad all batches to one length"

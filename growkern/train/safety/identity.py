@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from growkern.train.config import Run
+from growkern.train.dataset.fingerprint import fingerprint
 
 # settings that may change when a run is started again: they do not change the steps
 FREE = {
@@ -21,14 +21,13 @@ FREE = {
         *("log_every", "eval_every", "save_every", "save_minutes", "keep_checkpoints"),
         *("data_workers", "on_nonfinite"),
     ),
+    "data": ("cache",),
     # these change where numbers are kept, not the numbers
     "distributed": (
         *("replicas", "reshard_after_forward", "cpu_offload", "activation_checkpointing"),
         "async_checkpoints",
     ),
 }
-# of a large file, the first and the last MiB and blocks between them are read
-READ_WHOLE, END, BLOCK, BLOCKS = 8 << 20, 1 << 20, 1 << 14, 256
 MOST_CHANGES, MOST_CHARACTERS = 6, 60
 
 
@@ -39,7 +38,7 @@ def identity_of(
 
     Args:
         run: the settings.
-        texts: the text files, by the field of [data] that names them.
+        texts: the local files of the data, by its use ("train", "validation").
         directories: the checkpoints and the teacher cache that the run reads, by their names in
             the run file.
 
@@ -50,38 +49,19 @@ def identity_of(
     del values["output"]
     for section, names in FREE.items():
         for name in names:
-            if values[section] is not None:
+            # each data worker reads a part of a stream
+            orders = name == "data_workers" and run.data.streaming
+            if values[section] is not None and not orders:
                 del values[section][name]
     inputs = {f"data.{name}": _of_texts(files) for name, files in texts.items()}
     inputs |= {name: _of_directory(path) for name, path in directories.items()}
     return {"run": json.loads(json.dumps(values)), "inputs": inputs}
 
 
-def fingerprint(file: Path) -> str:
-    """A checksum of a file that is quick for files of any size.
-
-    Up to 8 MiB all bytes count. Of a larger file count its size, its first and last MiB, and 256
-    blocks of 16 KiB that are evenly spread between these. It misses a change that lies between
-    the blocks alone. Training changes nearly all weights, so two models are told apart.
-    """
-    digest, size = hashlib.sha256(), file.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    with file.open("rb") as stream:
-        if size <= READ_WHOLE:
-            digest.update(stream.read())
-            return digest.hexdigest()
-        gap = (size - 2 * END - BLOCK) / (BLOCKS - 1)
-        middle = [(END + int(i * gap), BLOCK) for i in range(BLOCKS)]
-        for start, length in [(0, END), *middle, (size - END, END)]:
-            stream.seek(start, os.SEEK_SET)
-            digest.update(stream.read(length))
-    return digest.hexdigest()
-
-
 def _of_texts(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        digest.update(fingerprint(file).encode())
     return digest.hexdigest()
 
 

@@ -1,0 +1,203 @@
+"""Tokenised data on disk, made once and shared by processes and runs.
+
+A cache is a directory with a name that follows from the data, the tokenizer and the settings:
+
+    input_ids.bin, labels.bin, weights.bin   the columns of all rows, one after the other
+    starts.bin                               int64: where each row starts, and the end
+    manifest.json                            size and checksum of each file, written last
+
+It appears complete, by one rename. One that is not as it was written is made again. A cache may be
+deleted whenever no run uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.publish.calls import delete, move
+from growkern.publish.lock import Lock, lock_file_of
+from growkern.publish.manifest import damage_of, read_manifest, write_manifest
+from growkern.publish.workplace import check_space
+from growkern.train.dataset.records import DTYPES, IDS, LABELS, WEIGHTS, Tokens
+from growkern.train.dataset.together import same_everywhere, wait_together
+from growkern.whole import sync
+
+# of the format and of the way rows are made
+VERSION = 1
+STARTS, KIND = "starts.bin", "part"
+VARIABLE = "GROWKERN_TOKENS"
+# seconds between two looks at a cache that another run is making
+POLL = 0.5
+ROWS_AT_ONCE = 256
+
+
+class TokenRows(Dataset[Tokens]):
+    """The rows of a cache: `rows[i]` is {"input_ids": (S,) int32, ...}. Nothing is held in memory.
+
+    Args:
+        directory: of the cache.
+        weights: the key that weights of tokens get.
+    """
+
+    def __init__(self, directory: Path, weights: str | None = None) -> None:
+        self.directory, self.weights = directory, weights
+        self._open()
+
+    def _open(self) -> None:
+        self.starts = np.memmap(self.directory / STARTS, np.dtype("<i8"), mode="r")
+        names = {IDS: IDS, LABELS: LABELS, **({WEIGHTS: self.weights} if self.weights else {})}
+        self.columns = {
+            key: np.memmap(file, DTYPES[name], mode="r")
+            for name, key in names.items()
+            if (file := _file_of(self.directory, name)).exists()
+        }
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Tokens:
+        start, stop = self.starts[index], self.starts[index + 1]
+        return {name: np.array(values[start:stop]) for name, values in self.columns.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a data worker that is spawned maps the files itself
+        return {"directory": self.directory, "weights": self.weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+def user_cache() -> Path:
+    """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / "tokens"
+
+
+def cached_rows(
+    directory: Path, rows: Iterable[Tokens], name: str, size: int, weights: str | None
+) -> TokenRows:
+    """The rows of a cache, which is made first if it is not there. All processes call this.
+
+    The first process makes it, and then the first of each machine that does not see it.
+
+    Args:
+        directory: of the cache.
+        rows: to be cached; only read where the cache is made.
+        name: of the data, for messages.
+        size: estimate of the bytes to be written.
+        weights: the key that weights of tokens get.
+
+    Raises:
+        GrowthError: the data cannot be read, has no row, or does not fit on the disk.
+    """
+    directory = Path(same_everywhere(directory))
+    rank, local = (int(os.environ.get(key, "0")) for key in ("RANK", "LOCAL_RANK"))
+    work = _make(directory, rows, name, size)
+    wait_together(work if rank == 0 else None)
+    wait_together(work if local == 0 and rank else None)
+    return TokenRows(directory, weights)
+
+
+def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iterator[None]:
+    """Make a cache if it is not there, in small steps."""
+    if _is_whole(directory):
+        return
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = None
+        while lock is None:
+            # another run may be making the same cache
+            with contextlib.suppress(GrowthError):
+                lock = Lock(lock_file_of(directory), directory, "tokenising to")
+            if lock is None:
+                time.sleep(POLL)
+                yield
+        try:
+            if not _is_whole(directory):
+                check_space(directory, KIND, size)
+                yield from _write(directory, rows, name)
+        finally:
+            lock.release()
+    except OSError as error:
+        full = " (the disk is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise GrowthError(
+            f"the tokens of {name} cannot be written to {directory.parent}{full}: "
+            f"{error.strerror or error}. Set data.cache to another directory"
+        ) from error
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a cache is there, with every file as it was written."""
+    if not directory.exists():
+        return False
+    try:
+        manifest = read_manifest(directory)
+        found = (damage_of(directory, file, manifest) for file in manifest)
+        wrong = next((phrase for phrase in found if phrase is not None), None)
+    except GrowthError as error:
+        wrong = str(error)
+    if wrong is not None:
+        warnings.warn(
+            f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
+            GrowthWarning,
+            stacklevel=2,
+        )
+    return wrong is None
+
+
+def _write(directory: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
+    """Write a cache beside its place, and move it there when it is complete."""
+    staged = directory.with_name(f".{directory.name}.{KIND}")
+    # remains of a killed process
+    delete(staged)
+    staged.mkdir(mode=0o700)
+    try:
+        yield from _write_columns(staged, rows, name)
+        write_manifest(staged)
+        for path in (*staged.iterdir(), staged):
+            sync(path)
+        move(staged, directory)
+        sync(directory.parent)
+    finally:
+        # unfinished, or a damaged one that has changed places with this
+        delete(staged)
+
+
+def _write_columns(staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
+    end, count = 0, 0
+    with contextlib.ExitStack() as stack:
+        starts = stack.enter_context((staged / STARTS).open("wb"))
+        starts.write(np.zeros(1, "<i8").tobytes())
+        files: dict[str, Any] = {}
+        for row in rows:
+            for column, values in row.items():
+                if column not in files:
+                    files[column] = stack.enter_context(_file_of(staged, column).open("wb"))
+                files[column].write(values.astype(DTYPES[column]).tobytes())
+            end, count = end + len(row[IDS]), count + 1
+            starts.write(np.asarray([end], "<i8").tobytes())
+            if count % ROWS_AT_ONCE == 0:
+                yield
+    if not count:
+        raise GrowthError(
+            f"{name} has fewer tokens than one row: give more data, or a smaller "
+            "data.sequence_length"
+        )
+
+
+def _file_of(directory: Path, column: str) -> Path:
+    return directory / f"{column}.bin"

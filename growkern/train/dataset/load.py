@@ -1,0 +1,212 @@
+"""Training data as the options say: `load_data`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from tqdm import tqdm
+
+from growkern.train.data import (
+    CausalLMCollator,
+    Collator,
+    EpochCollator,
+    MaskedLMCollator,
+    evaluation_collator,
+)
+from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, user_cache
+from growkern.train.dataset.fingerprint import digest_of
+from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks, cut_rows
+from growkern.train.dataset.source import Source, find_sources, plain_errors
+from growkern.train.dataset.stream import TokenStream
+from growkern.train.head import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data of a run.
+
+    Attributes:
+        options: it was loaded with.
+        row_weights: key of the weights of tokens in the batches; None: there are none.
+        train: rows on disk, or a stream of them.
+        validation: rows on disk; None without evaluation.
+    """
+
+    options: DataSection
+    row_weights: str | None
+    train: TokenRows | TokenStream
+    validation: TokenRows | None
+
+    def collator(self, tokenizer: Any, *, causal: bool, seed: int = 0) -> Collator:
+        """Makes batches of the rows.
+
+        Args:
+            tokenizer: of the run.
+            causal: whether the model predicts the next token; else tokens are masked.
+            seed: of the masks.
+
+        Raises:
+            GrowthError: the tokenizer has no mask token, which a masked model needs.
+        """
+        inner: Any = CausalLMCollator(tokenizer)
+        has_labels = self.options.labels_column is not None
+        if not causal and not has_labels:
+            inner = MaskedLMCollator(tokenizer, self.options.masking_probability, seed)
+        if not has_labels and self.row_weights is None:
+            return inner
+        return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)
+
+
+class ColumnCollator:
+    """Adds labels and weights that the rows bring to the batches of another collator.
+
+    An evaluation weighs all labels alike.
+
+    Args:
+        collator: makes the batches.
+        labels: whether the rows bring labels.
+        weights: key of the weights; None: the rows bring none.
+    """
+
+    def __init__(self, collator: Any, *, labels: bool, weights: str | None) -> None:
+        self.inner, self.labels, self.weights = collator, labels, weights
+
+    def set_epoch(self, epoch: int) -> None:
+        """Switch to an epoch, counted from 0."""
+        if isinstance(self.inner, EpochCollator):
+            self.inner.set_epoch(epoch)
+
+    def frozen(self) -> ColumnCollator:
+        """The variant for evaluation."""
+        inner = evaluation_collator(self.inner)
+        return ColumnCollator(inner, labels=self.labels, weights=None)
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.inner(features)
+        shape = batch["input_ids"].shape
+        if self.labels:
+            labels_BS = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+            batch["labels"] = _filled(labels_BS, [feature[LABELS] for feature in features])
+        if self.weights is not None:
+            weights_BS = torch.zeros(shape)
+            values = [feature[self.weights] for feature in features]
+            batch[self.weights] = _filled(weights_BS, values)
+        return batch
+
+
+def _filled(values_BS: torch.Tensor, rows: Sequence[np.ndarray]) -> torch.Tensor:
+    for values_S, row in zip(values_BS, rows, strict=True):
+        values_S[: len(row)] = torch.from_numpy(np.asarray(row))
+    return values_BS
+
+
+def load_data(
+    data: DataSection,
+    tokenizer: Any,
+    *,
+    base: str | Path = ".",
+    row_weights: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> TrainingData:
+    """Load the data of a run: tokenised and cached on disk, or as a stream.
+
+    With several processes all of them call this, after `torch.distributed` was initialised. One of
+    them tokenises.
+
+    Args:
+        data: the options.
+        tokenizer: of transformers.
+        base: folder that relative paths begin in.
+        row_weights: column with weights: a number per token, or one per record.
+        seed: of the order of a stream.
+        progress: whether to show a progress bar.
+
+    Raises:
+        GrowthError: the data cannot be found, read or cached, or does not fit the options.
+    """
+    sources = find_sources(data, Path(base))
+    location = user_cache() if data.cache is None else Path(base) / data.cache
+    shows = progress and os.environ.get("RANK", "0") == "0"
+
+    def cached(source: Source, weights: str | None) -> TokenRows:
+        settings = Settings.of(data, source, tokenizer, weights)
+        directory = location / _key(source, settings, tokenizer)
+        rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
+        # about 4 bytes of text become a token of 4 bytes
+        size = sum(file.stat().st_size for file in source.files)
+        return cached_rows(directory, rows, source.name, size, weights)
+
+    train, validation = sources["train"], sources["validation"]
+    assert train is not None, "the options name a training source"
+    rows: TokenRows | TokenStream
+    if data.streaming:
+        settings = Settings.of(data, train, tokenizer, row_weights)
+        rows = TokenStream(
+            train.stream(),
+            Reader(settings, tokenizer, train.name),
+            rank=int(os.environ.get("RANK", "0")),
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+            window=data.shuffle_window,
+            seed=seed,
+            weights=row_weights,
+        )
+    else:
+        rows = cached(train, row_weights)
+    evaluation = None if validation is None else cached(validation, None)
+    return TrainingData(data, row_weights, rows, evaluation)
+
+
+class _Rows:
+    """The rows of a source, read anew by each iteration."""
+
+    def __init__(self, source: Source, reader: Reader, progress: bool) -> None:
+        self.source, self.reader, self.progress = source, reader, progress
+
+    def __iter__(self) -> Iterator[Tokens]:
+        records: Any = self.source.records()
+        total = len(records) if hasattr(records, "__len__") else None
+        shown = tqdm(
+            records,
+            f"tokenising {self.source.name}",
+            total,
+            unit=" records",
+            disable=not self.progress,
+            leave=False,
+        )
+        for _, _, row in cut_rows(self._runs(shown), self.reader.settings):
+            yield row
+
+    def _runs(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Tokens]]:
+        for chunk in chunks(self._each(records)):
+            for tokens in self.reader.read([record for _, record in chunk]):
+                yield None, tokens
+
+    def _each(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Any]]:
+        with plain_errors(self.source.name):
+            for record in records:
+                yield None, record
+
+
+def _key(source: Source, settings: Settings, tokenizer: Any) -> str:
+    """The name of the cache of a source."""
+    versions = [VERSION, transformers.__version__, tokenizers.__version__]
+    return digest_of([versions, source.fingerprint(), vars(settings), _of_tokenizer(tokenizer)])
+
+
+def _of_tokenizer(tokenizer: Any) -> Any:
+    """Values that change with the tokens that a tokenizer makes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return [type(tokenizer).__name__, backend.to_str()]
+    options = repr(sorted(getattr(tokenizer, "init_kwargs", {}).items(), key=lambda item: item[0]))
+    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), options]

@@ -1,0 +1,101 @@
+"""The options of `[data]` in a run file, under the same names in Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from growkern.errors import GrowthError
+
+# more tokens than any row has
+MOST = 1 << 40
+# they describe a data set, and mean nothing for files
+OF_DATASET = ("dataset_config", "revision", "validation_split")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The data to train on: files, or a data set that the `datasets` library reads.
+
+    Args:
+        train: files or glob patterns. Plain text is read as UTF-8. Files of records (.jsonl, .json,
+            .csv, .tsv, .parquet, .arrow) need the `datasets` library.
+        validation: the same for evaluation; empty means no evaluation.
+        dataset: in place of `train`: a name on the Hugging Face Hub, or a directory. The directory
+            was written by `save_to_disk`, or holds files that `datasets.load_dataset` reads.
+        dataset_config: the part of a data set that has several.
+        revision: branch, tag or commit of a data set on the Hub.
+        split: of the data set, to train on; slices such as "train[:90%]" are allowed unless it is
+            streamed.
+        validation_split: of the data set, for evaluation; None means no evaluation.
+        text_column: column of the records that holds their text.
+        input_ids_column: column with token ids. The text is not used then.
+        labels_column: column with one label per token id, -100 for none. Without it the labels
+            are made as for text.
+        attention_mask_column: column with 1 per token and 0 for padding, which is left out.
+        packing: join the records and cut them into rows of `sequence_length` tokens. False keeps
+            one row per record. None packs text, and keeps records of token ids.
+        streaming: tokenise while training, without a cache. The training data is read again from
+            its start when it ends. The validation data is cached.
+        shuffle_window: a stream collects so many rows and gives them in random order; 0 keeps the
+            order of the data.
+        cache: directory for tokenised data; None takes the environment variable GROWKERN_TOKENS,
+            or else the user's cache.
+        sequence_length: tokens per row.
+        masking_probability: chance of a token to be masked. Causal models ignore it.
+
+    Raises:
+        GrowthError: a value is out of range, or options contradict each other.
+    """
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    dataset: str | None = None
+    dataset_config: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    validation_split: str | None = None
+    text_column: str = "text"
+    input_ids_column: str | None = None
+    labels_column: str | None = None
+    attention_mask_column: str | None = None
+    packing: bool | None = None
+    streaming: bool = False
+    shuffle_window: int = 1000
+    cache: str | None = None
+    sequence_length: int = 128
+    masking_probability: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and (self.train or self.validation):
+            raise GrowthError(
+                "data.dataset is given beside files (data.train, data.validation): give one of them"
+            )
+        if self.dataset is None:
+            for name in OF_DATASET:
+                if getattr(self, name) is not None:
+                    raise GrowthError(f"data.{name} describes a data set: give data.dataset too")
+            if not self.train:
+                raise GrowthError("give data.train (files) or data.dataset (a data set)")
+        for name in ("labels_column", "attention_mask_column"):
+            if getattr(self, name) is not None and self.input_ids_column is None:
+                raise GrowthError(
+                    f"data.{name} belongs to token ids: give data.input_ids_column too"
+                )
+        if not self.pack and self.input_ids_column is None:
+            raise GrowthError("data.packing = false needs token ids: give data.input_ids_column")
+        if not 2 <= self.sequence_length <= MOST:
+            raise GrowthError(
+                f"data.sequence_length is {self.sequence_length}: it must be in 2 .. {MOST}, "
+                "because one token has no other one to predict it from"
+            )
+        if not 0 <= self.shuffle_window <= MOST:
+            raise GrowthError(f"data.shuffle_window is {self.shuffle_window}: it must be 0 or more")
+        if not 0 < self.masking_probability <= 1:
+            raise GrowthError(
+                f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
+            )
+
+    @property
+    def pack(self) -> bool:
+        """Whether records are joined and cut into rows of one length."""
+        return self.input_ids_column is None if self.packing is None else self.packing

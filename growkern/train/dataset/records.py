@@ -1,0 +1,300 @@
+"""Turns records into tokens, and tokens into rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from growkern.errors import GrowthError
+from growkern.train.data import head_of, separator_of, tokenise
+from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import CONTINUED, TEXT, Source
+from growkern.train.head import IGNORE_INDEX
+
+# Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
+# float32 if the data has them
+Tokens = dict[str, np.ndarray]
+IDS, LABELS, WEIGHTS = "input_ids", "labels", "weights"
+DTYPES = {IDS: np.dtype("<i4"), LABELS: np.dtype("<i4"), WEIGHTS: np.dtype("<f4")}
+# records that are tokenised together: so many, or of so many characters
+RECORDS, CHARACTERS = 64, 1 << 20
+
+
+def join(parts: Sequence[Tokens]) -> Tokens:
+    """Tokens one after the other."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def cut(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
+    """Some of the tokens."""
+    return {name: values[start:stop] for name, values in tokens.items()}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides which tokens records become; plain values, so that workers can have them.
+
+    Attributes:
+        text, input_ids, labels, attention_mask, weights: names of columns; None if there is none.
+        vocabulary: number of ids.
+        separator: tokens after each text.
+        head: tokens that each row of text begins with.
+        length: tokens per row, `head` included.
+        pack: whether records are joined and cut.
+    """
+
+    text: str | None
+    input_ids: str | None
+    labels: str | None
+    attention_mask: str | None
+    weights: str | None
+    vocabulary: int
+    separator: tuple[int, ...]
+    head: tuple[int, ...]
+    length: int
+    pack: bool
+
+    @classmethod
+    def of(
+        cls, data: DataSection, source: Source, tokenizer: Any, row_weights: str | None
+    ) -> Settings:
+        """The settings for the records of one source.
+
+        Args:
+            data: the options.
+            source: of the records.
+            tokenizer: of the run.
+            row_weights: column with weights.
+
+        Raises:
+            GrowthError: text files have no columns, or a row has no place for a token.
+        """
+        if source.is_text and (data.input_ids_column or row_weights):
+            raise GrowthError(
+                f"{source.name} is plain text, which has no column "
+                f"{data.input_ids_column or row_weights!r}: give files of records or data.dataset"
+            )
+        of_text = data.input_ids_column is None
+        column = TEXT if source.is_text else data.text_column
+        found = cls(
+            text=column if of_text else None,
+            input_ids=data.input_ids_column,
+            labels=data.labels_column,
+            attention_mask=data.attention_mask_column,
+            weights=row_weights,
+            vocabulary=len(tokenizer),
+            separator=tuple(separator_of(tokenizer)) if of_text else (),
+            head=tuple(head_of(tokenizer)) if of_text else (),
+            length=data.sequence_length,
+            pack=data.pack,
+        )
+        if len(found.head) >= found.length:
+            raise GrowthError(f"sequence_length is {found.length}: it must be at least 2")
+        return found
+
+
+class Reader:
+    """Makes tokens of records.
+
+    Args:
+        settings: of the tokens.
+        tokenizer: of transformers.
+        name: of the data, for messages.
+    """
+
+    def __init__(self, settings: Settings, tokenizer: Any, name: str) -> None:
+        self.settings, self.tokenizer, self.name = settings, tokenizer, name
+
+    def read(self, records: Sequence[Mapping[str, Any]]) -> list[Tokens]:
+        """The tokens of some records.
+
+        Raises:
+            GrowthError: a column is missing, has another type, or holds ids that do not exist.
+        """
+        if self.settings.text is None:
+            return [self._of_ids(record) for record in records]
+        texts = [self._text(record) for record in records]
+        found = []
+        for record, ids in zip(records, tokenise(texts, self.tokenizer), strict=True):
+            end = () if record.get(CONTINUED) is True else self.settings.separator
+            tokens = {IDS: np.asarray([*ids, *end], DTYPES[IDS])}
+            found.append(self._weighted(tokens, record))
+        return found
+
+    def _column(self, record: Mapping[str, Any], name: str, key: str) -> Any:
+        if name not in record:
+            columns = ", ".join(map(str, record))
+            raise GrowthError(f"{self.name} has no column {name!r} ({key}): it has {columns}")
+        if record[name] is None:
+            raise GrowthError(
+                f"{self.name} has a record without a value in column {name!r} ({key}): remove it"
+            )
+        return record[name]
+
+    def _text(self, record: Mapping[str, Any]) -> str:
+        name = str(self.settings.text)
+        text = self._column(record, name, "data.text_column")
+        if not isinstance(text, str):
+            hint = " (token ids belong in data.input_ids_column)" if _is_list(text) else ""
+            raise GrowthError(
+                f"{self.name}: column {name!r} (data.text_column) holds a {type(text).__name__}, "
+                f"not a text{hint}"
+            )
+        return text
+
+    def _integers(self, record: Mapping[str, Any], name: str, key: str) -> np.ndarray:
+        values = self._column(record, name, key)
+        array = np.asarray(values) if _is_list(values) else None
+        if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
+            found = type(values).__name__ if array is None else f"{array.ndim}-d {array.dtype}"
+            raise GrowthError(
+                f"{self.name}: column {name!r} ({key}) must hold lists of integers, not {found}"
+            )
+        return array.astype(np.int64)
+
+    def _of_ids(self, record: Mapping[str, Any]) -> Tokens:
+        settings = self.settings
+        ids = self._integers(record, str(settings.input_ids), "data.input_ids_column")
+        self._check_range(ids, str(settings.input_ids))
+        tokens = {IDS: ids.astype(DTYPES[IDS])}
+        if settings.labels is not None:
+            labels = self._integers(record, settings.labels, "data.labels_column")
+            self._check_length(labels, ids, settings.labels)
+            self._check_range(labels[labels != IGNORE_INDEX], settings.labels)
+            tokens[LABELS] = labels.astype(DTYPES[LABELS])
+        tokens = self._weighted(tokens, record)
+        if settings.attention_mask is None:
+            return tokens
+        mask = self._integers(record, settings.attention_mask, "data.attention_mask_column")
+        self._check_length(mask, ids, settings.attention_mask)
+        return {name: values[mask != 0] for name, values in tokens.items()}
+
+    def _weighted(self, tokens: Tokens, record: Mapping[str, Any]) -> Tokens:
+        """The tokens with their weights: one per token, or one for the whole record."""
+        name = self.settings.weights
+        if name is None:
+            return tokens
+        value, size = self._column(record, name, "loss.row_weights"), len(tokens[IDS])
+        array = np.asarray(value)
+        if array.dtype.kind not in "iuf" or array.ndim > 1:
+            raise GrowthError(
+                f"{self.name}: column {name!r} (loss.row_weights) must hold numbers or lists of "
+                f"numbers, not {type(value).__name__}"
+            )
+        if array.ndim == 1:
+            if self.settings.text is not None:
+                raise GrowthError(
+                    f"{self.name}: column {name!r} (loss.row_weights) holds lists, but a text has "
+                    "no tokens yet: give one number per record, or token ids"
+                )
+            self._check_length(array, tokens[IDS], name)
+        if not np.isfinite(array).all() or (array < 0).any():
+            raise GrowthError(
+                f"{self.name}: column {name!r} (loss.row_weights) holds a weight that is negative "
+                "or not finite"
+            )
+        return {**tokens, WEIGHTS: np.broadcast_to(array, size).astype(DTYPES[WEIGHTS])}
+
+    def _check_length(self, values: np.ndarray, ids: np.ndarray, name: str) -> None:
+        if len(values) != len(ids):
+            raise GrowthError(
+                f"{self.name}: column {name!r} has {len(values)} values in a record of {len(ids)} "
+                "token ids: it needs one per id"
+            )
+
+    def _check_range(self, values: np.ndarray, name: str) -> None:
+        size = self.settings.vocabulary
+        wrong = values[(values < 0) | (values >= size)]
+        if len(wrong):
+            raise GrowthError(
+                f"{self.name}: column {name!r} holds the id {wrong[0]}, but the tokenizer has ids "
+                f"0 .. {size - 1}: it was tokenised with another tokenizer"
+            )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def chunks(
+    records: Iterable[tuple[Any, Mapping[str, Any]]],
+) -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
+    """Records, each with its place, in groups that are tokenised together."""
+    chunk: list[tuple[Any, Mapping[str, Any]]] = []
+    characters = 0
+    for place, record in records:
+        chunk.append((place, record))
+        characters += sum(len(x) for x in record.values() if isinstance(x, str))
+        if len(chunk) == RECORDS or characters >= CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def cut_rows(
+    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int = 0
+) -> Iterator[tuple[Any, int, Tokens]]:
+    """Make rows of the tokens of records.
+
+    Args:
+        runs: the tokens of each record, and its place.
+        settings: of the rows.
+        offset: tokens of the first record that were used before.
+
+    Yields:
+        The place of the record in which a row ends, the number of its tokens that were used until
+        then, and the row. Tokens that fill no row are left at the end.
+
+    Raises:
+        GrowthError: a record that is not cut has more tokens than a row.
+    """
+    if settings.pack:
+        yield from _packed(runs, settings, offset)
+        return
+    for place, tokens in runs:
+        count = len(tokens[IDS])
+        if count > settings.length:
+            raise GrowthError(
+                f"a record has {count} token ids, more than data.sequence_length "
+                f"{settings.length}: give a larger one, or data.packing = true to cut it"
+            )
+        if count > offset:
+            yield place, count, tokens
+        offset = 0
+
+
+def _packed(
+    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int
+) -> Iterator[tuple[Any, int, Tokens]]:
+    body = settings.length - len(settings.head)
+    # (place, tokens, tokens used) of the records that are not used up
+    waiting: deque[tuple[Any, Tokens, int]] = deque()
+    count = 0
+    for place, tokens in runs:
+        waiting.append((place, tokens, offset))
+        count += len(tokens[IDS]) - offset
+        offset = 0
+        while count >= body:
+            parts, missing = [_head(settings, tokens)], body
+            while missing:
+                at, first, used = waiting.popleft()
+                part = cut(first, used, used + missing)
+                used, missing = used + len(part[IDS]), missing - len(part[IDS])
+                parts.append(part)
+                if used < len(first[IDS]):
+                    waiting.appendleft((at, first, used))
+            count -= body
+            yield at, used, join(parts)
+
+
+def _head(settings: Settings, like: Tokens) -> Tokens:
+    head = np.asarray(settings.head, DTYPES[IDS])
+    fill = {LABELS: IGNORE_INDEX, WEIGHTS: 1}
+    return {
+        name: head if name == IDS else np.full(len(head), fill[name], DTYPES[name]) for name in like
+    }

@@ -1,0 +1,233 @@
+"""Finds the training data, and opens its records: files of text, files of records, data sets.
+
+The `datasets` library is optional. Only text files that are not streamed do without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from growkern.errors import GrowthError
+from growkern.train.data import matching_files, text_pieces
+from growkern.train.dataset.fingerprint import version_of
+from growkern.train.dataset.options import DataSection
+
+# suffix of a file of records -> loader of `datasets`, and its options
+LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), ("json", {})),
+    # an empty field is an empty text, and "NA" is a word
+    ".csv": ("csv", {"keep_default_na": False}),
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+}
+# files that hold texts in another form
+NOT_TEXT = (".avro", ".db", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")
+# in a directory that `save_to_disk` wrote
+SAVED = ("dataset_info.json", "dataset_dict.json")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# the columns of a text file: its text in pieces, and whether more of the text follows
+TEXT, CONTINUED = "text", "continued"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The records of one split.
+
+    Attributes:
+        name: for messages.
+        files: its local files; empty for a data set on the Hub.
+        is_text: whether the files are plain text.
+        dataset: name on the Hub or local directory; None for files.
+        config, revision, split: of the data set.
+    """
+
+    name: str
+    files: tuple[Path, ...] = ()
+    is_text: bool = False
+    dataset: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    split: str = "train"
+
+    def records(self) -> Iterable[Mapping[str, Any]]:
+        """One pass over the records. Only a few of them are in memory at a time.
+
+        Raises:
+            GrowthError: they cannot be read.
+        """
+        if self.is_text:
+            return text_records(self.files)
+        return self._opened(streaming=self.dataset is None)
+
+    def stream(self) -> Any:
+        """The records as a `datasets.IterableDataset`.
+
+        Raises:
+            GrowthError: they cannot be read, or the `datasets` library is not installed.
+        """
+        if self.is_text:
+            datasets = need_datasets(f"streaming {self.name}")
+            files = [str(file) for file in self.files]
+            return datasets.IterableDataset.from_generator(
+                text_records, gen_kwargs={"files": files}
+            )
+        return self._opened(streaming=True)
+
+    def fingerprint(self) -> list[Any]:
+        """Values that change with the contents."""
+        if self.dataset is None or self.files:
+            place = [self.config, self.split] if self.dataset else []
+            return [*place, *(version_of(file) for file in self.files)]
+        builder = self._builder()
+        with plain_errors(self.name):
+            files = (builder.config.data_files or {}).items()
+            found = {str(split): one.origin_metadata for split, one in files}
+        return [self.dataset, builder.config.name, str(builder.hash), self.split, repr(found)]
+
+    def _opened(self, *, streaming: bool) -> Any:
+        datasets = need_datasets(f"reading {self.name}")
+        if self.dataset is not None and _is_saved(Path(self.dataset)):
+            return self._saved(datasets, streaming=streaming)
+        builder = self._builder()
+        with plain_errors(self.name):
+            if streaming:
+                return builder.as_streaming_dataset(split=self.split)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=self.split)
+
+    def _saved(self, datasets: Any, *, streaming: bool) -> Any:
+        with plain_errors(self.name):
+            found = datasets.load_from_disk(self.dataset)
+        if isinstance(found, dict):
+            if self.split not in found:
+                raise GrowthError(
+                    f"{self.name} has no split {self.split!r}: it has {', '.join(found)}"
+                )
+            found = found[self.split]
+        elif self.split != "train":
+            raise GrowthError(f"{self.name} has no split {self.split!r}: it was saved without any")
+        # as many parts as its files, so that processes and data workers can share them
+        return found.to_iterable_dataset(num_shards=_parts(found)) if streaming else found
+
+    def _builder(self) -> Any:
+        datasets = need_datasets(f"reading {self.name}")
+        with plain_errors(self.name):
+            if self.dataset is not None:
+                return datasets.load_dataset_builder(
+                    self.dataset, self.config, revision=self.revision
+                )
+            loader, options = LOADERS[self.files[0].suffix.lower()]
+            # names may hold brackets and stars, which stand for themselves
+            names = [glob.escape(str(file)) for file in self.files]
+            return datasets.load_dataset_builder(loader, data_files={self.split: names}, **options)
+
+
+def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
+    """The sources of "train" and "validation"; nothing is read.
+
+    Args:
+        data: the options.
+        base: folder that relative paths begin in.
+
+    Raises:
+        GrowthError: there is no such file or directory, or files of two kinds are mixed.
+    """
+    if data.dataset is None:
+        return {
+            "train": _of_files(base, "data.train", data.train),
+            "validation": _of_files(base, "data.validation", data.validation),
+        }
+    splits = {"train": data.split, "validation": data.validation_split}
+    return {name: _of_dataset(base, data, split) for name, split in splits.items()}
+
+
+def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
+    files = [file for pattern in patterns for file in matching_files(base, pattern)]
+    if not files:
+        return None
+    loaders: dict[str, Path] = {}
+    for file in files:
+        suffix = file.suffix.lower()
+        if suffix in NOT_TEXT:
+            raise GrowthError(
+                f"{file} is neither text nor a file of records: unpack it, or write its texts to "
+                ".txt or .jsonl files"
+            )
+        loaders.setdefault(suffix if suffix in LOADERS else ".txt", file)
+    if len({LOADERS.get(suffix, ("text", {}))[0] for suffix in loaders}) > 1 or (
+        {".csv", ".tsv"} <= loaders.keys()
+    ):
+        one, other = list(loaders.values())[:2]
+        raise GrowthError(f"{key} mixes files of two kinds, {one} and {other}: give one kind")
+    return Source(key, tuple(files), is_text=".txt" in loaders)
+
+
+def _of_dataset(base: Path, data: DataSection, split: str | None) -> Source | None:
+    if split is None:
+        return None
+    name, directory = str(data.dataset), base / str(data.dataset)
+    files: tuple[Path, ...] = ()
+    if directory.is_dir():
+        name = str(directory)
+        files = tuple(sorted(path for path in directory.rglob("*") if path.is_file()))
+        if not files:
+            raise GrowthError(f"data.dataset {directory} is an empty directory")
+    elif directory.exists() or not HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise GrowthError(
+            f"data.dataset {directory} is not a directory: give a directory or a name on the Hub, "
+            "and files as data.train"
+        )
+    how = {"config": data.dataset_config, "revision": data.revision, "split": split}
+    return Source(f"data.dataset {name!r}", files, dataset=name, **how)  # type: ignore[arg-type]
+
+
+def need_datasets(work: str) -> Any:
+    """The `datasets` library.
+
+    Raises:
+        GrowthError: it is not installed; the message names the command that installs it.
+    """
+    if find_spec("datasets") is None:
+        raise GrowthError(f"{work} needs the datasets library: pip install 'growkern[train]'")
+    import datasets
+
+    return datasets
+
+
+def text_records(files: Iterable[str | Path]) -> Iterator[dict[str, Any]]:
+    """Text files as records: a long text comes in several pieces."""
+    for file in files:
+        for piece, is_last in text_pieces(Path(file)):
+            yield {TEXT: piece, CONTINUED: not is_last}
+
+
+def _is_saved(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in SAVED)
+
+
+def _parts(dataset: Any) -> int:
+    return min(len(dataset), max(1, len(dataset.cache_files))) or 1
+
+
+@contextlib.contextmanager
+def plain_errors(name: str) -> Iterator[None]:
+    """While active, errors of `datasets` become one line: it raises many kinds of them.
+
+    Args:
+        name: of the data.
+    """
+    try:
+        yield
+    except GrowthError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise GrowthError(f"{name} cannot be loaded: {why}") from error

@@ -1,0 +1,259 @@
+"""The `TrainingArguments` of a run: from its sections, and from [trainer] as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
+from growkern.errors import GrowthError, nearest
+from growkern.train.config import OutputSection, Run
+
+# keys of [trainer] that are keys of growkern
+OWNED = {
+    "output_dir": "output.directory",
+    "report_to": "output.report_to",
+    "max_steps": "training.steps",
+    "num_train_epochs": "training.steps",
+    "per_device_train_batch_size": "training.batch_size",
+    "per_device_eval_batch_size": "training.batch_size",
+    "auto_find_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "training.accumulation",
+    "learning_rate": "training.learning_rate",
+    "warmup_steps": "training.warmup_steps",
+    "warmup_ratio": "training.warmup_steps",
+    "lr_scheduler_type": "training.schedule",
+    "weight_decay": "training.weight_decay",
+    "max_grad_norm": "training.max_grad_norm",
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "training.precision"),
+    **dict.fromkeys(("seed", "data_seed"), "training.seed"),
+    **dict.fromkeys(("logging_steps", "logging_strategy"), "training.log_every"),
+    **dict.fromkeys(("eval_steps", "eval_strategy", "do_eval"), "training.eval_every"),
+    **dict.fromkeys(("save_steps", "save_strategy"), "training.save_every"),
+    "save_total_limit": "training.keep_checkpoints",
+    "logging_nan_inf_filter": "training.on_nonfinite",
+    "dataloader_num_workers": "training.data_workers",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "torch_compile": "distributed.compile_blocks",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "distributed.sharding"),
+    "parallelism_config": "distributed.sharding",
+    "gradient_checkpointing": "distributed.activation_checkpointing",
+    "activation_checkpointing": "distributed.activation_checkpointing",
+}
+# a resumed run would lack what these leave out
+REFUSED = {
+    "resume_from_checkpoint": "a run is resumed by starting it again",
+    "ignore_data_skip": "a resumed run reads the batches that an uninterrupted one would read",
+    "save_only_model": "a run could not be resumed",
+    "remove_unused_columns": "[data] names the columns that are read",
+    "local_rank": "torchrun sets it",
+    "disable_tqdm": "the command line and train(progress=...) say whether bars are shown",
+}
+# the name on PyPI where it is another one
+PACKAGES = {
+    "azure_ml": "azureml-core",
+    "comet_ml": "comet-ml",
+    "flyte": "flytekit",
+}
+
+
+def training_arguments(
+    run: Run, base: Path, *, evaluate: bool, progress: bool
+) -> TrainingArguments:
+    """The arguments of the trainer.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+        evaluate: whether there is validation data.
+        progress: whether to show progress bars.
+
+    Raises:
+        GrowthError: [trainer] or the batch size cannot be used.
+    """
+    training = run.training
+    known: dict[str, Any] = {
+        "output_dir": str(base / run.output.directory),
+        "max_steps": training.steps,
+        "per_device_train_batch_size": batch_of_a_process(run),
+        "per_device_eval_batch_size": batch_of_a_process(run),
+        "gradient_accumulation_steps": training.accumulation,
+        "learning_rate": training.learning_rate,
+        "warmup_steps": training.warmup_steps,
+        "lr_scheduler_type": training.schedule,
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "bf16": training.precision == "bf16",
+        "use_cpu": not torch.accelerator.is_available(),
+        "seed": training.seed,
+        "data_seed": training.seed,
+        "logging_steps": training.log_every,
+        "logging_first_step": True,
+        "eval_strategy": "steps" if evaluate else "no",
+        "eval_steps": training.eval_every or training.steps,
+        "save_strategy": "steps",
+        "save_steps": training.save_every or training.steps,
+        "save_total_limit": training.keep_checkpoints,
+        "dataloader_num_workers": training.data_workers,
+        "report_to": list(reports_of(run.output)) or "none",
+        "disable_tqdm": not progress,
+        # pinning memory gives a warning in every epoch without an accelerator
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    passed = checked_arguments(run.trainer or {})
+    try:
+        return TrainingArguments(**(known | passed))
+    except (ValueError, ImportError, TypeError) as error:
+        if not passed:
+            raise
+        why = " ".join(str(error).split())
+        raise GrowthError(f"[trainer] cannot be used: {why}") from error
+
+
+def batch_of_a_process(run: Run) -> int:
+    """The rows of a micro-batch that each process of torchrun gets.
+
+    Raises:
+        GrowthError: the batch cannot be divided among the processes.
+    """
+    batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if batch % processes:
+        raise GrowthError(
+            f"training.batch_size is {batch}: it must be a multiple of the {processes} processes"
+        )
+    return batch // processes
+
+
+# ------------------------------------------------------------------- [trainer]
+
+
+def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the keys and values of [trainer].
+
+    Args:
+        table: arguments of `TrainingArguments` by their names.
+
+    Raises:
+        GrowthError: a key is unknown or belongs to growkern, or a value has a wrong type.
+    """
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    kinds = typing.get_type_hints(TrainingArguments)
+    for name, value in table.items():
+        if name in OWNED:
+            raise GrowthError(f"trainer.{name} is set by {OWNED[name]}: give that instead")
+        if name in REFUSED:
+            raise GrowthError(f"trainer.{name} cannot be given: {REFUSED[name]}")
+        if name not in known:
+            raise GrowthError(
+                f"[trainer] has no key {name!r}{_near(name, known - OWNED.keys() - REFUSED.keys())}"
+            )
+        if not _fits(value, kinds[name]):
+            raise GrowthError(
+                f"trainer.{name} is {value!r} ({type(value).__name__}): it must be "
+                f"{_described(kinds[name])}"
+            )
+    return dict(table)
+
+
+def describe_arguments(table: Mapping[str, Any]) -> str:
+    """The keys and values of [trainer] in one line."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
+
+
+def _near(name: str, known: set[str]) -> str:
+    """The nearest key; there are too many to list all of them."""
+    found = nearest(name, known)
+    return found if "did you mean" in found else "; see transformers.TrainingArguments"
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    if typing.get_origin(kind) in (types.UnionType, Union):
+        return tuple(one for option in typing.get_args(kind) for one in _options(option))
+    return (kind,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of TOML or Python has the type of a field, as far as the field tells."""
+    options = _options(kind)
+    enums = [one for one in options if isinstance(one, type) and issubclass(one, enum.Enum)]
+    if enums and isinstance(value, str):
+        return any(value in [member.value for member in one] for one in enums)
+    return any(_fits_one(value, one) for one in options)
+
+
+def _fits_one(value: Any, kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in typing.get_args(kind))
+    if origin is float:
+        return type(value) in (int, float)
+    if origin is list:
+        items = typing.get_args(kind)
+        return isinstance(value, list) and all(
+            not items or _fits(item, items[0]) or isinstance(item, str) for item in value
+        )
+    # a bool is an int
+    return type(value) is origin or (origin is Any)
+
+
+def _described(kind: Any) -> str:
+    words = []
+    for one in _options(kind):
+        if isinstance(one, type) and issubclass(one, enum.Enum):
+            words += [repr(member.value) for member in one]
+        elif one is not types.NoneType and not (one is str and words):
+            words.append(getattr(one, "__name__", None) or str(one))
+    return " or ".join(words)
+
+
+# ------------------------------------------------------------------- reporting
+
+
+def reports_of(output: OutputSection) -> tuple[str, ...]:
+    """The integrations that a run reports to.
+
+    Raises:
+        GrowthError: one is unknown or not installed.
+    """
+    names = output.reports
+    if names == ("none",):
+        return ()
+    available = {*get_available_reporting_integrations(), *_unlisted()}
+    if names == ("all",):
+        return tuple(sorted(available))
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise GrowthError(
+                f"output.report_to is {name!r}{nearest(name, [*INTEGRATION_TO_CALLBACK, 'none'])}"
+            )
+        if name == "tensorboard" and find_spec("tensorboard") is None:
+            raise GrowthError(
+                "TensorBoard is not installed: set output.tensorboard to false, or "
+                "pip install 'growkern[train]'"
+            )
+        if name not in available:
+            raise GrowthError(
+                f"output.report_to names {name!r}, which is not installed: "
+                f"pip install {PACKAGES.get(name, name)}"
+            )
+    return names
+
+
+def _unlisted() -> set[str]:
+    """Installed integrations that transformers does not list."""
+    packages = {"flyte": "flytekit", "azure_ml": "azureml"}
+    return {name for name, package in packages.items() if find_spec(package) is not None}

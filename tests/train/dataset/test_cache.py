@@ -1,0 +1,196 @@
+"""Tokens on disk: made once, never used when damaged, never half."""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+import time
+
+import pytest
+
+from growkern import GrowthError
+from growkern.errors import GrowthWarning
+from growkern.publish.lock import Lock, lock_file_of
+from growkern.train.dataset import cache
+from growkern.train.dataset.load import load_data
+from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.records import Reader
+from tests.train.dataset.data import plain_rows, rows_of, texts, tokenizer, write_jsonl
+
+LENGTH = 8
+TEXTS = texts(40)
+ROWS = plain_rows(TEXTS, LENGTH)[0]
+
+
+@pytest.fixture
+def place(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text, "other": "w1 w2"} for text in TEXTS])
+    return tmp_path
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The number of records of each call of the reader."""
+    found = []
+
+    def read(self, records, inner=Reader.read):
+        found.append(len(records))
+        return inner(self, records)
+
+    monkeypatch.setattr(Reader, "read", read)
+    return found
+
+
+def load(place, words=None, **options):
+    how = {"train": ("a.jsonl",), "sequence_length": LENGTH, "cache": "cache"} | options
+    return load_data(DataSection(**how), words or tokenizer(), base=place, progress=False).train
+
+
+def caches(place):
+    return sorted(place.glob("cache/[!.]*"))
+
+
+def test_a_second_start_reads_the_cache(place, reads):
+    assert rows_of(load(place)) == ROWS
+    assert sum(reads) == len(TEXTS)
+    again = load(place)
+    assert rows_of(again) == ROWS and sum(reads) == len(TEXTS)
+    assert all(type(x).__name__ == "memmap" for x in (again.starts, *again.columns.values()))
+    (one,) = caches(place)
+    assert [path.name for path in place.glob("cache/.*")] == []
+    copy = pickle.loads(pickle.dumps(again))
+    assert rows_of(copy) == ROWS and len(pickle.dumps(again)) < 1000
+    assert one == again.directory
+
+
+def test_other_data_tokenizers_and_settings_have_other_caches(place):
+    load(place)
+    load(place, sequence_length=LENGTH + 1)
+    load(place, text_column="other")
+    words = tokenizer()
+    words.add_tokens(["w1w2"])
+    load(place, words)
+    assert len(caches(place)) == 4
+    load(place)
+    load(place, words)
+    assert len(caches(place)) == 4
+    write_jsonl(place / "a.jsonl", [{"text": "w1 " * 300}])
+    assert rows_of(load(place)) != ROWS and len(caches(place)) == 5
+
+
+@pytest.mark.parametrize("wrong", ["cut", "flipped", "missing", "no manifest", "no header"])
+def test_a_damaged_cache_is_made_again(place, reads, wrong):
+    directory = load(place).directory
+    file = directory / "input_ids.bin"
+    contents = bytearray(file.read_bytes())
+    if wrong == "cut":
+        file.write_bytes(contents[:-4])
+    elif wrong == "flipped":
+        contents[40] ^= 1
+        file.write_bytes(contents)
+    elif wrong == "missing":
+        file.unlink()
+    elif wrong == "no manifest":
+        (directory / "manifest.json").unlink()
+    else:
+        (directory / "manifest.json").write_text("{}")
+    before = sum(reads)
+    with pytest.warns(GrowthWarning, match="is damaged .*: it is made again"):
+        found = load(place)
+    assert rows_of(found) == ROWS and sum(reads) == 2 * before
+    assert caches(place) == [directory]
+    assert sum(reads) == 2 * before and rows_of(load(place)) == ROWS
+
+
+def test_an_error_in_the_middle_leaves_nothing(place, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "write_manifest", fail)
+    with pytest.raises(GrowthError, match=r"the disk is full.*Set data.cache to another directory"):
+        load(place)
+    assert list((place / "cache").iterdir()) == []
+
+
+def killed(place):
+    def stop(*args):
+        os._exit(9)
+
+    cache.write_manifest = stop
+    load(place)
+
+
+def test_killed_before_its_end_it_is_made_by_the_next_start(place):
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(place,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert caches(place) == []
+    assert rows_of(load(place)) == ROWS
+    assert [path.name for path in (place / "cache").iterdir()] == [caches(place)[0].name]
+
+
+def test_too_little_space_is_noticed_before(place, reads, monkeypatch):
+    free = shutil._ntuple_diskusage(10**12, 10**12, 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(GrowthError, match=r"GB to write, 0.00 GB free"):
+        load(place)
+    assert not reads
+
+
+def test_two_runs_make_one_cache(place, reads, monkeypatch):
+    """The second one waits for the first, which is nearly done here."""
+    monkeypatch.setattr(cache, "POLL", 0.01)
+    directory = load(place).directory
+    moved = directory.with_name("moved")
+    directory.rename(moved)
+    lock = Lock(lock_file_of(directory), directory, "tokenising to")
+
+    def finish():
+        time.sleep(0.1)
+        moved.rename(directory)
+        lock.release()
+
+    other = threading.Thread(target=finish)
+    other.start()
+    before = sum(reads)
+    assert rows_of(load(place)) == ROWS
+    other.join()
+    assert sum(reads) == before
+
+
+def test_the_place_of_the_cache(place, monkeypatch):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(place / "named"))
+    assert load(place, cache=None).directory.parent == place / "named"
+    monkeypatch.delenv("GROWKERN_TOKENS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "home"))
+    assert load(place, cache=None).directory.parent == place / "home" / "growkern" / "tokens"
+    (place / "file").touch()
+    with pytest.raises(GrowthError, match=r"cannot be written to .*Set data.cache"):
+        load(place, cache="file")
+
+
+def test_little_is_in_memory(place, monkeypatch):
+    """Rows are written while records are read."""
+    lag = []
+
+    def write(staged, rows, name, inner=cache._write_columns):
+        def watched():
+            for i, row in enumerate(rows):
+                lag.append(read[0] - i * (LENGTH - 1) / 15)
+                yield row
+
+        yield from inner(staged, watched(), name)
+
+    read = [0]
+
+    def count(self, records, inner=Reader.read):
+        read[0] += len(records)
+        return inner(self, records)
+
+    monkeypatch.setattr(cache, "_write_columns", write)
+    monkeypatch.setattr(Reader, "read", count)
+    write_jsonl(place / "a.jsonl", [{"text": text} for text in texts(600)])
+    load(place)
+    assert read[0] == 600 and max(lag) < 200
