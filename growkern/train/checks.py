@@ -8,6 +8,7 @@ from accelerate.utils import DistributedType, str_to_bool
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError
+from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
@@ -63,6 +64,7 @@ def choose_teachers(
     if isinstance(teacher, TeacherCache):
         return CachedTeacher(teacher, inheritance)
     for model in as_list(teacher):
+        refuse_adapters(model, "teacher")
         check_sharding(model, "teacher")
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 

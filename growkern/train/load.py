@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import beside_weights
+from growkern.growth.source.adapters import refuse_adapter_directory
 from growkern.growth.source.config import read_config
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.loading import load_model
@@ -124,8 +125,9 @@ def check_directory(directory: Path) -> None:
     """Check that a directory holds a checkpoint.
 
     Raises:
-        GrowthError: it has no config.json.
+        GrowthError: it has no config.json, or it has adapters, which would be left out.
     """
+    refuse_adapter_directory(directory)
     if not (directory / "config.json").is_file():
         raise GrowthError(f"{directory} is not a checkpoint directory: it has no config.json")
 

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from growkern.growth.optimizer.adamw import GrowthAdamW
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
+from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.checks import (
     as_list,
     check_accelerator,
@@ -26,7 +27,6 @@ from growkern.train.checks import (
     choose_teachers,
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
-from growkern.train.distributed.shard import refuse_peft
 from growkern.train.flops import ModelCost
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
@@ -99,7 +99,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         if two_stage is not None and args.world_size > 1:
             # layers outside the sub-model get no gradient
             args.ddp_find_unused_parameters = True
-        refuse_peft(model)
+        refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)
         check_model(model, self._causal)

@@ -16,6 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from growkern.bounded import parse_json, read_bounded, read_json
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, supported_families
+from growkern.growth.source.adapters import refuse_adapter_directory
 from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.links import refuse_links_out
@@ -106,6 +107,7 @@ def config_directory(directory: Path) -> Path:
         # trainers save sharded weights in a subdirectory of the model's directory
         file = directory.parent / "config.json"
     if not file.is_file():
+        refuse_adapter_directory(directory)
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
     return file.parent
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.source.adapters import refuse_adapters
 from growkern.growth.source.checks import (
     check_names_and_shapes,
     check_number_of_tensors,
@@ -95,6 +96,7 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
             corrupt; a tensor that the family's table does not have; a shape that contradicts the
             config.
     """
+    refuse_adapters(source, "source")
     if isinstance(source, transformers.PreTrainedModel):
         opened = _open_model(source)
     elif isinstance(source, (str, Path)):

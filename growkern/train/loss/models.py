@@ -188,7 +188,8 @@ def _check_type(name: str, model: Any) -> None:
         found = f"a {type(unwrapped(model)).__name__}"
     raise GrowthError(
         f"{name} is {found}: give a language model of transformers itself, without a module "
-        "around it but DistributedDataParallel, or a tuple (hidden states, output projection)"
+        "around it but DistributedDataParallel (of a PeftModel its base_model.model), or a tuple "
+        "(hidden states, output projection)"
     )
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from growkern import GrowthError
+from growkern.train.dataset.fingerprint import BLOCK, END, READ_WHOLE, fingerprint
 from growkern.train.run import train
-from growkern.train.safety.identity import BLOCK, END, READ_WHOLE, changes, fingerprint
+from growkern.train.safety.identity import changes
 from tests.train.test_run import RUN, workplace  # noqa: F401
 from tests.train.tiny import build
 
