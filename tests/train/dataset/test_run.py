@@ -19,6 +19,7 @@ from growkern.train.loop.arguments import OWNED, REFUSED, checked_arguments, rep
 from growkern.train.run import train
 from growkern.train.safety.signals import Terminated
 from tests.forked_ranks import on_ranks
+from tests.train.dataset import ranks
 from tests.train.dataset.data import texts, write_jsonl
 from tests.train.distributed import run_ranks
 from tests.train.test_run import save_tokenizer
@@ -184,15 +185,14 @@ def test_data_workers_order_a_stream(workplace):
 
 
 def test_two_processes(workplace):
-    """A stopped stream, a whole one, a cached run; then the stream on one process."""
-    script, stream = [], STREAM.replace("shuffle_window = 20", "shuffle_window = 5")
+    """A stopped stream, a whole one, a cached run, and data that the first process refuses."""
+    script, stream = [["stopped.toml", 3]], STREAM.replace("window = 20", "window = 5")
     for name, text in (("straight", stream), ("stopped", stream), ("cached", PLAIN)):
         write(workplace, text, f"{name}.toml", directory=name)
         script.append([f"{name}.toml", None])
-    write(workplace, stream, "less.toml", directory="less")
-    script = [["less.toml", 3], ["stopped.toml", 3], *script]
+    write(workplace, PLAIN.replace('"text"', '"txt"'), "refused.toml", directory="refused")
     (workplace / "script.json").write_text(json.dumps(script))
-    on_ranks(2, run_ranks.__name__, workplace)
+    on_ranks(2, ranks.__name__, workplace)
     assert_same(workplace / "straight", workplace / "stopped")
     states = [
         json.loads((workplace / "straight" / "checkpoint-6" / f"stream_{rank}.json").read_text())
@@ -206,8 +206,15 @@ def test_two_processes(workplace):
     assert len([*workplace.glob("tokens/[!.]*")]) == 2
     for two, one in zip(history(workplace / "cached"), history(workplace / "one"), strict=True):
         assert two == pytest.approx(one, rel=1e-4)
-    with pytest.warns(GrowthWarning, match="saved by 2 processes .* so a new pass begins"):
-        assert train(workplace / "less.toml", progress=False).global_step == 6
+    said = [(workplace / f"refused-{rank}").read_text() for rank in (0, 1)]
+    assert said[0] == said[1] and "no column 'txt'" in said[0]
+    assert not (workplace / "refused").exists()
+    # on one process: as if it had been killed after the stop
+    for name in ("model.safetensors", "manifest.json"):
+        (workplace / "stopped" / name).unlink()
+    shutil.rmtree(workplace / "stopped" / "checkpoint-6")
+    with pytest.warns(GrowthWarning, match=r"saved by 2 processes .* so a new pass begins"):
+        assert train(workplace / "stopped.toml", progress=False).global_step == 6
 
 
 # --------------------------------------------------------- [trainer], report_to
