@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from growkern.train.cached_teacher.write import CacheReport as CacheReport
     from growkern.train.cached_teacher.write import cache_teacher as cache_teacher
     from growkern.train.config import TwoStageConfig as TwoStageConfig
+    from growkern.train.dataset.load import load_data as load_data
+    from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.options import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
@@ -74,6 +76,8 @@ _MODULE_OF = {
     "TeacherCache": "growkern.train.cached_teacher.store",
     "cache_teacher": "growkern.train.cached_teacher.write",
     "TwoStageConfig": "growkern.train.config",
+    "DataSection": "growkern.train.dataset.options",
+    "load_data": "growkern.train.dataset.load",
     "DistributedOptions": "growkern.train.distributed.options",
     "shard": "growkern.train.distributed.shard",
     "decay_groups": "growkern.growth.optimizer.adamw",

@@ -148,7 +148,7 @@ def test_readme_python_runs(tmp_path):
 
 
 def test_readme_run_file_is_valid(tmp_path):
-    block, sections = code_blocks("toml")
+    block, data, sections = code_blocks("toml")
     (tmp_path / "run.toml").write_text(block)
     run = load_run(tmp_path / "run.toml")
     assert run.two_stage and run.inheritance and run.teacher
@@ -156,6 +156,9 @@ def test_readme_run_file_is_valid(tmp_path):
     (tmp_path / "run.toml").write_text(without_model + sections)
     run = load_run(tmp_path / "run.toml")
     assert run.distributed and run.growth
+    of_text = re.search(r"^\[data\]\n(.+\n)+", block, re.M)[0]
+    (tmp_path / "run.toml").write_text(block.replace(of_text, data))
+    assert load_run(tmp_path / "run.toml").data.text_column == "text"
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

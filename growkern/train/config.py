@@ -294,6 +294,11 @@ class Run:
             raise GrowthError(
                 "give either model.path (a checkpoint to train) or [growth] (one to grow first)"
             )
+        if self.data.streaming and self.teacher is not None and self.teacher.cache:
+            raise GrowthError(
+                "a teacher cache needs rows that repeat, which those of a stream do not: set "
+                "data.streaming to false, or give the paths of teachers"
+            )
         if (self.inheritance is None) != (self.teacher is None):
             raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
         stage1 = 0 if self.two_stage is None else self.two_stage.stage1_steps

@@ -23,7 +23,7 @@ from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.checks import check_switches
 from growkern.train.config import Run, load_run
-from growkern.train.dataset.load import load_data
+from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import join_processes
 from growkern.train.load import (
@@ -98,7 +98,8 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
         check_directory(base / name)
     reports_of(run.output)
     output = base / run.output.directory
-    check_output(output, [base / name for name in _input_directories(run)], texts)
+    kept = [base / run.data.cache] if run.data.cache else []
+    check_output(output, [*(base / name for name in _input_directories(run)), *kept], texts)
     identity = identity_of(run, texts, {name: base / name for name in _input_directories(run)})
     is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
@@ -171,6 +172,7 @@ def _header(
     dtype = str(stored_dtype(base / run.checkpoint)).removeprefix("torch.")
     lines = {
         "model": describe_model(trainer.model, base / run.checkpoint),
+        "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
         "optimizer": describe_optimizer(trainer.growth_plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),

@@ -66,6 +66,11 @@ class TokenRows(Dataset[Tokens]):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all rows."""
+        return int(self.starts[-1])
+
     def __getitem__(self, index: int) -> Tokens:
         start, stop = self.starts[index], self.starts[index + 1]
         return {name: np.array(values[start:stop]) for name, values in self.columns.items()}

@@ -28,6 +28,7 @@ from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chu
 from growkern.train.dataset.source import Source, find_sources, plain_errors
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.head import IGNORE_INDEX
+from growkern.units import human
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,19 @@ def load_data(
         rows = cached(train, row_weights)
     evaluation = None if validation is None else cached(validation, None)
     return TrainingData(data, row_weights, rows, evaluation)
+
+
+def describe_data(train: TokenRows | TokenStream, validation: TokenRows | None) -> str:
+    """The training and the validation data in one line.
+
+    Args:
+        train, validation: of `TrainingData`.
+    """
+    if isinstance(train, TokenStream):
+        text = f"a stream of {train.records.num_shards} parts"
+    else:
+        text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory}"
+    return text if validation is None else f"{text}; {len(validation)} rows for evaluation"
 
 
 class _Rows:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
 from growkern.growth.sharded.placement import free_gathered, local_tensor
+from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.distributed.options import NO_TENSOR_PARALLELISM, DistributedOptions
 from growkern.train.sub_model import find_stacks
 
@@ -108,7 +109,7 @@ def shard(
         GrowthError: the model is sharded already, uses PEFT, or its processes do not fit.
     """
     options = options or DistributedOptions(sharding="fsdp")
-    refuse_peft(model)
+    refuse_adapters(model, "model")
     if is_sharded(model):
         raise GrowthError(f"the {type(model).__name__} is sharded already")
     blocks = [block for stack in find_stacks(model) for block in stack]
@@ -196,19 +197,6 @@ def check_sharding(model: Any, role: str) -> None:
                 f"the {role} was sharded over {p.device_mesh.size()} of the "
                 f"{dist.get_world_size()} processes: use a mesh of all of them"
             )
-
-
-def refuse_peft(model: Any) -> None:
-    """Refuse a model with adapters.
-
-    Raises:
-        GrowthError: it has adapters of PEFT.
-    """
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        raise GrowthError(
-            f"{type(model).__name__} has adapters of PEFT. Two-stage training and growth are for "
-            "all weights of a model: call merge_and_unload() and train the result"
-        )
 
 
 # -------------------------------------------------------- numbers of all ranks

@@ -1,10 +1,15 @@
-"""Records, the loops that turn them into rows, and a tokenizer with a table of words."""
+"""Records, the loops that turn them into rows, a tokenizer, and the work of one of two ranks."""
 
 import json
 
 import numpy as np
+import torch.distributed as dist
 import transformers
 
+from growkern import GrowthError
+from growkern.train.dataset import together
+from growkern.train.run import train
+from tests.train.distributed import run_ranks
 from tests.train.tiny import VOCAB
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCAB - 5))]
@@ -43,3 +48,14 @@ def write_jsonl(file, records):
 
 def rows_of(dataset):
     return [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+
+
+def main(folder):
+    """Runs by run files, for `tests.forked_ranks`; and one that is refused."""
+    # the processes that wait ask after every step of the work
+    together.SECONDS = 0.0
+    run_ranks.main(folder)
+    try:
+        train(folder / "refused.toml", progress=False)
+    except GrowthError as error:
+        (folder / f"refused-{dist.get_rank()}").write_text(str(error))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import typing
 
@@ -19,7 +20,7 @@ from growkern.train.loop.arguments import OWNED, REFUSED, checked_arguments, rep
 from growkern.train.run import train
 from growkern.train.safety.signals import Terminated
 from tests.forked_ranks import on_ranks
-from tests.train.dataset import ranks
+from tests.train.dataset import data
 from tests.train.dataset.data import texts, write_jsonl
 from tests.train.distributed import run_ranks
 from tests.train.test_run import save_tokenizer
@@ -98,6 +99,7 @@ def test_a_run_on_records(workplace, capsys):
     assert train(file).global_step == 6
     said = capsys.readouterr().out
     assert "trainer    adam_beta2 = 0.95" in said
+    assert re.search(r"data       \d+ rows, [\d.]+ k tokens in .*tokens.*; \d+ rows for", said)
     assert sum("eval_loss" in line for line in history(workplace / "out")) == 2
     # one for training, one for the evaluation, which has no weights
     columns = sorted(
@@ -142,6 +144,19 @@ def stop_after(monkeypatch, step):
     build_trainer, stopping = run_ranks.stopped_after(step)
     monkeypatch.setattr(module, "build_trainer", stopping)
     return build_trainer
+
+
+def test_places_and_sections_that_do_not_fit(workplace):
+    cached = '[inheritance]\nend_step = 4\n[teacher]\ncache = "kept"\n[output]'
+    with pytest.raises(GrowthError, match="a teacher cache needs rows that repeat"):
+        train(write(workplace, STREAM.replace("[output]", cached)), progress=False)
+    inside = PLAIN.replace('cache = "tokens"', 'cache = "out/tokens"')
+    with pytest.raises(GrowthError, match=r"output.directory .* contains .*tokens, which the run"):
+        train(write(workplace, inside), progress=False)
+    (workplace / "held_out.jsonl").rename(workplace / "model" / "held_out.jsonl")
+    inside = PLAIN.replace("held_out", "model/held_out").replace('"out"', '"model"')
+    with pytest.raises(GrowthError, match=r"output.directory .* contains"):
+        train(write(workplace, inside), progress=False)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -192,7 +207,7 @@ def test_two_processes(workplace):
         script.append([f"{name}.toml", None])
     write(workplace, PLAIN.replace('"text"', '"txt"'), "refused.toml", directory="refused")
     (workplace / "script.json").write_text(json.dumps(script))
-    on_ranks(2, ranks.__name__, workplace)
+    on_ranks(2, data.__name__, workplace)
     assert_same(workplace / "straight", workplace / "stopped")
     states = [
         json.loads((workplace / "straight" / "checkpoint-6" / f"stream_{rank}.json").read_text())
