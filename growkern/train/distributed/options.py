@@ -76,8 +76,8 @@ FSDP_ONLY = (
     "async_checkpoints",
 )
 NO_TENSOR_PARALLELISM = (
-    "tensor parallelism is not supported by the trainer. All ranks of a tensor-parallel group need "
-    "the same batch, but transformers.Trainer deals out another batch to each of them on machines "
-    'without a GPU, so it could not be tested. Use sharding = "fsdp"; in a loop of your own, '
-    "growkern.inherited_loss takes heads that are sharded over the vocabulary"
+    "tensor parallelism is not supported by the trainer. transformers.Trainer hands it to "
+    "accelerate, which refuses it on machines without a GPU, so counts, gradient norms and "
+    'checkpoints could not be tested with it. Use sharding = "fsdp"; in a loop of your own, '
+    'growkern.inherited_loss takes models that were loaded with tp_plan="auto"'
 )

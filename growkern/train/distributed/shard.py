@@ -159,12 +159,13 @@ def prime(model: nn.Module) -> None:
 # --------------------------------------------------------------------- checks
 
 
-def check_sharding(model: Any, role: str) -> None:
+def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> None:
     """Check that a model was sharded in a way that trains right; a whole model always is.
 
     Args:
         model: any module.
         role: of the model, for the error message.
+        tensor_parallel: whether a model that is tensor-parallel alone is taken.
 
     Raises:
         GrowthError: tensor parallelism; parameters that FSDP2 does not manage; a mesh that leaves
@@ -172,7 +173,7 @@ def check_sharding(model: Any, role: str) -> None:
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
-        if distributed:
+        if distributed and not tensor_parallel:
             raise GrowthError(f"the {role} is tensor-parallel: {NO_TENSOR_PARALLELISM}")
         return
     if not is_root(model):

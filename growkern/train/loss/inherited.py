@@ -55,7 +55,8 @@ def inherited_loss(
     Runs the models and `linear_kl_mlm_loss`. No logits are made: while the model runs, the loss
     takes the place of its output projection. Call it where you would call the model: under
     autocast, on a model that DistributedDataParallel or accelerate wrapped, that `fully_shard`
-    sharded, or whose blocks are compiled.
+    sharded, or whose blocks are compiled. All processes of a tensor-parallel group
+    (`from_pretrained(..., tp_plan="auto")`) pass the same batch and get the same loss.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model; a model of an encoder and a decoder such

@@ -130,12 +130,13 @@ def predict(teacher: Any, inputs: dict[str, Any], labels_BS: Tensor) -> HeadInpu
 # ------------------------------------------------------------------- checks
 
 
-def check_model(model: Any, causal: bool) -> None:
-    """Refuse a model that the trainer would train wrongly.
+def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> None:
+    """Refuse a model that would be trained wrongly.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model.
         causal: whether it predicts the next token.
+        tensor_parallel: whether the processes of a group see the same batches.
 
     Raises:
         GrowthError: the model is quantised or without memory; it was sharded in a way that does
@@ -143,7 +144,7 @@ def check_model(model: Any, causal: bool) -> None:
             own besides that of the labels.
     """
     name = type(model).__name__
-    check_sharding(model, "model")
+    check_sharding(model, "model", tensor_parallel=tensor_parallel)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise GrowthError(f"{name} is on the meta device: load its weights before training")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
@@ -196,7 +197,8 @@ def _check_type(name: str, model: Any) -> None:
 def _check_student(inner: Any) -> None:
     if inner in _checked["model"]:
         return
-    check_model(inner, not is_two_stacks(inner) and is_causal(inner))
+    causal = not is_two_stacks(inner) and is_causal(inner)
+    check_model(inner, causal, tensor_parallel=True)
     check_head(inner)
     _checked["model"].add(inner)
 

@@ -13,6 +13,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -36,6 +37,8 @@ from growkern.train.safety.evaluation import StoppableTrainer
 from growkern.train.safety.staging import Processes, begin_together, finish_together
 
 FINAL = "model"
+# the others wait while the first process reads a large checkpoint for its checksums
+MOST_TIME = timedelta(hours=6)
 
 
 class SavingTrainer(StoppableTrainer):
@@ -97,7 +100,7 @@ class SavingTrainer(StoppableTrainer):
     def _write_behind(self, target: Path, staged: Path, copied: Parts, appear: Any) -> None:
         """Write the copied parts of a checkpoint while training continues."""
         # messages of two threads in one group would get mixed up; NCCL takes no CPU tensors
-        group = self._group = self._group or dist.new_group(backend="gloo")
+        group = self._group = self._group or dist.new_group(backend="gloo", timeout=MOST_TIME)
         processes = Processes.of_group(group)
         self._pending = BackgroundSave(
             target,

@@ -7,7 +7,8 @@ Every KILL strikes once, in this order, each in an attempt of its own:
 
     step-N     the last rank, in step N
     write-N    the last rank, while it writes checkpoint-N in the background, after half of it
-    random     some rank, within two steps' time after one of the next four steps has begun
+    random     some rank, in some step or in the time of two steps after it; the kills that are left
+               are spread over the steps that are left
 """
 
 import os
@@ -32,13 +33,13 @@ from tests import warm
 class Killer(TrainerCallback):
     """Kills this process as planned, and notes it in a file."""
 
-    def __init__(self, note, kill, seed, rank, ranks):
-        self.note, self.rank = note, rank
+    def __init__(self, note, kill, left, seed, rank, ranks):
+        self.note, self.left, self.rank = note, left, rank
         self.kind, _, number = kill.partition("-")
         self.number = int(number or 0)
         draw = random.Random(seed)
         self.victim = draw.randrange(ranks) if self.kind == "random" else ranks - 1
-        self.ahead, self.share = draw.randrange(4), draw.random()
+        self.place, self.share = draw.random(), draw.random()
         self.begun = []
         if self.kind == "write":
             self.write, saving.write_parts = saving.write_parts, self.write_half
@@ -57,8 +58,9 @@ class Killer(TrainerCallback):
     def on_train_begin(self, args, state, control, **objects):
         if self.rank == 0:
             self.note.with_name(f"{self.note.name}-from-{state.global_step}").touch()
-        # a run has few steps left after many kills
-        self.ahead = min(self.ahead, state.max_steps - state.global_step - 1)
+        steps = state.max_steps - state.global_step
+        # on average, the first of so many random numbers
+        self.ahead = min(int(2 * self.place * steps / (self.left + 1)), steps - 1)
 
     def on_step_begin(self, args, state, control, **objects):
         if self.victim != self.rank:
@@ -78,8 +80,9 @@ def rank(folder, run, seed, *kills):
     notes = [folder / f"kill-{i}" for i in range(len(kills))]
     struck = sum(note.exists() for note in notes)
     if struck < len(kills):
-        how = kills[struck], f"{seed}:{struck}", number, int(os.environ["WORLD_SIZE"])
-        killer, build = Killer(notes[struck], *how), module.build_trainer
+        how = kills[struck], len(kills) - struck, f"{seed}:{struck}"
+        ranks, build = int(os.environ["WORLD_SIZE"]), module.build_trainer
+        killer = Killer(notes[struck], *how, number, ranks)
 
         def killing(*args, **options):
             trainer = build(*args, **options)

@@ -14,7 +14,7 @@ from tests.train.test_run import workplace  # noqa: F401
 
 # before the first checkpoint, when the run grows again; and while a checkpoint is written
 KILLS = ["step-1", "write-4"] + ["random"] * walks.times
-STEPS = 6 + 2 * walks.times
+STEPS = 6 + 4 * walks.times
 
 
 def launch(folder, name, *kills):

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from growkern import DistributedOptions, GrowthError, TwoStageTrainer, shard
@@ -27,7 +28,7 @@ def mesh():
 
 def sharded(mesh, model=None, **options):
     model = build("bert", layers=2, tied=True) if model is None else model
-    return shard(model, DistributedOptions(sharding="fsdp", **options), mesh)
+    return shard(model, DistributedOptions(**{"sharding": "fsdp", **options}), mesh)
 
 
 def test_the_root_keeps_the_ties(mesh):
@@ -95,13 +96,18 @@ def test_models_that_are_refused(mesh):
 
 
 @pytest.mark.parametrize(
-    ("options", "tolerance"), [({"cpu_offload": True}, 1e-12), ({"compile_blocks": True}, 1e-6)]
+    ("options", "tolerance"),
+    [
+        ({"cpu_offload": True}, 1e-12),
+        ({"compile_blocks": True}, 1e-6),
+        ({"compile_blocks": True, "sharding": "ddp"}, 1e-6),
+    ],
 )
 def test_options_that_change_no_number(mesh, tmp_path, options, tolerance, monkeypatch):
-    # the same graphs without a C++ compiler
+    """Through both stages. Blocks are compiled into graphs, but not into machine code."""
     eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", eager)
-    case = Case("llama", teacher="whole")
+    case, before = Case("llama", teacher="whole"), compiled_frames()
     expected = found_by(trainer_for(tmp_path, case))
     trainer = trainer_for(tmp_path, case)
     model = build("llama", layers=4, tied=True).double()
@@ -113,6 +119,14 @@ def test_options_that_change_no_number(mesh, tmp_path, options, tolerance, monke
     apart = differences(found_by(twin), expected)
     assert apart.pop("Trainer's loss") <= 1e-6
     assert max(apart.values()) <= tolerance
+    depths = {line["depth"] for line in twin.state.log_history if "depth" in line}
+    assert len(depths) > 1
+    assert (compiled_frames() > before) == options.get("compile_blocks", False)
+
+
+def compiled_frames():
+    """How often Dynamo has compiled something."""
+    return sum(counters["frames"].values())
 
 
 # ----------------------------------------------------------------- checkpoints

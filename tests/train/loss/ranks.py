@@ -8,16 +8,18 @@ import sys
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from growkern import count_labels, inherited_loss
-from growkern.train.sub_model import layer_stacks
+from examples import pytorch_loop
+from growkern import InheritanceSchedule, count_labels, inherited_loss
+from growkern.train.sub_model import layer_stacks, sub_model
 from tests.train.loss.plain import plain_loss
-from tests.train.tiny import batch, build
+from tests.train.tiny import VOCAB, batch, build, randomise
 
 
 def sharded(model):
@@ -61,7 +63,56 @@ def check(family, how):
         torch.testing.assert_close(gradient, q.grad, rtol=1e-7, atol=1e-11, msg=name)
 
 
+def llama(seed, layers):
+    """With heads, and a vocabulary of an odd number of tokens, for two processes."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 24, "num_hidden_layers": layers, "vocab_size": VOCAB + 1}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=32, use_cache=False)
+    return randomise(transformers.LlamaForCausalLM(config), seed).double()
+
+
+def tensor_parallel(model, directory):
+    if dist.get_rank() == 0:
+        model.save_pretrained(directory)
+    dist.barrier()
+    how = {"tp_plan": "auto", "dtype": torch.float64}
+    return transformers.LlamaForCausalLM.from_pretrained(directory, **how)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def check_tensor_parallel(folder):
+    """The loop of the examples, and sub-models, on the same batches in both processes."""
+    twin, teacher = llama(0, 4), llama(3, 2)
+    student = tensor_parallel(twin, folder / "student")
+    parallel_teacher = tensor_parallel(teacher, folder / "teacher")
+    assert isinstance(student.lm_head.weight, DTensor)
+    for depth in (2, 4):
+        losses = []
+        for model, beside in ((student, parallel_teacher), (twin, teacher)):
+            with sub_model(layer_stacks(model), depth, 1):
+                losses.append(inherited_loss(model, beside, batch(seed=depth)))
+            losses[-1].backward()
+        torch.testing.assert_close(whole(losses[0].detach()), losses[1].detach())
+        for (name, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-7, atol=1e-11, msg=name)
+        student.zero_grad(), twin.zero_grad()
+    schedule, steps = InheritanceSchedule(rate=0.8, end_step=3), []
+    steps = [[batch(seed=2 * i), batch(seed=2 * i + 1)] for i in range(4)]
+    losses = pytorch_loop.train(student, parallel_teacher, steps, schedule, 1e-2)
+    expected = pytorch_loop.train(twin, teacher, steps, schedule, 1e-2)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+    for (name, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q, rtol=1e-7, atol=1e-9, msg=name)
+
+
 def main(folder):
+    print("tensor parallel", file=sys.stderr)
+    check_tensor_parallel(folder)
     for how in ("ddp", "fsdp2", "accelerate"):
         for family in ("bert", "gpt2"):
             # shown if the check fails

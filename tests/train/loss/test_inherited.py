@@ -151,7 +151,7 @@ def test_compiled_blocks(family):
 
 
 def test_two_processes_are_one(tmp_path):
-    """With DDP, FSDP2 and accelerate."""
+    """With DDP, FSDP2, accelerate and tensor parallelism."""
     on_ranks(2, "tests.train.loss.ranks", tmp_path)
 
 
