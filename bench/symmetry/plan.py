@@ -118,11 +118,11 @@ def _blocks() -> Iterator[Block]:
     yield Block((*SMALL, MASKED[0]), FIRST[1:2], ("growth-clipped",), SEEDS[:1], END_RATE)
     yield Block(MASKED[:1], main, both, SEEDS, END_RATE)
     yield Block(MASKED[1:], main, both, SEEDS[:1], END_RATE)
+    # each variant at the best of three rates
+    yield Block((MASKED[0], *SMALL), main, both, SEEDS[:1])
     # one thing at a time
     yield Block(THREE_COPIES, main, both, SEEDS[:1], END_RATE)
     yield Block(SMALL[:1], (*NEXT_LAYER, *HALF_ROUTED), both, SEEDS[:1], END_RATE)
-    # each variant at the best of three rates
-    yield Block(SMALL, main, both, SEEDS[:1])
     yield Block(SMALL, main, both, SEEDS[:1], END_RATE, LONG_WARMUP)
     yield Block(SMALL, main, moments, SEEDS[:1], END_RATE)
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1], END_RATE)
