@@ -2,13 +2,16 @@
 
     python -m bench.fuzz_exactness --count 2000 --seed 0
 
-Every case draws a family, a model class, sizes, config options and options of the growth. Both
-models then run in float64 on the same inputs: padded on the right and on the left, and generating
-with a cache. A part of them is grown from files to files and loaded again.
+Every case draws a family, a model class, sizes, config options, the size and dtype of the weights,
+and options of the growth. Both models then run in float64 on the same inputs: padded on the right
+and on the left, and generating with a cache. A part of them is grown from files to files and loaded
+again.
 
     exact        the outputs differ by rounding only
     approximate  they differ by no more than the plan's bound
-    changed      nothing is checked but that the model runs
+    changed      they are finite. If the change was asked for, `verify` accepts it
+
+Weights must be finite, and those of the class. New tokens and generation are checked in all cases.
 
 `--only 17` repeats case 17 of a seed alone. The command exits with 1 if any case failed.
 """

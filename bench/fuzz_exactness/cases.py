@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
 from tests.growth.plan.test_matrix import FAMILIES
@@ -41,12 +43,16 @@ class Case:
         sizes: of the source's config, with its options.
         how: keyword arguments of `growkern.grow`.
         on_disk: True: grown from files to files, and loaded.
+        std: standard deviation of the source's weights.
+        dtype: of the source.
     """
 
     class_name: str
     sizes: dict[str, Any]
     how: dict[str, Any]
     on_disk: bool
+    std: float = 0.3
+    dtype: torch.dtype = torch.float64
 
 
 def draw(seed: int, number: int) -> Case:
@@ -59,7 +65,10 @@ def draw(seed: int, number: int) -> Case:
     for field, key in family.classes[class_name].repeats.items():
         sizes[field] = sizes[family.config_field(key)]
     how = _growth(rng, family.of_class(class_name), sizes)
-    return Case(class_name, sizes, how, on_disk=rng.random() < 0.3)
+    on_disk = rng.random() < 0.25
+    std = rng.choice([0.02, 0.1, 0.3, 0.3, 1.0])
+    dtype = rng.choice([torch.float64] * 4 + [torch.bfloat16, torch.float16])
+    return Case(class_name, sizes, how, on_disk, std, dtype)
 
 
 def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
@@ -117,6 +126,10 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
     how["depth"] = rng.choice(["identity", "identity", "stack", "interleave"])
     how["scheme"] = rng.choice(["exact", "exact", "paper"])
     how["symmetry"] = rng.choice(["routing", "noise", "split", "none"])
+    if how["symmetry"] == "noise":
+        how["noise"] = rng.choice([0.0, 0.5, 1.0])
+    elif how["symmetry"] == "routing":
+        how["routing"] = rng.choice([0.0, 0.5, 1.0, 1.0, 2.0, 3.0])
     how["maps"] = rng.choice(["cyclic", "balanced"])
     how["carry"] = rng.choice([1.0, 0.01])
     how["seed"] = rng.randint(0, 9)

@@ -76,7 +76,7 @@ def grow(
     # a config that transformers cannot build must fail before any work
     _shapes(grown)
     state = _build_all(grown, backend=backend, progress=progress)
-    for name, tensor in state.items() if grown.narrowed_tensors and not allow_nonfinite else ():
+    for name, tensor in state.items() if grown.may_overflow and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
     return _model_of(grown, state)
 

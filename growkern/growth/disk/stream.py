@@ -102,7 +102,7 @@ class Stream:
     ) -> None:
         self.plan, self.layout, self.directory, self.journal = plan, layout, directory, journal
         self.backend = backend
-        self._may_overflow = bool(plan.narrowed_tensors) and not allow_nonfinite
+        self._may_overflow = plan.may_overflow and not allow_nonfinite
         self.reader = SourceReader(plan.source, journal.source_checksums, allow_nonfinite)
         self.checksums: dict[Mark, str] = {}
         self.bytes_kept = 0

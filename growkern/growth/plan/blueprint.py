@@ -120,6 +120,15 @@ class Blueprint:
         dtypes = self.source.dtypes.items()
         return tuple(n for n, d in dtypes if torch.promote_types(d, self.dtype) != self.dtype)
 
+    @property
+    def may_overflow(self) -> bool:
+        """True if finite weights of the source may become infinite in the target."""
+        # the share of a copy may be larger than the weight
+        amplifies = self.options.symmetry == "split" or (
+            self.options.symmetry == "routing" and self.options.routing > 1
+        )
+        return bool(self.narrowed_tensors) or amplifies or self.dtype == torch.float16
+
     def parameters(self, which: str = "target") -> int:
         """Parameters of the "source" or "target"; tied tensors count once."""
         model = self._model(which)

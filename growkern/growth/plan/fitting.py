@@ -8,7 +8,7 @@ every head of the source. So sizes are tried, cheapest first, until the config c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ REACH = 256
 MOST_TRIED = 150
 # how many numbers of heads are tried for a hidden size near the one given
 FEW = 8
+# how far numbers of heads that do not fit are changed
+NEAR = 8
 # never choose more than this many times the proportional number of heads
 MOST_HEADS = 2
 
@@ -130,25 +132,69 @@ def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
 
 
 def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
-    """The end of an error message where no single size can help: sizes with other heads."""
+    """The end of an error message where no single size can help: sizes that fit together.
+
+    They change as few of the given sizes as possible, and then as little as possible.
+    """
     family = small.family
-    heads = {*family.query_heads, "kv_heads", "head_dim"}
-    stream = asked.get("stream", small.size("stream"))
-    for hidden in sorted(
-        range(small.size("stream"), stream + REACH), key=lambda n: abs(n - stream)
-    ):
-        free = {key: size for key, size in asked.items() if key not in heads} | {"stream": hidden}
-        for sizes in islice(_completions(small, free), FEW):
+    connected = [key for key in ("stream", *family.query_heads, "kv_heads") if key in family.config]
+    tries = iter(range(MOST_TRIED))
+    for near in _near_sizes(small, asked, connected):
+        for sizes in islice(_completions(small, near), FEW):
+            if next(tries, None) is None:
+                return ""
             try:
-                large = sized_target(small, free, sizes)
+                large = sized_target(small, near, sizes)
                 _check(small, large)
                 make(large)
             except GrowthError:
                 continue
-            named = (key for key in family.config if key in heads | {"stream"} and key in sizes)
-            fit = ", ".join(f"{family.config_field(key)}={sizes[key]}" for key in named)
+            named = [key for key in connected if key in sizes or key in near]
+            fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
             return f"; sizes that fit: {fit}"
     return ""
+
+
+def _near_sizes(
+    small: ModelSpec, asked: dict[str, int], connected: list[str]
+) -> Iterator[dict[str, int]]:
+    """Given sizes with some of the connected ones changed, the nearest first.
+
+    Args:
+        connected: the hidden size and the numbers of heads, which must fit together.
+    """
+    given = [key for key in connected if key in asked]
+    heads = [key for key in small.family.query_heads if key in asked]
+    reach = max([NEAR, *(asked[key] for key in heads)])
+    found = []
+    for values in product(*(_around(small, asked, key, reach) for key in given)):
+        near = {**asked, **dict(zip(given, values, strict=True))}
+        count = max([near[key] for key in heads], default=1)
+        if "stream" not in asked:
+            # the smallest hidden size that these heads divide
+            near["stream"] = -(-small.size("stream") // count) * count
+        fits = all(near["stream"] % near[key] == 0 for key in heads)
+        if fits and not ("kv_heads" in near and heads and count % near["kv_heads"]):
+            found.append((_distance(asked, near, given), near))
+    yield from (near for _, near in sorted(found, key=lambda pair: pair[0]))
+
+
+def _around(small: ModelSpec, asked: dict[str, int], key: str, reach: int) -> range:
+    """Values of a size that are near the given one: hidden sizes lie further apart than heads."""
+    value, reach = asked[key], reach if key == "stream" else NEAR
+    return range(max(small.size(key), value - reach), value + reach + 1)
+
+
+def _distance(
+    asked: dict[str, int], near: dict[str, int], given: list[str]
+) -> tuple[int, float, int]:
+    """How far sizes are from the given ones: how many differ, and by how much in total.
+
+    A smaller size counts as twice as far, because the user asked for a larger model.
+    """
+    steps = [(near[key] - asked[key]) / asked[key] for key in given]
+    total = sum(max(step, -2 * step) for step in steps)
+    return sum(step != 0 for step in steps), total, near["stream"]
 
 
 def _first(

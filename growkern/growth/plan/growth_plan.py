@@ -20,7 +20,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import advice, estimate
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.exactness import Finding, findings
+from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.table import plan_table
 from growkern.growth.plan.target import check_given, finish_target
@@ -47,6 +47,11 @@ class GrowthPlan(Blueprint):
     def exact(self) -> bool:
         """True if the target computes the source's outputs up to rounding."""
         return all(finding.level == "exact" for finding in self.findings)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """True if weights are rounded to another dtype, or as they are scaled in 16 bits."""
+        return any(finding.measure == WEIGHT_ERROR for finding in self.findings)
 
     def estimate(self, ranks: int = 1) -> dict[str, Any]:
         """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.estimate`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from growkern.growth.source.source import Source
 
 # tokens that are generated to compare the caches of both models
 STEPS = 6
+# how often the source is rounded to see how far rounding moves its outputs
+ROUNDINGS = 2
 
 
 def random_tokens(source: Source) -> Tensor:
@@ -132,6 +135,34 @@ def compare_outputs(
 
 def _relative(new: Tensor, old: Tensor) -> float:
     return ((new - old).abs().max() / old.abs().max()).item()
+
+
+@torch.no_grad()
+def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
+    """How far rounding of weights moves the outputs of the source, with a cache or without.
+
+    Every weight moves up or down, at random, by a unit in the last place of the plan's dtype.
+
+    Args:
+        source: the source, float64. It is left as it is.
+        tokens: as in `compare_outputs`.
+
+    Returns:
+        The largest of `ROUNDINGS` relative errors.
+    """
+    rng = torch.Generator().manual_seed(0)
+    limits, worst = torch.finfo(plan.dtype), 0.0
+    old = _outputs(source, tokens)
+    for _ in range(ROUNDINGS):
+        moved = copy.deepcopy(source)
+        for weight in moved.parameters():
+            up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
+            weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
+        errors = [_relative(_outputs(moved, tokens), old)]
+        if source.can_generate():
+            errors += generation_error(plan, source, moved, tokens).values()
+        worst = max(worst, *errors)
+    return worst
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:

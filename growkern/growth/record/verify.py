@@ -25,6 +25,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.exactness import WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.double import Float64, fits, in_float64
 from growkern.growth.record.fold import fold_tensor
@@ -41,8 +42,9 @@ from growkern.growth.record.outputs import (
     load_model,
     load_source,
     random_tokens,
+    rounding_error,
 )
-from growkern.growth.record.verdict import measured_level
+from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
 
@@ -171,6 +173,8 @@ def _compare(
         old, new = in_float64(source[0]), in_float64(grown[0])
         with Float64():
             outputs = compare_outputs(plan, old, new, tokens, labels)
+            if plan.rounds_weights:
+                outputs[ROUNDING_ERROR] = rounding_error(plan, old, tokens)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
     old, new = load_source(*source), load_model(grown[1])
@@ -253,7 +257,7 @@ def _relative(actual: Tensor, truth: Tensor) -> float:
 
 
 def _fold_tolerance(dtype: torch.dtype) -> float:
-    return (2 if dtype.itemsize == 2 else 16) * torch.finfo(dtype).eps
+    return (WEIGHT_ROUNDINGS if dtype.itemsize == 2 else 16) * torch.finfo(dtype).eps
 
 
 def _folded(plan: GrowthPlan, task: Task, grown: Tensor) -> Tensor | None:

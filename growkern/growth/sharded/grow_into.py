@@ -27,7 +27,7 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
-from growkern.growth.source.checks import refuse_nonfinite
+from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
@@ -99,7 +99,8 @@ def grow_into(
             _fill(grown, task, parts[task.name], local, backend, work)
             if not allow_nonfinite:
                 what = f"{task.name}, grown from {task.source}"
-                work.then(partial(refuse_nonfinite, what, local))
+                check = refuse_overflow if grown.may_overflow else refuse_nonfinite
+                work.then(partial(check, what, local))
             written += local.nbytes
             work.then(bar.update)
         for work in works.values():

@@ -39,17 +39,22 @@ def refuse_nonfinite(name: str, tensor: Tensor) -> None:
 
 
 def refuse_overflow(name: str, tensor: Tensor) -> None:
-    """Refuse weights that overflowed when they were converted to a narrower dtype.
+    """Refuse grown weights that are beyond the largest number of their dtype, or NaN.
+
+    They overflow if they are converted to a narrower dtype, or if a copy gets more than the whole
+    weight, as with `routing` above 1.
 
     Raises:
         GrowthError: there is one.
     """
     if _is_finite(tensor):
         return
+    if bool(torch.isnan(tensor).any()):
+        refuse_nonfinite(name, tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     raise GrowthError(
         f"{name}: weights are beyond {torch.finfo(tensor.dtype).max:g}, the largest number of "
-        f"{dtype}: choose another dtype"
+        f"{dtype}: choose another dtype, or copies that are no larger than the weight (routing=1)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Takes custom ops through `torch.func.grad`, and refuses the transforms that have no rule.
+"""Takes custom ops through the transforms of PyTorch, and refuses those that have no rule.
 
 A custom op with `register_autograd` has no rule for forward-mode AD: PyTorch then returns a tangent
 of 0 without a word. It does not work under the transforms of `torch.func` either. An
@@ -17,17 +17,47 @@ from growkern.errors import GrowthError
 
 _REFERENCE = "use backend='reference', which is plain PyTorch"
 _IN_COMPILED_CODE = (
-    "torch.func and forward-mode AD do not reach this loss inside torch.compile: call it outside, "
-    f"where torch.func.grad and vjp work; or {_REFERENCE}"
+    "torch.func and forward-mode AD do not reach this op inside torch.compile: call it outside, "
+    f"where torch.func.grad and vjp work; a loss may also {_REFERENCE}"
+)
+_BATCH_OF_GRADIENTS = (
+    "this op takes no batch of gradients (is_grads_batched=True, vectorize=True): loop over them; "
+    f"a loss may also {_REFERENCE}"
 )
 
 
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise GrowthError(
+        "this loss has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
+        f"{_REFERENCE}, or torch.func.vjp"
+    )
+
+
+def _refuse_batches(*_: Any) -> NoReturn:
+    raise GrowthError(
+        "this loss cannot be batched by torch.vmap (jacrev uses it too): pass all rows in one "
+        f"call, with reduction='none' for the loss of each; or {_REFERENCE}"
+    )
+
+
 class Rules(NamedTuple):
-    """An op and its autograd rules, as `register_autograd` of a custom op takes them."""
+    """An op and its autograd rules.
+
+    Attributes:
+        op: the custom op.
+        backward, setup_context: as `register_autograd` of the op takes them.
+        jvp: takes the context and the tangents of the arguments, and returns that of the result.
+            Default: refuses.
+        vmap: takes the batch size, the batched axis of every argument (None: it has none), and the
+            arguments. Returns the result, batched along axis 0. Default: refuses. An op with a
+            list of tensors among its arguments must leave this at the default.
+    """
 
     op: Callable[..., Any]
     backward: Callable[..., Any]
     setup_context: Callable[..., None] = lambda *_: None
+    jvp: Callable[..., Any] = _refuse_forward_mode
+    vmap: Callable[..., Any] = _refuse_batches
 
 
 class _Call(NamedTuple):
@@ -68,7 +98,8 @@ def apply(rules: Rules, *arguments: Any) -> Any:
         arguments: of the op. Tensors may lie in lists.
 
     Raises:
-        GrowthError: later, when forward-mode AD or `torch.vmap` reaches the op.
+        GrowthError: when forward-mode AD or `torch.vmap` reaches an op without a rule for it; or a
+            batch of gradients, which reaches no rule.
     """
     if torch.compiler.is_compiling():
         # the compiler uses the op's own rules, and cannot trace a Function with a rule for jvp
@@ -76,7 +107,19 @@ def apply(rules: Rules, *arguments: Any) -> Any:
             raise GrowthError(_IN_COMPILED_CODE)
         return rules.op(*arguments)
     call = _Call(rules, [_length(argument) for argument in arguments])
-    return _Transformed.apply(call, *call.flat(arguments))
+    flat = call.flat(arguments)
+    _refuse_batch_of_gradients(flat)
+    return _Transformed.apply(call, *flat)
+
+
+def _refuse_batch_of_gradients(arguments: Sequence[Any]) -> None:
+    """Refuse what torch.autograd.grad(is_grads_batched=True) passes.
+
+    It batches in a way of its own, which does not use the rule of a Function.
+    """
+    is_batch = torch._C._functorch.is_legacy_batchedtensor
+    if any(isinstance(x, Tensor) and is_batch(x) for x in arguments):
+        raise GrowthError(_BATCH_OF_GRADIENTS)
 
 
 # torch.compile cannot trace this check; it adds its own guard
@@ -100,21 +143,25 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *ctx.call.flat(ctx.call.rules.backward(ctx, *grads))
+        rules = ctx.call.rules
+        if rules.vmap is _refuse_batches:
+            _refuse_batch_of_gradients(grads)
+        return None, *ctx.call.flat(rules.backward(ctx, *grads))
 
     @staticmethod
-    def jvp(*_: Any) -> NoReturn:
-        raise GrowthError(
-            "this loss has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
-            f"{_REFERENCE}, or torch.func.vjp"
-        )
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
+        return ctx.call.rules.jvp(ctx, *tangents)
 
     @staticmethod
-    def vmap(*_: Any) -> NoReturn:
-        raise GrowthError(
-            "this loss cannot be batched by torch.vmap (jacrev uses it too): pass all rows in one "
-            f"call, with reduction='none' for the loss of each; or {_REFERENCE}"
-        )
+    def vmap(info: Any, in_dims: Sequence[Any], call: _Call, *flat: Any) -> tuple[Any, int]:
+        return call.rules.vmap(info.batch_size, in_dims[1:], *flat), 0
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode AD (`torch.func.jvp`, `forward_ad`) follows this tensor."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:

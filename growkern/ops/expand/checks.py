@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.transforms import has_tangent
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES
 
@@ -41,7 +42,7 @@ def _check_factor(name: str, x: Tensor, n: int, device: torch.device) -> None:
         raise GrowthError(f"{name} must have shape ({n},), got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise GrowthError(f"{name} must be a float tensor, got {x.dtype}")
-    if x.requires_grad and torch.is_grad_enabled():
+    if (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x):
         raise GrowthError(f"{name} gets no gradient: use {name}.detach()")
 
 
@@ -79,8 +80,9 @@ def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -
         raise GrowthError(f"out is on {out.device}, but the weight is on {call.weight.device}")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise GrowthError(f"out has strides {out.stride()}: it needs memory for every element")
-    tensors = (out, call.weight, call.upper)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    tensors = [x for x in (out, call.weight, call.upper) if x is not None]
+    is_followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if is_followed or any(map(has_tangent, tensors)):
         raise GrowthError("out= has no gradient: leave out= away, or use torch.no_grad()")
 
 

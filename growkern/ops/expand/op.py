@@ -35,6 +35,7 @@ CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` co
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -43,6 +44,7 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
+from growkern.ops.backend.transforms import Rules, apply
 from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
 from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
@@ -195,7 +197,7 @@ def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *call_inputs, _out_dtype, _backend = inputs
+    *call_inputs, ctx.out_dtype, ctx.backend = inputs
     given = Inputs._make(call_inputs)
     weight_RC, ctx.has_upper = given.weight, given.upper is not None
     ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
@@ -203,6 +205,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = given._replace(weight=None, upper=None)
     saved = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor)}
     ctx.save_for_backward(*saved.values())
+    ctx.save_for_forward(*saved.values())
     ctx.saved_names, ctx.others = tuple(saved), given._replace(**dict.fromkeys(saved))
 
 
@@ -220,7 +223,7 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
         x = folded(x, 1, _index(call.cols, N, x.device), times * C)
     if ctx.has_upper or call.rows is not None:
         x = folded(x, 0, _index(call.rows, M, x.device), times * R)
-    dweight_RC = x[:R, :C].to(ctx.dtype)
+    dweight_RC = (x[:R, :C] if ctx.has_upper else x).to(ctx.dtype)
     gradients = Inputs._make([None] * len(Inputs._fields))._replace(weight=dweight_RC)
     if ctx.has_upper:
         rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:]
@@ -229,6 +232,28 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, dout_dtype, dbackend
 
 
+def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    # (1) is linear in S: the tangent of the result is (1) of the tangents
+    given = Inputs._make(tangents[: len(Inputs._fields)])
+    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+    like = given.upper if given.weight is None else given.weight
+    parts = {"weight": like.new_zeros(ctx.shape) if given.weight is None else given.weight}
+    if ctx.has_upper:
+        parts["upper"] = like.new_zeros(ctx.shape) if given.upper is None else given.upper
+    inputs = ctx.others._replace(**saved, **parts)
+    return cast(Tensor, apply(EXPAND, *inputs, ctx.out_dtype, ctx.backend))
+
+
+def _vmap(size: int, dims: Sequence[int | None], *arguments: Any) -> Tensor:
+    # one call of the kernel for each element of the batch
+    calls = [
+        [x if dim is None else x.select(dim, i) for x, dim in zip(arguments, dims, strict=True)]
+        for i in range(size)
+    ]
+    return torch.stack([apply(EXPAND, *each) for each in calls])
+
+
+EXPAND = Rules(expand_op, _backward, _setup_context, _jvp, _vmap)
 expand_op.register_autograd(_backward, setup_context=_setup_context)
 
 
@@ -301,5 +326,5 @@ def expand_call(call: ExpandCall, out_dtype: torch.dtype | None, backend: str | 
     if call.out is not None:
         expand_out_op(matrices.out, *matrices.inputs, backend or "")
         return call.out
-    result = expand_op(*matrices.inputs, out_dtype or call.weight.dtype, backend or "")
+    result = apply(EXPAND, *matrices.inputs, out_dtype or call.weight.dtype, backend or "")
     return result[0] if call.weight.ndim == 1 else result

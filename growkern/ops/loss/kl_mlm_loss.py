@@ -275,15 +275,21 @@ def kl_mlm_loss(
     return outcome(loss, rows_RN, kind_N, options, labels.shape)
 
 
-@functools.cache
+# torch.compile calls this while it traces: compiled code warns when it is compiled
+@torch.compiler.assume_constant_result
 def _warn_of_half(dtype: torch.dtype) -> None:
+    _warn_once_of_half(dtype)
+
+
+@functools.cache
+def _warn_once_of_half(dtype: torch.dtype) -> None:
     """Warn once per dtype. How close the teacher is would have to be asked of a GPU."""
     digits = {torch.bfloat16: "81 %", torch.float16: "10 %"}[dtype]
     warnings.warn(
         f"kl_mlm_loss got {dtype} logits: if student and teacher nearly agree, the gradient of the "
         f"KL term is as inexact as they are ({digits} off at 1 % drift). Use linear_kl_mlm_loss, "
         "which computes float32 logits from hidden states, or compute the logits in float32",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -291,7 +297,7 @@ def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:
     if student.ndim < 1 or not student.is_floating_point():
         raise GrowthError(f"student_logits must be float (..., V), got {student.dtype}")
     halves = [x.dtype for x in (student, *teachers) if x.element_size() == 2]
-    if teachers and halves and not torch.compiler.is_compiling():
+    if teachers and halves:
         _warn_of_half(halves[0])
     for k, teacher in enumerate(teachers):
         if teacher.shape[:-1] != student.shape[:-1]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, jacfwd, jvp, vjp, vmap
 
 import growkern
@@ -139,6 +140,20 @@ def test_kernels_refuse_batches_and_second_derivatives(name, backend):
         jvp(grad(call), (at,), (direction,))
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", LOSSES)
+def test_kernels_refuse_batches_of_gradients(name, backend):
+    """PyTorch said only that the op has no batching rule."""
+    call, at, _ = loss_of(name, backend, reduction="none")
+    refused = pytest.raises(GrowthError, match=r"no batch of gradients.*backend='reference'")
+    with refused:
+        jacobian(call, at, vectorize=True)
+    at = at.clone().requires_grad_()
+    loss = call(at)
+    with refused:
+        torch.autograd.grad(loss, at, torch.eye(N, device=DEVICE), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("name", ["logits", "hidden", "topk"])
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_compiled_code_takes_a_named_backend(name, backend):
@@ -212,7 +227,7 @@ def test_half_logits_are_warned_of_once(dtype, least):
         loss = growkern.kl_mlm_loss(z, teacher.to(dtype), labels, alpha=1.0, reduction="sum")
         return torch.autograd.grad(loss, z)[0]
 
-    module._warn_of_half.cache_clear()
+    module._warn_once_of_half.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         truth = gradient(torch.float64)
@@ -226,3 +241,19 @@ def test_half_logits_are_warned_of_once(dtype, least):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradient(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_code_warns_of_half_logits_too(dtype):
+    logits, teacher = numbers(N, V, seed=1).to(dtype), numbers(N, V, seed=2).to(dtype)
+    labels = torch.arange(N, device=DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda z, t: growkern.kl_mlm_loss(z, t, labels), fullgraph=True, backend="aot_eager"
+    )
+    module._warn_once_of_half.cache_clear()
+    with pytest.warns(UserWarning, match=r"Use linear_kl_mlm_loss"):
+        compiled(logits.requires_grad_(), teacher).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(logits, teacher)
