@@ -88,7 +88,9 @@ def _grown(case: Case, source: Any, plan: GrowthPlan) -> Any:
     state = grown.state_dict()
     for key, value in loaded.state_dict().items():
         # transformers loads some weights of 16-bit models in float32
-        assert torch.equal(value.to(state[key].dtype), state[key]), f"{key} differs between memory and disk"
+        assert torch.equal(value.to(state[key].dtype), state[key]), (
+            f"{key} differs between memory and disk"
+        )
     return loaded.eval()
 
 

@@ -23,13 +23,13 @@ from growkern.growth.plan.vocabulary import (
 )
 from growkern.growth.space.rotary import pair_step
 
-# measures of `growkern.verify`: largest difference of an output over the largest output, the rise of
-# the loss by tokens that the source does not have, and the largest difference of a weight that is
-# folded back (Frobenius norm, relative to that of the source's weight)
+# measures of `growkern.verify`: the largest difference of an output over the largest output, the
+# rise of the loss by tokens that the source does not have, and the largest difference of a weight
+# that is folded back (Frobenius norm, relative to that of the source's weight)
 OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
 # An error inside a model may be this much larger in its outputs. It is part of every bound of
-# OUTPUT_ERROR. In 600 random models of 1 to 12 layers the largest ratio was ENLARGED_SEEN
+# OUTPUT_ERROR. The largest ratio in 600 random models of 1 to 12 layers was 3.2
 ENLARGED = 16.0
 # a bound of OUTPUT_ERROR above this says nothing
 LARGEST_BOUND = 0.1

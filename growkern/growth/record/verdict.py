@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ERROR
+from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 
 GENERATION_ERROR = "generation error"

@@ -1,6 +1,7 @@
 """The plan's words where they were once wrong: each case is compared with Hugging Face itself."""
 
 import itertools
+import math
 import re
 import warnings
 
@@ -10,9 +11,11 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthWarning
+from growkern.growth.record.verdict import measured_level
 from growkern.growth.space import maps
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 from tests.growth.plan.test_families import BART, ROTARY, T5
+from tests.growth.plan.test_matrix import FAMILIES
 
 EXACT = 1e-12
 
@@ -179,7 +182,13 @@ REFUSED = [
     (
         LLAMA,
         {"hidden_size": 38, "num_attention_heads": 9, "num_key_value_heads": 4},
-        r"; sizes that fit: hidden_size=\d+, num_attention_heads=\d+",
+        r"; sizes that fit: hidden_size=40, num_attention_heads=8, num_key_value_heads=4",
+    ),
+    # as few of the given sizes change as possible, and rather upwards
+    (
+        LLAMA,
+        {"num_attention_heads": 14, "num_key_value_heads": 8},
+        r"; sizes that fit: hidden_size=16, num_attention_heads=16, num_key_value_heads=8",
     ),
     (
         {**BERT, "embedding_size": 16, "hidden_size": 8, "num_attention_heads": 2},
@@ -195,10 +204,10 @@ def test_a_refusal_names_the_nearest_sizes(sizes, how, message):
     source = random_model(class_name, sizes)
     with pytest.raises(growkern.GrowthError, match=message) as refused:
         growkern.plan(source, **how)
-    # the first suggestion works
-    field, _, value = re.search(r"fit: (\w+)(=)(\d+)", str(refused.value)).groups()
-    kept = {} if "; sizes that fit" in str(refused.value) else how
-    growkern.plan(source, **{**kept, field: int(value)})
+    # the suggestion works; of sizes that help alone, the first one
+    found = re.findall(r"(\w+)=(\d+)", str(refused.value).split("fit: ")[1])
+    found = found if "; sizes that fit" in str(refused.value) else found[:1]
+    growkern.plan(source, **{**how, **{field: int(value) for field, value in found}})
 
 
 @pytest.mark.parametrize("q, kv, q_new, kv_new", [(6, 2, 6, 3), (4, 2, 5, 5), (6, 3, 8, 4)])
@@ -234,6 +243,10 @@ def test_new_tokens_cost_no_more_than_the_plan_says(class_name, sizes, how, dtyp
     logits = outputs(grown.double())["logits"]
     rise = logits.logsumexp(-1) - logits[..., :size].logsumexp(-1)
     assert said.level == "approximate" and rise.max().item() <= said.bound
+    # Jensen's inequality; a bias per token takes away another factor of exp(10). 16-bit rows round
+    share = (logits.shape[-1] - size) / size * (1 if dtype == torch.float64 else 2)
+    has_bias = class_name == "BertForMaskedLM"
+    assert said.bound <= math.log1p(share * (math.exp(-10) if has_bias else 1)) * 1.001
     assert not bool((logits.argmax(-1) >= size).any())
     assert growkern.verify(source, growkern.grow(source, **how)).ok
 
@@ -243,13 +256,106 @@ def test_a_larger_vocabulary_without_a_head_is_exact():
     assert plan.exact
 
 
-def test_verify_fails_where_the_function_was_lost_unasked():
+LOST = [
+    ({}, "BartForConditionalGeneration", {"d_model": 20}, "d_model"),
+    # a change that was asked for does not excuse the others
+    ({}, "BartForConditionalGeneration", {"d_model": 20, "encoder_layers": 3}, "d_model"),
+    ({}, "BartForConditionalGeneration", {"d_model": 20, "method": "aki"}, "d_model"),
+    (BERT, "BertForMaskedLM", {"hidden_size": 20, "num_hidden_layers": 3}, "hidden_size|MLM head"),
+    (T5, "T5ForConditionalGeneration", {"num_decoder_layers": 3}, "generation differs by inf"),
+]
+
+
+@pytest.mark.parametrize("sizes, class_name, how, named", LOST)
+def test_verify_fails_where_the_function_was_lost_unasked(sizes, class_name, how, named):
+    source = random_model(class_name, sizes or {**BART, "eos_token_id": 1})
+    report = growkern.verify(source, growkern.grow(source, **how))
+    assert not report.ok and report.level == "changed" and re.search(named, report.failure)
+
+
+def test_verify_accepts_a_change_that_was_asked_for():
     source = random_model("BartForConditionalGeneration", {**BART, "eos_token_id": 1})
-    report = growkern.verify(source, growkern.grow(source, d_model=20))
-    assert not report.ok and report.level == "changed" and "d_model" in report.failure
-    asked = growkern.grow(source, d_model=24, method="aki")
-    report = growkern.verify(source, asked)
+    report = growkern.verify(source, growkern.grow(source, d_model=24, method="aki"))
     assert report.ok and report.level == "changed"
+
+
+@pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("class_name", ["BertModel", "RobertaModel"])
+def test_the_printed_bound_of_an_uneven_width_holds(class_name, std):
+    source = random_model(class_name, BERT, std=std)
+    for how in ({"hidden_size": 16}, {"hidden_size": 20, "carry": 0.1}):
+        grown = growkern.grow(source, **how)
+        (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+        report = growkern.verify(source, grown)
+        error = report.outputs["relative error"]
+        assert said.level == "approximate" and f"{said.bound:.1e}" in said.why
+        assert report.ok and report.level == "approximate" and 1e-9 < error <= said.bound
+        # the number that is checked is the printed one
+        level, wrong = measured_level(
+            grown.growth_plan, {"relative error": 1.01 * said.bound}, torch.float64
+        )
+        assert level == "changed" and f"planned approximate within {said.bound:.1e}" in wrong
+
+
+def test_an_error_that_no_bound_holds_for_is_called_changed():
+    """ModernBERT's layers enlarge the error of the norm after its embeddings."""
+    source = random_model("ModernBertModel", FAMILIES["modernbert"][1], std=1.0)
+    grown = growkern.grow(source, hidden_size=20)
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    report = growkern.verify(source, grown)
+    assert said.level == "changed" and said.bound is None and "norms are off by" in said.why
+    assert not report.ok and report.outputs["relative error"] > 0.01
+    # so is a bound that says nothing
+    source = random_model("BertModel", BERT)
+    for name, weight in source.named_parameters():
+        if name.endswith("LayerNorm.weight"):
+            weight.data *= torch.linspace(-5, 5, len(weight))
+    assert {f.level for f in growkern.plan(source, hidden_size=20).findings} >= {"changed"}
+
+
+@pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_16_bits_is_held_against_a_rounded_source(dtype, std):
+    """A bound from the dtype alone was too small: how far rounding moves outputs is measured."""
+    source = random_model("LlamaForCausalLM", LLAMA, std=std, dtype=dtype)
+    grown = growkern.grow(source, hidden_size=20, symmetry="none")
+    report = growkern.verify(source, grown)
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    assert said.measure == "weight error" and said.bound == 2 * torch.finfo(dtype).eps
+    assert max(g.fold_error or 0 for g in report.groups) <= said.bound
+    assert report.ok and report.level == "approximate"
+    sample = report.outputs["error of a rounded source"]
+    assert report.outputs["relative error"] < sample < 0.5
+    larger = {**report.outputs, "relative error": 2.1 * sample}
+    assert "planned approximate" in measured_level(report.plan, larger, torch.float64)[1]
+
+
+OVERFLOWS = [{"symmetry": "routing", "routing": 3.0}, {"symmetry": "split"}]
+
+
+@pytest.mark.parametrize("how", OVERFLOWS)
+def test_a_copy_larger_than_the_dtype_is_refused_in_every_path(how, tmp_path):
+    """It was written as infinity, and the plan said exact."""
+    sizes = {**LLAMA, "num_hidden_layers": 1}
+    source = random_model("LlamaForCausalLM", sizes, dtype=torch.float16)
+    with torch.no_grad():
+        source.model.layers[0].mlp.down_proj.weight.fill_(60000.0)
+    how = {**how, "seed": 1}
+    named = r"layers\.0\.mlp\.down_proj\.weight.*beyond 65504"
+    with pytest.raises(growkern.GrowthError, match=named):
+        growkern.grow(source, intermediate_size=60, **how)
+    source.save_pretrained(tmp_path / "small")
+    with pytest.raises(growkern.GrowthError, match=named):
+        growkern.grow_checkpoint(
+            tmp_path / "small", tmp_path / "large", intermediate_size=60, progress=False, **how
+        )
+    config = growkern.plan(source, intermediate_size=60).target_config
+    with pytest.raises(growkern.GrowthError, match=named):
+        growkern.grow_into(type(source)._from_config(config, dtype=torch.float16), source, **how)
+    grown = growkern.grow(source, intermediate_size=60, allow_nonfinite=True, **how)
+    assert not torch.isfinite(grown.model.layers[0].mlp.down_proj.weight).all()
+    # the default gives no copy more than the weight
+    assert growkern.verify(source, growkern.grow(source, intermediate_size=60)).ok
 
 
 def test_verify_holds_cached_generation_against_the_plan():
