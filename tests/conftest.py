@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if TOKENS not in os.environ:
         tokens = tempfile.TemporaryDirectory(prefix="growkern-tokens-")
         os.environ[TOKENS] = tokens.name
+        os.environ["HF_DATASETS_CACHE"] = tokens.name
         config.add_cleanup(tokens.cleanup)
     if cuda_emulator.FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="growkern-cuda-")

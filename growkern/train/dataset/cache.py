@@ -30,7 +30,7 @@ from growkern.publish.lock import Lock, lock_file_of
 from growkern.publish.manifest import damage_of, read_manifest, write_manifest
 from growkern.publish.workplace import check_space
 from growkern.train.dataset.records import DTYPES, IDS, LABELS, WEIGHTS, Tokens
-from growkern.train.dataset.together import same_everywhere, wait_together
+from growkern.train.dataset.together import wait_together
 from growkern.whole import sync
 
 # of the format and of the way rows are made
@@ -109,7 +109,6 @@ def cached_rows(
     Raises:
         GrowthError: the data cannot be read, has no row, or does not fit on the disk.
     """
-    directory = Path(same_everywhere(directory))
     rank, local = (int(os.environ.get(key, "0")) for key in ("RANK", "LOCAL_RANK"))
     work = _make(directory, rows, name, size)
     wait_together(work if rank == 0 else None)

@@ -27,6 +27,7 @@ from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks, cut_rows
 from growkern.train.dataset.source import Source, find_sources, plain_errors
 from growkern.train.dataset.stream import TokenStream
+from growkern.train.dataset.together import from_first
 from growkern.train.head import IGNORE_INDEX
 from growkern.units import human
 
@@ -141,7 +142,7 @@ def load_data(
 
     def cached(source: Source, weights: str | None) -> TokenRows:
         settings = Settings.of(data, source, tokenizer, weights)
-        directory = location / _key(source, settings, tokenizer)
+        directory = location / from_first(lambda: _key(source, settings, tokenizer))
         rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
         # about 4 bytes of text become a token of 4 bytes
         size = sum(file.stat().st_size for file in source.files)

@@ -65,7 +65,8 @@ class Source:
         """
         if self.is_text:
             return text_records(self.files)
-        return self._opened(streaming=self.dataset is None)
+        # of local files the library need not make a copy; it cannot take a slice of them without
+        return self._opened(streaming=bool(self.files) and "[" not in self.split)
 
     def stream(self) -> Any:
         """The records as a `datasets.IterableDataset`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -45,12 +45,22 @@ def wait_together(work: Iterator[Any] | None) -> None:
             return
 
 
-def same_everywhere(value: Any) -> Any:
-    """The value of the first process, in all of them."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
+def from_first(function: Callable[[], Any]) -> Any:
+    """The result of a function that the first process calls. All processes call this.
+
+    Raises:
+        GrowthError: the function did. All processes get the message.
+    """
+    values: list[Any] = [None]
+
+    def work() -> Iterator[None]:
+        values[0] = function()
+        yield
+
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    wait_together(work() if not several or dist.get_rank() == 0 else None)
+    if several:
+        dist.broadcast_object_list(values, src=0)
     return values[0]
 
 

@@ -16,8 +16,8 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(
 CLS, SEP = 2, 3
 
 
-def tokenizer():
-    return transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)})
+def tokenizer(words=WORDS):
+    return transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
 
 
 def texts(count, seed=0):

@@ -16,7 +16,7 @@ from growkern.train.dataset import cache
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader
-from tests.train.dataset.data import plain_rows, rows_of, texts, tokenizer, write_jsonl
+from tests.train.dataset.data import WORDS, plain_rows, rows_of, texts, tokenizer, write_jsonl
 
 LENGTH = 8
 TEXTS = texts(40)
@@ -68,8 +68,8 @@ def test_other_data_tokenizers_and_settings_have_other_caches(place):
     load(place)
     load(place, sequence_length=LENGTH + 1)
     load(place, text_column="other")
-    words = tokenizer()
-    words.add_tokens(["w1w2"])
+    # as many words, two of them in each other's place
+    words = tokenizer([*WORDS[:-2], WORDS[-1], WORDS[-2]])
     load(place, words)
     assert len(caches(place)) == 4
     load(place)
