@@ -39,10 +39,15 @@ NAMES = ("fold", "fold-over", "cache", "cache-over", "grow")
 @pytest.fixture(scope="module")
 def walked(preloaded):
     """Works -> their reports, of one process: its imports take as long as a small walk."""
-    works = check(preloaded("tests.faults.work", *NAMES), 2000)
+    works = check(preloaded("tests.faults.work", *NAMES, "tokens"), 2000)
     return {work["name"]: work for work in works}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_changes_of_the_disk(walked, name):
     assert walked[name]["operations"]["EIO"] > 40
+
+
+def test_tokens_on_disk(walked):
+    """A damaged cache of tokens is replaced."""
+    assert walked["tokens"]["operations"]["EIO"] > 20

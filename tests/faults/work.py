@@ -1,14 +1,16 @@
-"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and teacher caches."""
+"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and caches."""
 
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
 import growkern
 from growkern.growth.disk import stream
 from growkern.train.data import CausalLMCollator
+from growkern.train.dataset.cache import cached_rows
 from tests.faults.walk import CHANGES, EVERY, Walk, Work, library, models_made_once, only_one_thread
 from tests.train.tiny import VOCAB, TinyTokenizer
 
@@ -102,6 +104,19 @@ def cache_over(folder):
     cache(folder, overwrite=True)
 
 
+def tokens(folder):
+    rows = [{"input_ids": np.arange(i, i + 4), "labels": np.arange(4)} for i in range(3)]
+    cached_rows(folder / "target", rows, "data", 100, None)
+
+
+def start_tokens(folder):
+    """A cache that is damaged."""
+    (folder / "source").mkdir()
+    tokens(folder)
+    file = folder / "target" / "input_ids.bin"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
 WORKS = {
     work.name: work
     for work in (
@@ -112,6 +127,7 @@ WORKS = {
         Work("fold-over", start_fold_over, fold_over, overwrite=True, kinds=CHANGES),
         Work("cache", start_cache, cache, kinds=CHANGES),
         Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
+        Work("tokens", start_tokens, tokens, overwrite=True, kinds=CHANGES),
     )
 }
 

@@ -118,7 +118,8 @@ def cached_rows(
 
 def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iterator[None]:
     """Make a cache if it is not there, in small steps."""
-    if _is_whole(directory):
+    staged, lock_file = _staged(directory), lock_file_of(directory)
+    if _wrong_with(directory) is None and not any(map(os.path.lexists, (staged, lock_file))):
         return
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -126,17 +127,28 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
         while lock is None:
             # another run may be making the same cache
             with contextlib.suppress(GrowthError):
-                lock = Lock(lock_file_of(directory), directory, "tokenising to")
+                lock = Lock(lock_file, directory, "tokenising to")
             if lock is None:
                 time.sleep(POLL)
                 yield
         try:
-            if not _is_whole(directory):
+            wrong = _wrong_with(directory)
+            if wrong is not None:
+                if directory.exists():
+                    _warn(directory, wrong)
                 check_space(directory, KIND, size)
-                yield from _write(directory, rows, name)
+                yield from _write(directory, staged, rows, name)
         finally:
-            lock.release()
+            # of a killed process, unfinished, or a damaged cache that was replaced
+            with contextlib.suppress(OSError):
+                delete(staged)
+            # a file that stays is locked again by the next process
+            with contextlib.suppress(OSError):
+                lock.release()
     except OSError as error:
+        if _wrong_with(directory) is None:
+            # of another user, with something left beside it
+            return
         full = " (the disk is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise GrowthError(
             f"the tokens of {name} cannot be written to {directory.parent}{full}: "
@@ -144,41 +156,41 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
         ) from error
 
 
-def _is_whole(directory: Path) -> bool:
-    """Whether a cache is there, with every file as it was written."""
-    if not directory.exists():
-        return False
+def _wrong_with(directory: Path) -> str | None:
+    """Why a cache cannot be used; None if every file is as it was written."""
     try:
         manifest = read_manifest(directory)
-        found = (damage_of(directory, file, manifest) for file in manifest)
-        wrong = next((phrase for phrase in found if phrase is not None), None)
     except GrowthError as error:
-        wrong = str(error)
-    if wrong is not None:
-        warnings.warn(
-            f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
-            GrowthWarning,
-            stacklevel=2,
-        )
-    return wrong is None
+        return str(error)
+    found = (damage_of(directory, file, manifest) for file in manifest)
+    return next((phrase for phrase in found if phrase is not None), None)
 
 
-def _write(directory: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
+def _warn(directory: Path, wrong: str) -> None:
+    warnings.warn(
+        f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
+        GrowthWarning,
+        stacklevel=2,
+    )
+
+
+def _staged(directory: Path) -> Path:
+    """Where a cache is written before it appears."""
+    return directory.with_name(f".{directory.name}.{KIND}")
+
+
+def _write(directory: Path, staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
     """Write a cache beside its place, and move it there when it is complete."""
-    staged = directory.with_name(f".{directory.name}.{KIND}")
-    # remains of a killed process
     delete(staged)
-    staged.mkdir(mode=0o700)
-    try:
-        yield from _write_columns(staged, rows, name)
-        write_manifest(staged)
-        for path in (*staged.iterdir(), staged):
-            sync(path)
-        move(staged, directory)
+    staged.mkdir()
+    yield from _write_columns(staged, rows, name)
+    write_manifest(staged)
+    for path in (*staged.iterdir(), staged):
+        sync(path)
+    move(staged, directory)
+    # a cache that is not there after a power failure is made again
+    with contextlib.suppress(OSError):
         sync(directory.parent)
-    finally:
-        # unfinished, or a damaged one that has changed places with this
-        delete(staged)
 
 
 def _write_columns(staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
