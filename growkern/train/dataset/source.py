@@ -47,6 +47,7 @@ class Source:
         is_text: whether the files are plain text.
         dataset: name on the Hub or local directory; None for files.
         config, revision, split: of the data set.
+        is_remote_stream: whether a data set on the Hub is read without downloading all of it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Source:
     config: str | None = None
     revision: str | None = None
     split: str = "train"
+    is_remote_stream: bool = False
 
     def records(self) -> Iterable[Mapping[str, Any]]:
         """One pass over the records. Only a few of them are in memory at a time.
@@ -66,7 +68,8 @@ class Source:
         if self.is_text:
             return text_records(self.files)
         # of local files the library need not make a copy; it cannot take a slice of them without
-        return self._opened(streaming=bool(self.files) and "[" not in self.split)
+        is_whole = bool(self.files) and "[" not in self.split
+        return self._opened(streaming=self.is_remote_stream or is_whole)
 
     def stream(self) -> Any:
         """The records as a `datasets.IterableDataset`.
@@ -186,8 +189,15 @@ def _of_dataset(base: Path, data: DataSection, split: str | None) -> Source | No
             f"data.dataset {directory} is not a directory: give a directory or a name on the Hub, "
             "and files as data.train"
         )
-    how = {"config": data.dataset_config, "revision": data.revision, "split": split}
-    return Source(f"data.dataset {name!r}", files, dataset=name, **how)  # type: ignore[arg-type]
+    return Source(
+        f"data.dataset {name!r}",
+        files,
+        dataset=name,
+        config=data.dataset_config,
+        revision=data.revision,
+        split=split,
+        is_remote_stream=data.streaming and not files,
+    )
 
 
 def need_datasets(work: str) -> Any:

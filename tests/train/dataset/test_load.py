@@ -298,9 +298,11 @@ def test_a_name_on_the_hub(load, monkeypatch):
     options = {"dataset": "some/name", "dataset_config": "plain", "revision": "v1", "split": "all"}
     assert rows_of(load(**options).train) == plain_rows(TEXTS, LENGTH)[0]
     assert Builder.made == [("some/name", "plain"), {"revision": "v1"}, "downloaded", "all"]
-    rows = iter(load(**options, streaming=True, shuffle_window=0).train)
-    assert next(rows)["input_ids"].tolist() == plain_rows(TEXTS, LENGTH)[0][0]
-    assert Builder.made == [("some/name", "plain"), {"revision": "v1"}, "all"]
+    # without downloading it, also for the evaluation
+    data = load(**options, streaming=True, shuffle_window=0, validation_split="dev")
+    assert Builder.made == [("some/name", "plain"), {"revision": "v1"}, "dev"]
+    assert rows_of(data.validation) == plain_rows(TEXTS, LENGTH)[0]
+    assert next(iter(data.train))["input_ids"].tolist() == plain_rows(TEXTS, LENGTH)[0][0]
 
 
 def test_no_network(load, monkeypatch):
