@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
+from growkern.errors import GrowthError
 from growkern.train.data import (
     CausalLMCollator,
     Collator,
@@ -134,8 +136,15 @@ def load_data(
         progress: whether to show a progress bar.
 
     Raises:
-        GrowthError: the data cannot be found, read or cached, or does not fit the options.
+        GrowthError: the data cannot be found, read or cached, or does not fit the options; or
+            several processes cannot wait for each other yet.
     """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and not dist.is_initialized():
+        raise GrowthError(
+            f"{processes} processes were started, but they cannot wait for each other: call "
+            "torch.distributed.init_process_group or make the TrainingArguments before load_data"
+        )
     sources = find_sources(data, Path(base))
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"
@@ -144,8 +153,9 @@ def load_data(
         settings = Settings.of(data, source, tokenizer, weights)
         directory = location / from_first(lambda: _key(source, settings, tokenizer))
         rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
-        # about 4 bytes of text become a token of 4 bytes
-        size = sum(file.stat().st_size for file in source.files)
+        # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
+        files = () if source.dataset else source.files
+        size = sum(file.stat().st_size for file in files)
         return cached_rows(directory, rows, source.name, size, weights)
 
     train, validation = sources["train"], sources["validation"]
@@ -157,7 +167,7 @@ def load_data(
             train.stream(),
             Reader(settings, tokenizer, train.name),
             rank=int(os.environ.get("RANK", "0")),
-            processes=int(os.environ.get("WORLD_SIZE", "1")),
+            processes=processes,
             window=data.shuffle_window,
             seed=seed,
             weights=row_weights,

@@ -263,6 +263,13 @@ def test_options_that_cannot_be_used(options, match, load, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+def test_processes_that_cannot_wait_for_each_other(load, monkeypatch, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GrowthError, match=r"2 processes were started, .* before load_data"):
+        load(train=("a.jsonl",))
+
+
 def test_a_stream_without_a_token_ends(load, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"ids": []}] * 3)
     with pytest.raises(GrowthError, match="no tokens for process 0 of 1"):
