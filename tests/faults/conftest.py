@@ -29,23 +29,23 @@ def shim(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def preloaded(shim):
-    """Runs a module of the tests in a folder, with the library before all others.
+    """Runs a module of the tests in a new folder, with the library before all others.
 
     With ``--walks`` above 1 its walk skips no operation.
     """
     # in memory where there is such a place: a walk syncs thousands of times
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place) as folder:
 
-        def run(module, *arguments):
+    def run(module, *arguments):
+        environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryDirectory(dir=place) as folder:
             command = [sys.executable, "-W", "ignore", "-m", module, folder, *arguments]
             command += [EVERY] * (walks.times > 1)
-            environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
             )
-            assert done.returncode == 0, done.stderr
-            return done
+        assert done.returncode == 0, done.stderr
+        return done
 
-        yield run
+    return run
