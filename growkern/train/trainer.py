@@ -96,8 +96,8 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
     ) -> None:
         args = args or TrainingArguments()
         check_arguments(args, options)
-        if two_stage is not None and args.world_size > 1:
-            # layers outside the sub-model get no gradient
+        if two_stage is not None:
+            # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
         refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)

@@ -28,13 +28,17 @@ ALL = [(number, i) for number, cases in CASES.items() for i in range(len(cases))
 IDS = [f"{number}: {CASES[number][i].name}" for number, i in ALL]
 
 
+def run_on(number, cases, folder):
+    (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
+    on_ranks(number, parity.__name__, folder)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     results = {}
     for number, cases in CASES.items():
         folder = tmp_path_factory.mktemp(f"ranks{number}")
-        (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
-        on_ranks(number, parity.__name__, folder)
+        run_on(number, cases, folder)
         for i in range(len(cases)):
             results[number, i] = torch.load(folder / f"{i}.pt", weights_only=True)
     return results
@@ -48,6 +52,14 @@ def test_several_ranks_are_one(found, number, i, tmp_path):
     tolerance = TOLERANCES[case.dtype]
     assert apart.pop("Trainer's loss") <= max(tolerance, TOLERANCES["float32"])
     assert max(apart.values()) <= tolerance, apart
+
+
+def test_a_single_process_of_torchrun_is_one(tmp_path):
+    """accelerate wraps its model, whose layers do not all run."""
+    case = Case("bert", checkpointing=True)
+    run_on(1, [case], tmp_path)
+    apart = differences(torch.load(tmp_path / "0.pt"), found_in(tmp_path, case))
+    assert max(apart.values()) <= TOLERANCES[case.dtype], apart
 
 
 @pytest.mark.parametrize(("number", "i"), ALL, ids=IDS)
