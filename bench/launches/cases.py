@@ -156,8 +156,8 @@ def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     yield _linear(4, 65, BF16, all_of | {"vocab_tile": 64}, rng)
     yield _topk(4, 65, BF16, {"vocab_tile": 64}, rng)
     for size in ((64, 1, 128, 1), (1, 64, 1, 128), (1, 1, 1, 1)):
-        for noise in ("row", "col"):
-            yield _expand(size, BF16, BF16, {"noise": noise}, rng)
+        for how, axis in itertools.product(("noise", "routing"), ("row", "col")):
+            yield _expand(size, BF16, BF16, {how: axis}, rng)
 
 
 # ------------------------------------------------------------------------- expand
@@ -190,11 +190,15 @@ def _expand(
 def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     """Every dtype, kind of call and layout, one by one and as a work list."""
     kinds: list[dict[str, Any]] = [{}, {"noise": "col"}, {"upper": True, "noise": "col"}]
-    kinds += [{"upper": True}, {"noise": "row"}]
+    kinds += [{"upper": True}, {"noise": "row"}, {"routing": "row"}, {"routing": "col"}]
+    kinds += [{"upper": True, "routing": "col"}, {"routing": "col", "amplitude": 2.0}]
     wide, ragged = (16, 64, 32, 1024), (9, 17, 20, 33)
+    # as growth by FPI launches it: nothing is scaled
+    yield _expand(wide, BF16, BF16, {"routing": "col", "scales": False}, rng)
     for dtype, kind in itertools.product((BF16, FP32, FP16, FP64), kinds):
         yield _expand(wide, dtype, dtype, kind, rng)
-    for kind, layout in itertools.product(kinds[:3], ("dense", "padded", "strided", "turned")):
+    some = (*kinds[:3], {"routing": "col"})
+    for kind, layout in itertools.product(some, ("dense", "padded", "strided", "turned")):
         yield _expand(ragged, BF16, BF16, kind, rng, layout=layout)
     for drop in (("rows",), ("cols",), ("rows", "row_scale"), ("row_scale",)):
         yield _expand((64, 64, 64, 64), BF16, FP32, {}, rng, drop)

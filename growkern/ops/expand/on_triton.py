@@ -216,10 +216,12 @@ def aot_cases() -> list[AotCase]:
             "scales": (None, factor),
             "noise": (None, None, None),
             "out_ptr": x,
-            "strides": ("i32", 1, "i32", 1, "i32", 1),
+            # without `upper` its strides are 0
+            "strides": ("i32", 1, "i32", "i32", "i32", 1),
             "shape": ("i32",) * 4,
         }
         aki = {"sources": (x, x), "scales": (factor, factor)}
+        aki["strides"] = ("i32", 1, "i32", 1, "i32", 1)
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}

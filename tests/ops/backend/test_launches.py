@@ -27,6 +27,8 @@ IN_TABLE = {
     "expand many FPI bf16",
     "expand many AKI, noise bf16",
     "expand AKI, noise bf16",
+    "expand many FPI, routing bf16",
+    "expand FPI, routing bf16",
 }
 
 
