@@ -24,8 +24,8 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-# rows and vocabulary: multiples of 16, or not, are different kernels
-SHAPES = ((6, 128_256), (16, 30_522))
+# rows and vocabulary: multiples of 16, or not, are different kernels, see also `edges`
+SHAPES = ((6, 128_256), (6, 30_522))
 ALPHA, T = 0.7, 2.0
 Shapes: TypeAlias = Sequence[tuple[int, int]]
 
@@ -147,7 +147,12 @@ def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
 
 
 def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
-    """One row, one column, a tile of one column: Triton makes an argument of 1 a constant."""
+    """One row, one column, a tile of one column: Triton makes an argument of 1 a constant.
+
+    And 16 rows, because it makes kernels of their own for multiples of 16.
+    """
+    for make in (_ready, _linear, _topk):
+        yield make(16, 300, BF16, {}, rng)
     all_of = OPTIONS[-1] | {"return_parts": True}
     for N, V in ((1, 300), (4, 1), (1, 1)):
         yield _ready(N, V, FP32, {}, rng)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from growkern.ops.loss.linear.gemm import BALANCE, rows_of_chunk
+from growkern.ops.loss.linear.gemm import BALANCE
+from growkern.ops.loss.linear.heads import rows_of_chunk
 
 FLOPS, BANDWIDTH = 788e12, 4.3e12
 # bytes per logit of the row kernels: float32 logits of both heads, a bfloat16 gradient

@@ -220,8 +220,10 @@ def aot_cases() -> list[AotCase]:
             "strides": ("i32", 1, "i32", "i32", "i32", 1),
             "shape": ("i32",) * 4,
         }
-        aki = {"sources": (x, x), "scales": (factor, factor)}
-        aki["strides"] = ("i32", 1, "i32", 1, "i32", 1)
+        aki = {
+            **{"sources": (x, x), "scales": (factor, factor)},
+            "strides": ("i32", 1, "i32", 1, "i32", 1),
+        }
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
