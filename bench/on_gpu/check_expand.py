@@ -228,5 +228,5 @@ def _whole_model(recorder: Recorder) -> None:
             if not error <= worst:
                 worst, where = error, call.name
         facts = {"shape": f"{count} tensors, {elements:.3g} elements", "worst": where}
-        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, noise=True)
+        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, parted=True)
         recorder.check(f"Llama 1B to 3B, {method}", worst, bound, **facts)

@@ -260,8 +260,8 @@ def _row_counts(
     is_narrow = x_NH.element_size() == 2 and gemm_dtype(x_NH) == x_NH.dtype
     if may_ask(x_NH.device) or not (wanted and is_narrow) or size or sizes.chunk_bytes:
         return C, size or whole, 0
-    some, held = held_rows(R, widths, x_NH.element_size() * row_columns(whole, x_NH.device))
-    return some if held else C, whole, held
+    C, held = held_rows(R, widths, x_NH.element_size() * row_columns(whole, x_NH.device))
+    return max(C, 1), whole, held
 
 
 # ---------------------------------------------------------------------------- op
