@@ -185,6 +185,7 @@ def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
     """The document of a process that has ended. `status` and `why` apply if it did not finish."""
     document = results.read(path) or {"piece": name, "rows": [], "failures": []}
     if document.get("status", "running") == "running":
+        document["rows"] += document.pop("unfinished", [])
         document["status"] = status
         document["failures"].append(why)
     if document["status"] not in ("ok", "skipped"):

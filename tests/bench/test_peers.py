@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import bench_linear_kl_mlm_loss
-from bench.shared import loss_measure, peers
+from bench.shared import harness, loss_measure, peers
 from bench.shared.loss_measure import Provider, in_turns
 from bench.shared.peers import Peer
 
@@ -40,6 +40,28 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
     assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
         in_turns([Provider("ours", fails, ours=True)], 1)
+
+
+def test_rows_are_there_before_all_turns_are_over(monkeypatch):
+    """A time-out in the middle of a shape leaves a row of every provider that ran."""
+    seen = []
+
+    def stopped():
+        assert len(seen[-1]) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "observer", lambda rows: seen.append(rows))
+    first = Provider("first", lambda: None, lambda: 0.25)
+    with pytest.raises(KeyboardInterrupt):
+        in_turns([first, Provider("second", stopped)], 2, facts={"shape": "2x3"})
+    (row,) = seen[-1]
+    assert {"shape": "2x3", "provider": "first", "gradient error": 0.25}.items() <= row.items()
+    assert row["wall s"] >= 0 and row["turns"] == 0
+    made = []
+    in_turns([first], 2, made.append)
+    assert (
+        seen[-2][0]["turns"] == 2 and seen[-1] == [] and len(made) == 1 and "turns" not in made[0]
+    )
 
 
 def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):

@@ -235,6 +235,7 @@ def aot_cases() -> list[AotCase]:
             ("FPI, noise", fpi | noisy, COL_NOISE),
             ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
             ("AKI, noise", fpi | aki | noisy, COL_NOISE),
+            ("AKI, routing", fpi | aki | {"scales": (None, None)} | routed, COL_ROUTING),
             ("rows", fpi | rows, NO_NOISE),
         )
         # float64 is for tests
