@@ -42,6 +42,33 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
         in_turns([Provider("ours", fails, ours=True)], 1)
 
 
+@pytest.mark.parametrize("by_head", [True, False])
+def test_trl_is_called_in_both_orders_of_its_arguments(by_head, monkeypatch):
+    """With stand-ins of both signatures the gradient is that of the divergence."""
+
+    def divergence(z, u, mask, beta, chunk_size):
+        assert mask.shape == z.shape[:2] and beta == 0.0 and chunk_size
+        kl = torch.nn.functional.kl_div(
+            z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="none"
+        )
+        return kl.sum(-1).mean(), None, None
+
+    def heads_together(hidden, student_weight, teacher_hidden, teacher_weight, *rest):
+        return divergence(hidden @ student_weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
+
+    def hidden_together(hidden, teacher_hidden, weight, teacher_weight, *rest):
+        return divergence(hidden @ weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
+
+    names = ("trl", "trl.trainer", "trl.trainer.distillation_trainer")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    last = modules[names[-1]]
+    last._chunked_divergence_loss = heads_together if by_head else hidden_together
+    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
+    assert loss_measure.error_of(peers.trl_chunked, 1.0, 50, 12, 8, torch.float32) < 1e-5
+
+
 def test_rows_are_there_before_all_turns_are_over(monkeypatch):
     """A time-out in the middle of a shape leaves a row of every provider that ran."""
     seen = []
