@@ -83,19 +83,22 @@ def liger_kl(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor
 def trl_chunked(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
     """The divergence of its DistillationTrainer alone. It has no label loss to go with it.
 
-    The function is not public: versions differ in the order of its arguments.
+    The function is not public: versions differ in its arguments.
     """
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
     hiddens, weights = zip(student, teacher, strict=True)
     # batch and sequence: one sequence of all rows
     hiddens = [x[None] for x in hiddens]
-    second = list(inspect.signature(_chunked_divergence_loss).parameters)[1]
-    if "weight" in second:
+    names = list(inspect.signature(_chunked_divergence_loss).parameters)
+    if "weight" in names[1]:
         tensors = (hiddens[0], weights[0], hiddens[1], weights[1])
     else:
         tensors = (*hiddens, *weights)
-    divergence, *_ = _chunked_divergence_loss(*tensors, torch.ones_like(labels)[None], 0.0, 256)
+    # versions from 1.16 on choose the size of a chunk themselves
+    size = {"chunk_size": 256} if "chunk_size" in names else {}
+    mask = torch.ones_like(labels)[None]
+    divergence, *_ = _chunked_divergence_loss(*tensors, mask, 0.0, **size)
     return alpha * divergence
 
 

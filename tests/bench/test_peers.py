@@ -46,17 +46,17 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
 def test_trl_is_called_in_both_orders_of_its_arguments(by_head, monkeypatch):
     """With stand-ins of both signatures the gradient is that of the divergence."""
 
-    def divergence(z, u, mask, beta, chunk_size):
-        assert mask.shape == z.shape[:2] and beta == 0.0 and chunk_size
+    def divergence(z, u, mask, beta):
+        assert mask.shape == z.shape[:2] and beta == 0.0
         kl = torch.nn.functional.kl_div(
             z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="none"
         )
         return kl.sum(-1).mean(), None, None
 
-    def heads_together(hidden, student_weight, teacher_hidden, teacher_weight, *rest):
+    def heads_together(hidden, student_weight, teacher_hidden, teacher_weight, *rest, chunk_size):
         return divergence(hidden @ student_weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
 
-    def hidden_together(hidden, teacher_hidden, weight, teacher_weight, *rest):
+    def hidden_together(hidden, teacher_hidden, weight, teacher_weight, *rest, num_items=None):
         return divergence(hidden @ weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
 
     names = ("trl", "trl.trainer", "trl.trainer.distillation_trainer")
