@@ -19,14 +19,14 @@ def _scale_kernel(
     factor_ptr,  # ()
     n,
     PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     factor = tl.load(factor_ptr)
     if factor != 1:
         # int64: a gradient may have more than 2**31 elements
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        for start in range(first, n, PROGRAMS * BLOCK):
-            at = start + tl.arange(0, BLOCK)
+        first = tl.program_id(0).to(tl.int64) * BLOCK_N
+        for start in range(first, n, PROGRAMS * BLOCK_N):
+            at = start + tl.arange(0, BLOCK_N)
             x = tl.load(x_ptr + at, mask=at < n, other=0.0)
             # in the wider of both dtypes, rounded once
             tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=at < n)
@@ -42,7 +42,7 @@ def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
     """
     if by_triton and HAS_TRITON and x.numel():
         programs = min(-(-x.numel() // BLOCK), MOST_PROGRAMS)
-        constants = {"PROGRAMS": programs, "BLOCK": BLOCK, "num_warps": 4}
+        constants = {"PROGRAMS": programs, "BLOCK_N": BLOCK, "num_warps": 4}
         launch(_scale_kernel, programs, x, x, factor, x.numel(), **constants)
     elif not x.is_cpu or factor != 1:
         # only a CPU is asked
@@ -52,5 +52,5 @@ def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
 def aot_cases() -> list[AotCase]:
     """dW of a bfloat16 head."""
     signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "n": "i32"}
-    constants = {"PROGRAMS": MOST_PROGRAMS, "BLOCK": BLOCK}
+    constants = {"PROGRAMS": MOST_PROGRAMS, "BLOCK_N": BLOCK}
     return [AotCase("scale bf16", _scale_kernel, signature, constants)]
