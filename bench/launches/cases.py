@@ -113,6 +113,16 @@ def _linear(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Ge
     return _loss_case(name, op, [*student, bias], (), labels, options)
 
 
+def _without_biases(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> Case:
+    student, teacher = make_heads(N, V, 32, 16, dtype, rng)
+
+    def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
+        return linear_kl_mlm_loss(x, w, *(part.to(x.dtype) for part in teacher), *rest, **options)
+
+    name = f"linear {N}x{V} {dtype}, no bias".replace("torch.", "")
+    return _loss_case(name, op, student, (), make_labels(N, V, rng), {})
+
+
 def _topk(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
     student, _ = make_heads(N, V, 32, 16, dtype, rng)
     count, k = 2 if "teacher_weights" in o else 1, min(8, V)
@@ -130,6 +140,7 @@ def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
         for make in (_linear, _ready, _topk):
             yield make(N, V, dtype, {}, rng)
+        yield _without_biases(N, V, dtype, rng)
 
 
 def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
