@@ -33,7 +33,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from rich.console import Console
 
-from bench.launches.sources import RAGGED, TARGETS, all_cases, source_of
+from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, source_of
 from bench.shared import harness, results, roofline
 from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
 from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
@@ -197,7 +197,7 @@ def _jobs(only: str, archs: Sequence[str]) -> list[Job]:
         (case.name, arch, fingerprint(case, arch))
         for case in all_cases()
         for arch in archs or ARCHS
-        if only in case.name and (case.narrow != RAGGED or arch == RAGGED_ARCH)
+        if only in case.name and (not case.name.endswith(RAGGED_NAME) or arch == RAGGED_ARCH)
     ]
     if nvrtc.nvrtc() is None:
         return jobs

@@ -27,8 +27,7 @@ from bench.shared.harness import (
     require_green,
     show_and_save,
 )
-from bench.shared.inputs import truth_rows
-from growkern.ops.expand.call import Routing
+from bench.shared.inputs import routing_of, truth_rows
 from growkern.ops.expand.op import expand
 
 SOURCE, TARGET = 4096, 8192
@@ -119,11 +118,7 @@ def measure(
         half = torch.full((target // 2,), 0.5, device=DEVICE)
         case["col_noise"] = torch.cat([half, -half])
     if scaled == "routing":
-        order = index.argsort(stable=True)
-        number, count = torch.empty_like(index), index.bincount()
-        first = count.cumsum(0) - count
-        number[order] = torch.arange(target, device=DEVICE) - first[index[order]]
-        case["routing"] = Routing(1, torch.stack([number, count[index]], 1))
+        case["routing"] = routing_of(index, 1)
     out = torch.zeros(target, target, dtype=dtype, device=DEVICE)
 
     def ours(**kwargs: Any) -> torch.Tensor:

@@ -188,7 +188,7 @@ def main():
                 "dtype": str(dtype).removeprefix("torch."),
             } | ({"heads": "with bias"} if args.bias else {})
             named = providers(shape, dtype, args.compile, args.bias)
-            in_turns(named, args.repeats, lambda row, what=what: rows.append(what | row))
+            in_turns(named, args.repeats, rows.append, what)
     show_and_save("linear_kl_mlm_loss", facts, rows)
 
 

@@ -97,7 +97,7 @@ def _products(**values: tuple[int, ...]) -> Iterator[Choice]:
 
 
 def _expand(recorder: Recorder) -> None:
-    """The default of growth: both axes gathered, columns scaled and with noise."""
+    """The default of growth: both axes gathered, and routing on the columns."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
     widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
@@ -107,7 +107,7 @@ def _expand(recorder: Recorder) -> None:
     # each thread takes 4 to 32 columns
     choices = [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024 or recorder.toy]
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
-        case = make_case(size, dtype, rng, noise="col") | {"row_scale": None}
+        case = make_case(size, dtype, rng, routing="col", scales=False)
         out = torch.empty(size[2:], dtype=dtype, device=recorder.device)
 
         def call(case: dict[str, Any] = case, out: Tensor = out) -> Tensor:

@@ -24,8 +24,8 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-# rows and vocabulary: multiples of 16, or not, are different kernels
-SHAPES = ((6, 128_256), (16, 30_522))
+# rows and vocabulary: multiples of 16, or not, are different kernels, see also `edges`
+SHAPES = ((6, 128_256), (6, 30_522))
 ALPHA, T = 0.7, 2.0
 Shapes: TypeAlias = Sequence[tuple[int, int]]
 
@@ -113,6 +113,16 @@ def _linear(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Ge
     return _loss_case(name, op, [*student, bias], (), labels, options)
 
 
+def _without_biases(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> Case:
+    student, teacher = make_heads(N, V, 32, 16, dtype, rng)
+
+    def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
+        return linear_kl_mlm_loss(x, w, *(part.to(x.dtype) for part in teacher), *rest, **options)
+
+    name = f"linear {N}x{V} {dtype}, no bias".replace("torch.", "")
+    return _loss_case(name, op, student, (), make_labels(N, V, rng), {})
+
+
 def _topk(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
     student, _ = make_heads(N, V, 32, 16, dtype, rng)
     count, k = 2 if "teacher_weights" in o else 1, min(8, V)
@@ -130,6 +140,7 @@ def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
         for make in (_linear, _ready, _topk):
             yield make(N, V, dtype, {}, rng)
+        yield _without_biases(N, V, dtype, rng)
 
 
 def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
@@ -147,7 +158,12 @@ def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
 
 
 def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
-    """One row, one column, a tile of one column: Triton makes an argument of 1 a constant."""
+    """One row, one column, a tile of one column: Triton makes an argument of 1 a constant.
+
+    And 16 rows, because it makes kernels of their own for multiples of 16.
+    """
+    for make in (_ready, _linear, _topk):
+        yield make(16, 300, BF16, {}, rng)
     all_of = OPTIONS[-1] | {"return_parts": True}
     for N, V in ((1, 300), (4, 1), (1, 1)):
         yield _ready(N, V, FP32, {}, rng)
@@ -156,8 +172,8 @@ def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     yield _linear(4, 65, BF16, all_of | {"vocab_tile": 64}, rng)
     yield _topk(4, 65, BF16, {"vocab_tile": 64}, rng)
     for size in ((64, 1, 128, 1), (1, 64, 1, 128), (1, 1, 1, 1)):
-        for noise in ("row", "col"):
-            yield _expand(size, BF16, BF16, {"noise": noise}, rng)
+        for how, axis in itertools.product(("noise", "routing"), ("row", "col")):
+            yield _expand(size, BF16, BF16, {how: axis}, rng)
 
 
 # ------------------------------------------------------------------------- expand
@@ -190,11 +206,15 @@ def _expand(
 def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     """Every dtype, kind of call and layout, one by one and as a work list."""
     kinds: list[dict[str, Any]] = [{}, {"noise": "col"}, {"upper": True, "noise": "col"}]
-    kinds += [{"upper": True}, {"noise": "row"}]
+    kinds += [{"upper": True}, {"noise": "row"}, {"routing": "row"}, {"routing": "col"}]
+    kinds += [{"upper": True, "routing": "col"}, {"routing": "col", "amplitude": 2.0}]
     wide, ragged = (16, 64, 32, 1024), (9, 17, 20, 33)
+    # as growth by FPI launches it: nothing is scaled
+    yield _expand(wide, BF16, BF16, {"routing": "col", "scales": False}, rng)
     for dtype, kind in itertools.product((BF16, FP32, FP16, FP64), kinds):
         yield _expand(wide, dtype, dtype, kind, rng)
-    for kind, layout in itertools.product(kinds[:3], ("dense", "padded", "strided", "turned")):
+    some = (*kinds[:3], {"routing": "col"})
+    for kind, layout in itertools.product(some, ("dense", "padded", "strided", "turned")):
         yield _expand(ragged, BF16, BF16, kind, rng, layout=layout)
     for drop in (("rows",), ("cols",), ("rows", "row_scale"), ("row_scale",)):
         yield _expand((64, 64, 64, 64), BF16, FP32, {}, rng, drop)

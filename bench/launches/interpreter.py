@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter quicker, with the same results.
+"""Makes Triton's interpreter quicker, with the same results, and lets it work with new NumPy.
 
 The interpreter replaces the functions of `triton.language` at every call of a device function, and
 looks up a table of dtypes that it first makes anew. Both took half of the time of a test.
@@ -60,3 +60,26 @@ def make_quick() -> None:
     if not hasattr(interpreter._patch_lang, "__self__"):
         interpreter._patch_lang = _Launch(interpreter).patch
         interpreter._get_np_dtype = _once_per_dtype(interpreter._get_np_dtype)
+
+
+def allow_new_numpy() -> None:
+    """Let kernels that are interpreted use a scalar as the bound of a loop.
+
+    Triton 3.5 and 3.6 call int() on an array with one element, which NumPy refuses from 2.4 on.
+    Triton 3.7 does not. On a GPU nothing is interpreted.
+    """
+    if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "allows_new_numpy", False):
+        return
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        # the scope of Triton's own patch puts back what was there before
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    patched.allows_new_numpy = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched

@@ -12,13 +12,17 @@ from growkern.ops.backend.aot import AotCase
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+RAGGED_NAME = ", V 30522"
 RAGGED = "rows are not aligned, because the vocabulary is no multiple of 16"
 
 
 def ragged(case: AotCase) -> AotCase:
     """The same launch for a vocabulary that is no multiple of 16."""
+    name = case.name + RAGGED_NAME
+    if case.padded:
+        return case._replace(name=name, unaligned=(*case.unaligned, "V"))
     return case._replace(
-        name=f"{case.name}, V 30522",
+        name=name,
         unaligned=(*case.unaligned, *sorted({"V", "strides"} & case.signature.keys())),
         narrow=case.narrow or RAGGED,
         narrow_stores=RAGGED,

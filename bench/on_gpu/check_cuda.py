@@ -13,7 +13,7 @@ import torch
 
 from bench.launches import cuda_emulator
 from bench.on_gpu import check_expand, check_loss
-from bench.on_gpu.check_expand import check_case
+from bench.on_gpu.check_expand import check_case, named
 from bench.shared.inputs import in_nan, make_case
 from bench.shared.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
@@ -73,14 +73,13 @@ def _matrices(recorder: Recorder, backend: str) -> None:
         [(9, 16, 20, 32)],
     )
     dtypes = recorder.pick(check_expand.DTYPES[:3], check_expand.DTYPES[:1])
-    kinds = recorder.pick(((False, ""), (True, "col"), (True, "row")), ((True, "col"),))
+    kinds = recorder.pick(check_expand.KINDS, check_expand.KINDS[2:5:2])
     for size in sizes:
         for dtype in dtypes:
-            for upper, noise in kinds:
-                case = make_case(size, dtype, rng, upper=upper, noise=noise)
+            for kind in kinds:
+                case = make_case(size, dtype, rng, **kind)
                 out = in_nan(size[2:], dtype, rng, "dense")
-                name = f"{dtype}{', upper' * upper}{f', {noise} noise' * bool(noise)}"
-                check_case(recorder, name.removeprefix("torch."), case, out, backend)
+                check_case(recorder, named(dtype, kind), case, out, backend)
     small, large = recorder.pick(((32_768, 16_384), (65_560, 32_808)), ((9, 17), (20, 33)))
     case = make_case((*small, *large), torch.bfloat16, rng)
     out = in_nan(large, torch.bfloat16, rng, "dense")

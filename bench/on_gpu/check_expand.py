@@ -24,6 +24,16 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 SAMPLE_ROWS = 192
 # how many elements are tested for NaN at a time
 PART = 1 << 28
+# how copies are told apart, with and without the layer above: arguments of `make_case`
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"upper": True},
+    {"upper": True, "noise": "col"},
+    {"noise": "row"},
+    {"routing": "col", "scales": False},
+    {"upper": True, "routing": "col"},
+    {"routing": "row", "amplitude": 2.0},
+)
 
 
 def run(recorder: Recorder) -> None:
@@ -42,9 +52,16 @@ def worst_error(actual: Tensor, truth: Tensor) -> float:
     return float("nan") if error.isnan().any() else error.max().item()
 
 
-def allowed(weight: Tensor, out: torch.dtype, noise: bool) -> float:
+def named(dtype: torch.dtype, kind: dict[str, Any]) -> str:
+    """The name of a check: dtype and arguments of `make_case`."""
+    words = [str(dtype), *(f"{key} {value}" for key, value in kind.items())]
+    return ", ".join(words).replace("torch.", "")
+
+
+def allowed(weight: Tensor, out: torch.dtype, parted: bool) -> float:
     """The allowed relative error: half a rounding step of the output dtype, and one rounding step
-    of the arithmetic for each factor of equations (1) to (4).
+    of the arithmetic for each factor of equations (1) to (4). `parted`: a weight is split between
+    copies, by noise or by routing with an amplitude other than 1.
     """
     eps = torch.finfo(acc_torch_dtype(weight)).eps
     if out == torch.bfloat16:
@@ -53,8 +70,9 @@ def allowed(weight: Tensor, out: torch.dtype, noise: bool) -> float:
     # Triton's interpreter truncates to bfloat16, whereas a device rounds
     whole = out == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
     # With noise the smaller of two replicas has the rounding error of the larger one besides its
-    # own. For noise below 1/2 the larger one is at most 3 times the smaller one.
-    return (4 if noise else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
+    # own. For noise below 1/2 the larger one is at most 3 times the smaller one. So it is with
+    # routing of amplitude 2.
+    return (4 if parted else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
 
 
 # ---------------------------------------------------------------------- cases
@@ -104,22 +122,22 @@ def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tenso
             f"{name}: {found} NaN after the call, but {gaps} elements lie outside of the output"
         )
     shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
-    noise = any(case.get(f"{axis}_noise") is not None for axis in ("row", "col"))
-    recorder.check(name, error, allowed(case["weight"], out.dtype, noise), shape=shape)
+    parted = any(case.get(name) is not None for name in ("row_noise", "col_noise"))
+    parted |= "routing" in case and case["routing"].amplitude != 1
+    recorder.check(name, error, allowed(case["weight"], out.dtype, parted), shape=shape)
 
 
 def _matrices(recorder: Recorder) -> None:
-    """Sizes of real models, every dtype, with and without the layer above and noise."""
+    """Sizes of real models, every dtype and kind."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     square = recorder.pick((4096, 4096, 8192, 8192), (9, 17, 20, 33))
     # an embedding: no map over its rows
     embedding = recorder.pick((262_144, 2048, 262_144, 3072), (9, 16, 9, 24))
     for dtype in recorder.pick(DTYPES, DTYPES[:2]):
-        for upper, noise in ((False, ""), (True, ""), (True, "col"), (False, "row")):
-            case = make_case(square, dtype, rng, upper=upper, noise=noise)
-            name = f"{dtype}{', upper' * upper}{f', {noise} noise' * bool(noise)}"
+        for kind in KINDS:
+            case = make_case(square, dtype, rng, **kind)
             out = in_nan(square[2:], dtype, rng, "dense")
-            check_case(recorder, name.removeprefix("torch."), case, out)
+            check_case(recorder, named(dtype, kind), case, out)
     for dtype in recorder.pick(DTYPES[:2], DTYPES[:1]):
         case = make_case(embedding, dtype, rng) | {"rows": None}
         out = in_nan(embedding[2:], dtype, rng, "dense")
@@ -156,10 +174,9 @@ def random_layouts(
         if out_dtype == torch.float16 != dtype:
             # Values below float16's normal range lose digits, which has nothing to do with layouts.
             out_dtype = torch.float32
-        upper, noise = pick // 16 % 2 == 1, ("", "row", "col")[pick // 32 % 3]
-        case = make_case((R, C, M, N), dtype, rng, upper=upper, noise=noise)
+        case = make_case((R, C, M, N), dtype, rng, **KINDS[pick // 16 % len(KINDS)])
         layout = ("strided", "padded", "turned")[trial % 3]
-        for name in ("weight", "upper")[: 1 + upper]:
+        for name in (name for name in ("weight", "upper") if name in case):
             place = in_nan((R, C), dtype, rng, layout)
             case[name] = place.copy_(case[name])
         out = in_nan((M, N), out_dtype, rng, ("padded", "turned", "strided")[trial // 3 % 3])
@@ -174,13 +191,14 @@ def work_list(recorder: Recorder) -> None:
         [(2048, 4096, 4096, 8192), (1, 4096, 1, 8192), (30_522, 768, 30_522, 1024), (5, 7, 9, 11)],
         [(9, 16, 20, 32), (1, 9, 1, 17)],
     )
-    kinds = ((False, ""), (True, "col"), (False, "row"))
     cases, calls = [], []
-    for number in range(recorder.pick(24, 6)):
+    for number in range(recorder.pick(28, 7)):
         size, dtype = sizes[number % len(sizes)], DTYPES[number // 3 % 2]
-        upper, noise = kinds[number % 3]
-        case = make_case(size, dtype, rng, upper=upper, noise=noise)
-        cases.append(case | {"rows": None} if size[0] == size[2] and not upper else case)
+        kind = KINDS[number % len(KINDS)]
+        case = make_case(size, dtype, rng, **kind)
+        # the routing of rows counts copies by their map
+        whole = size[0] == size[2] and "upper" not in kind and kind.get("routing") != "row"
+        cases.append(case | {"rows": None} if whole else case)
         layout = ("dense", "strided", "padded")[number // 2 % 3]
         calls.append(ExpandCall(in_nan(size[2:], dtype, rng, layout), **cases[-1]))
     huge = recorder.pick((32_768, 16_384, 65_560, 32_808), (9, 17, 20, 33))
@@ -210,5 +228,5 @@ def _whole_model(recorder: Recorder) -> None:
             if not error <= worst:
                 worst, where = error, call.name
         facts = {"shape": f"{count} tensors, {elements:.3g} elements", "worst": where}
-        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, noise=True)
+        bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, parted=True)
         recorder.check(f"Llama 1B to 3B, {method}", worst, bound, **facts)

@@ -65,6 +65,7 @@ class Piece:
             setattr(module, name, value)
 
         harness.collector = recorder.add
+        harness.observer = recorder.unfinished
         harness.compiler = recorder.pick("inductor", "eager")
         args = self.toy_args if recorder.toy else self.args
         sys.argv = [f"bench.{self.module}", "--no-test", *args]

@@ -28,6 +28,7 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
     """Run a piece in this process, write its document to `path`, and return its status."""
     recorder = Recorder(piece.name, path, toy=toy)
     try:
+        interpreter.allow_new_numpy()
         piece.run(recorder)
     except Skip as reason:
         recorder.document |= {"status": "skipped", "reason": str(reason)}
@@ -183,6 +184,7 @@ def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
     """The document of a process that has ended. `status` and `why` apply if it did not finish."""
     document = results.read(path) or {"piece": name, "rows": [], "failures": []}
     if document.get("status", "running") == "running":
+        document["rows"] += document.pop("unfinished", [])
         document["status"] = status
         document["failures"].append(why)
     if document["status"] not in ("ok", "skipped"):

@@ -96,7 +96,7 @@ def _expand_case(
         routing=Routing(1, _shape(N, 2)) if how == "routing" else None,
     )
     made = expand_on_cuda.plan(call, limit=limit)
-    narrow = ALIKE if dtype == FP32 else ""
+    narrow = ALIKE if dtype == FP32 or how == "routing" else ""
     narrow = narrow if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize
     stores = narrow if narrow == RAGGED else ""
@@ -112,6 +112,7 @@ def cuda_cases(arch: str) -> list[CudaCase]:
         _expand_case("FPI, noise bf16", limit, 80, BF16, False, "noise", 8192),
         _expand_case("FPI, routing bf16", limit, 80, BF16, False, "routing", 8192),
         _expand_case("AKI, noise bf16", limit, 80, BF16, True, "noise", 8192),
+        _expand_case("AKI, routing bf16", limit, 80, BF16, True, "routing", 8192),
         _expand_case("FPI fp32", limit, 64, FP32, False, "", 8192),
         _expand_case("AKI, noise bf16, ragged", limit, 80, BF16, True, "noise", 8190),
     ]

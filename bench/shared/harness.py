@@ -35,6 +35,9 @@ FLUSH_BYTES = 1 << 30
 # Called with every row as soon as it is measured, instead of saving a file at the end.
 # `bench.gpu` sets it.
 collector: Callable[[dict[str, Any]], None] | None = None
+# Called with the rows of a measurement in turns, whenever one is new, or better than before.
+# `bench.gpu` sets it, so that a measurement that is cut short leaves rows, too.
+observer: Callable[[list[dict[str, Any]]], None] | None = None
 # The backend of `torch.compile`. A dry run sets one that compiles nothing.
 compiler = "inductor"
 

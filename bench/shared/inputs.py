@@ -82,6 +82,19 @@ def _shares(routing: Routing, at: Tensor, source: tuple[Tensor, Tensor], seed: i
     return torch.where(copies[..., 1] == 1, 1.0, share)
 
 
+def routing_of(index: Tensor, dim: int, amplitude: float = 1.0) -> Routing:
+    """The routing of an axis of the result, whose entries read the sources `index`, (n,) int64.
+
+    Copies of a source are numbered in their order.
+    """
+    count = index.bincount()
+    order = index.argsort(stable=True)
+    number = torch.empty_like(index)
+    first = count.cumsum(0) - count
+    number[order] = torch.arange(len(index), device=index.device) - first[index[order]]
+    return Routing(dim, torch.stack([number, count[index]], 1), amplitude)
+
+
 def make_case(
     sizes: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -89,6 +102,8 @@ def make_case(
     *,
     upper: bool = False,
     noise: str = "",
+    routing: str = "",
+    amplitude: float = 1.0,
     scales: bool = True,
 ) -> dict[str, Any]:
     """Random arguments of `expand`, on the generator's device.
@@ -99,6 +114,8 @@ def make_case(
         rng: draws everything.
         upper: whether to also take the layer above.
         noise: "row", "col" or "" for none.
+        routing: likewise; at most one of the two is given.
+        amplitude: of the routing.
         scales: whether to scale rows and columns.
     """
     R, C, M, N = sizes
@@ -122,6 +139,9 @@ def make_case(
         case |= {"row_scale": factor(M), "col_scale": factor(N)}
     if noise:
         case[f"{noise}_noise"] = factor(M if noise == "row" else N) - 0.75
+    if routing:
+        dim = ("row", "col").index(routing)
+        case["routing"] = routing_of(case[("rows", "cols")[dim]], dim, amplitude)
     return case
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.shared import harness
 from bench.shared.harness import benchmark_parser, require_green
 from bench.shared.inputs import DRIFT
 from bench.shared.peers import DEVICE, Peer, why_failed
@@ -105,50 +106,89 @@ def in_turns(
     providers: Sequence[Provider],
     repeats: int,
     each: Callable[[dict[str, Any]], Any] = lambda row: None,
+    facts: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure all providers in turns.
 
     Every turn runs each provider once, so that other load on the machine slows all alike. The
-    first turn is a warm-up.
+    first turn is a warm-up. If somebody observes, it is timed a second time there, so that there
+    is a row of every provider as soon as possible.
 
     Args:
         providers: the ways to compute the loss.
         repeats: turns that count.
-        each: called with every row as soon as it is known.
+        each: called with every row when all turns are over.
+        facts: stand before the figures of each row.
 
     Returns:
         One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), and "gradient
         error". A provider that cannot run or fails has the reason in "why not" instead.
     """
-    samples: dict[str, list[dict[str, float]]] = {p.name: [] for p in providers}
-    why_not = {p.name: p.peer.why_not() if p.peer else "" for p in providers}
+    measured = [_Measured(provider, facts or {}) for provider in providers]
+    for turn in range(repeats + 1):
+        for one in measured:
+            if turn == 0:
+                one.warm_up(harness.observer is not None)
+            else:
+                one.take()
+            if harness.observer is not None:
+                harness.observer([x.row() | {"turns": x.turns} for x in measured if x.is_begun])
+    rows = [one.row() for one in measured]
+    for row in rows:
+        each(row)
+    if harness.observer is not None:
+        harness.observer([])
+    return rows
 
-    def ask(provider: Provider, call: Callable[[], Any]) -> Any:
+
+class _Measured:
+    """A provider with its samples so far."""
+
+    def __init__(self, provider: Provider, facts: dict[str, Any]) -> None:
+        self.provider, self.facts = provider, {**facts, "provider": provider.name}
+        self.why_not = provider.peer.why_not() if provider.peer else ""
+        self.samples: list[dict[str, float]] = []
+        self.first: dict[str, float] | None = None
+        self.error: dict[str, float] = {}
+        self.is_begun = False
+
+    @property
+    def turns(self) -> int:
+        return len(self.samples)
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        if self.why_not:
+            return None
         try:
             return call()
         except Exception as error:
-            if provider.ours:
+            if self.provider.ours:
                 raise
-            why_not[provider.name] = why_failed(error)
+            self.why_not = why_failed(error)
+            return None
 
-    for turn in range(repeats + 1):
-        for provider in providers:
-            if not why_not[provider.name]:
-                sample = ask(provider, partial(_sample, provider.step))
-                samples[provider.name] += [sample] if turn else []
-    rows = []
-    for provider in providers:
-        row: dict[str, Any] = {"provider": provider.name}
-        if not why_not[provider.name]:
-            taken = samples[provider.name]
-            row |= {key: statistics.median(x[key] for x in taken) for key in taken[0]}
-            if provider.error is not None:
-                row["gradient error"] = ask(provider, provider.error)
-        if why_not[provider.name]:
-            row = {"provider": provider.name, "why not": why_not[provider.name]}
-        rows.append(row)
-        each(row)
-    return rows
+    def warm_up(self, observed: bool) -> None:
+        """Run the step once, and once more if its time is wanted at once; then find its error."""
+        self.is_begun = True
+        self._ask(partial(_sample, self.provider.step))
+        if observed:
+            self.first = self._ask(partial(_sample, self.provider.step))
+        if self.provider.error is not None:
+            error = self._ask(self.provider.error)
+            self.error = {} if error is None else {"gradient error": error}
+
+    def take(self) -> None:
+        """Take the sample of a turn."""
+        sample = self._ask(partial(_sample, self.provider.step))
+        self.samples += [sample] if sample else []
+
+    def row(self) -> dict[str, Any]:
+        """The row as it is now."""
+        if self.why_not:
+            return self.facts | {"why not": self.why_not}
+        taken = self.samples or ([self.first] if self.first else [])
+        medians = {key: statistics.median(x[key] for x in taken) for key in (taken or [{}])[0]}
+        return self.facts | medians | self.error
 
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:

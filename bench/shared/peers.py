@@ -7,6 +7,7 @@ does. It is not on PyPI, so it is not compared.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,20 +70,64 @@ def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Ten
     )
 
 
-def torch_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
-    """PyTorch's own loss, from 2.13 on. Labels and teacher become one target of probabilities.
+def liger_kl(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """Its newest loss, which takes the teacher's probabilities; labels become part of them.
 
-    Its value differs by the teacher's entropy, its gradient does not.
+    Its value differs by an entropy, its gradient does not.
     """
+    from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
+
+    return LigerFusedLinearKLDivLoss()(*student, soft_targets(student, teacher, labels, alpha))
+
+
+def trl_chunked(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """The divergence of its DistillationTrainer alone. It has no label loss to go with it.
+
+    The function is not public: versions differ in its arguments.
+    """
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    hiddens, weights = zip(student, teacher, strict=True)
+    # batch and sequence: one sequence of all rows
+    hiddens = [x[None] for x in hiddens]
+    names = list(inspect.signature(_chunked_divergence_loss).parameters)
+    if "weight" in names[1]:
+        tensors = (hiddens[0], weights[0], hiddens[1], weights[1])
+    else:
+        tensors = (*hiddens, *weights)
+    # versions from 1.16 on choose the size of a chunk themselves
+    size = {"chunk_size": 256} if "chunk_size" in names else {}
+    mask = torch.ones_like(labels)[None]
+    divergence, *_ = _chunked_divergence_loss(*tensors, mask, 0.0, **size)
+    return alpha * divergence
+
+
+def soft_targets(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """Labels and teacher as one target of probabilities, (N, V), in the student's dtype."""
     with torch.no_grad():
         hidden, weight = teacher
         target = alpha * (hidden @ weight.t()).float().softmax(-1)
         target.scatter_add_(1, labels[:, None], torch.full_like(target[:, :1], 1 - alpha))
-    return torch.nn.functional.linear_cross_entropy(*student, target.to(student[0].dtype))
+        return target.to(student[0].dtype)
+
+
+def torch_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """PyTorch's own loss in chunks, from 2.13 on, with labels and teacher as one target.
+
+    Its value differs by the teacher's entropy, its gradient does not. PyTorch 2.13 cuts no such
+    target into chunks, and says so; 2.15 does.
+    """
+    target = soft_targets(student, teacher, labels, alpha)
+    return torch.nn.functional.linear_cross_entropy(*student, target, options=_in_chunks())
 
 
 def torch_labels(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
-    return torch.nn.functional.linear_cross_entropy(*student, labels)
+    return torch.nn.functional.linear_cross_entropy(*student, labels, options=_in_chunks())
+
+
+def _in_chunks() -> Any:
+    """Without these options PyTorch holds all logits. Its defaults choose how they are cut."""
+    return torch.nn.LinearCrossEntropyOptions()
 
 
 # ------------------------------------------------------- the same without a teacher
@@ -133,6 +178,10 @@ def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -
 WITH_TEACHER = {
     "liger jsd": Peer("liger-kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False),
     "liger fused jsd": Peer("liger-kernel", "liger_kernel.transformers", liger_fused),
+    "liger kl": Peer("liger-kernel", "liger_kernel.transformers.fused_linear_kl_div", liger_kl),
+    "trl chunked, divergence alone": Peer(
+        "trl", "trl.trainer.distillation_trainer", trl_chunked, needs_gpu=False
+    ),
     "torch soft targets": Peer("torch", "torch", torch_linear, needs_gpu=False),
 }
 LABELS_ALONE = {

@@ -71,6 +71,11 @@ class Recorder:
         self.document["rows"].append(row)
         self.flush()
 
+    def unfinished(self, rows: list[dict[str, Any]]) -> None:
+        """Record the rows of a measurement that goes on; they replace those recorded so before."""
+        self.document["unfinished"] = rows
+        self.flush()
+
     def fail(self, why: str) -> None:
         """Record a failure. The piece continues, and its status will be "failed"."""
         self.document["failures"].append(why)
@@ -99,6 +104,7 @@ class Recorder:
 
     def finish(self) -> str:
         """Write the final status and return it. A piece without rows has failed."""
+        self.document["rows"] += self.document.pop("unfinished", [])
         if self.document["status"] == "running":
             if not self.document["rows"]:
                 self.document["failures"].append("no rows: nothing was measured or checked")

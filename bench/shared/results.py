@@ -37,7 +37,7 @@ TESTS = ("tests/*.py", "tests/ops/**/*")
 STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
 # facts of a run that count as documentation, besides its commit and its GPU
 VERSIONS = ("date", "sources", "python", "torch", "triton")
-PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels")
+PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels", "trl")
 
 
 def _cpu_name() -> str:

@@ -5,7 +5,8 @@
 
 Nothing is measured. The GEMMs run at 788 TFLOP/s in bfloat16, and everything else moves its bytes
 at 4.3 TB/s; both rates are estimates, good to 15 %. "GEMMs" is the limit: no loss from hidden
-states can leave them out. The other lines are what this library adds to them.
+states can leave them out. The other lines are what this library adds to them. A bias of a head
+adds nothing: the row kernel reads it from the cache. Nor does an incoming gradient of 1.
 
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
@@ -14,13 +15,11 @@ import argparse
 import sys
 from typing import NamedTuple
 
-import torch
-
-from growkern.ops.loss.linear.gemm import BALANCE, rows_of_chunk
+from growkern.ops.loss.linear.heads import held_rows
 
 FLOPS, BANDWIDTH = 788e12, 4.3e12
 # bytes per logit of the row kernels: float32 logits of both heads, a bfloat16 gradient
-ROW_KERNELS = {"Triton": 22, "CUDA": 10}
+ROW_KERNELS = {"Triton": 18, "CUDA": 10}
 SHAPES = ((8192, 128_256, 4096, 2048), (256, 128_256, 4096, 2048), (9830, 30_522, 768, 512))
 
 
@@ -29,12 +28,14 @@ class Estimate(NamedTuple):
 
     Attributes:
         chunks: how many chunks the rows make.
+        products: how many products sum dW.
         gemms: seconds of the matrix products.
         passes: name -> seconds of each other pass.
         extra_bytes: the most memory that the loss needs beside its inputs.
     """
 
     chunks: int
+    products: int
     gemms: float
     passes: dict[str, float]
     extra_bytes: int
@@ -49,23 +50,24 @@ def estimate(
 ) -> Estimate:
     """The time of a forward and backward pass in bfloat16 with one teacher."""
     N, V, H, H_t = shape
-    size = rows_of_chunk(H, [H_t], BALANCE["cuda", torch.bfloat16.itemsize])
-    chunks = -(-N // size)
+    # a row of logits has a multiple of 64 columns in memory
+    chunk, held = held_rows(N, [H, H_t], 2 * (V + -V % 64))
+    products = -(-N // (held or N))
     logits = N * V
     moved = {
         # the rate of a GEMM includes writing 2 bytes
         "logits in float32 instead of bfloat16": 2 * 2 * logits,
         f"row kernel, {row_kernel}": ROW_KERNELS[row_kernel] * logits,
-        # one chunk writes bfloat16. Of several the first writes float32, the others read and write
-        # it, and then it becomes bfloat16
-        "sums of dW": (8 * (chunks - 1) + 2 + 6) * V * H if chunks > 1 else 0,
-        "dW times the incoming gradient": 4 * V * H,
+        # one product writes bfloat16. Of several the first writes float32, the others read and
+        # write it, and then it becomes bfloat16
+        "sums of dW": (8 * (products - 1) + 2 + 6) * V * H if products > 1 else 0,
     }
     if bias:
-        moved |= {"adding the biases": 2 * 8 * logits, "db": 2 * logits}
-    held = 8 * -(-N // chunks) * V + (2 if chunks == 1 else 4 + 2) * V * H
+        moved |= {"db": 2 * logits}
+    memory = 8 * chunk * V + 2 * min(held, N) * V + (2 if products == 1 else 4 + 2) * V * H
     passes = {name: size / BANDWIDTH for name, size in moved.items()}
-    return Estimate(chunks, 2 * N * V * (3 * H + H_t) / FLOPS, passes, held)
+    gemms = 2 * N * V * (3 * H + H_t) / FLOPS
+    return Estimate(-(-N // chunk), products, gemms, passes, memory)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@
 #define UPPER 0      // whether there is an `upper`
 #define NOISE 0      // the kind of noise or routing, one of the numbers below
 #define SHARE 1.f    // of routing: what the chosen copy gets
+#define SCALED 1     // whether rows or columns are scaled
 #define THREADS 256
 #endif
 
@@ -53,6 +54,21 @@ struct ExpandRowsArgs {
     bool reads_upper_beside;  // whether a virtual column may be C or more
 };
 
+template <class A, class B>
+struct Same { static constexpr bool value = false; };
+template <class A>
+struct Same<A, A> { static constexpr bool value = true; };
+template <bool yes, class A, class B>
+struct Either { using type = A; };
+template <class A, class B>
+struct Either<false, A, B> { using type = B; };
+
+// whether every number of the result is one of the weight, or 0: then none is converted
+constexpr bool COPIED = !SCALED && SHARE == 1.f && NOISE != ROW_NOISE && NOISE != COL_NOISE &&
+                        Same<IN, OUT>::value;
+// what is computed with; a template, so that code for the other type need not compile
+using Value = typename Either<COPIED, IN, ACC>::type;
+
 __device__ inline double to_acc(double x) { return x; }
 template <class T>
 __device__ inline float to_acc(T x) {
@@ -85,7 +101,7 @@ struct Columns {
         if (!a.cols)
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
-        if (a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
+        if (SCALED && a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
         if (NOISE == ROW_NOISE || NOISE == ROW_ROUTING) {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
@@ -116,14 +132,30 @@ __device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
     return together;
 }
 
+template <class V = Value>
+__device__ inline V to_value(IN x) {
+    if constexpr (COPIED)
+        return x;
+    else
+        return to_acc(x);
+}
+
+template <class V>
+__device__ inline OUT from_value(V x) {
+    if constexpr (COPIED)
+        return x;
+    else
+        return from_acc<OUT>(x);
+}
+
 // (2) for virtual rows r (`low`) and R + r (`high`), where `weight` and `upper` point to row r
 __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const IN* upper,
-                              const Columns& columns, ACC (&low)[WIDTH], ACC (&high)[WIDTH]) {
+                              const Columns& columns, Value (&low)[WIDTH], Value (&high)[WIDTH]) {
     if (!UPPER && is_run(weight, columns.source)) {
         // one wide load: single elements, 16 bytes apart, would cause bank conflicts
         const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(weight + columns.source[0]);
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) low[k] = to_acc(pack.x[k]);
+        for (int k = 0; k < WIDTH; ++k) low[k] = to_value(pack.x[k]);
         return;
     }
 #pragma unroll
@@ -132,10 +164,10 @@ __device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const I
         if (UPPER) {
             const int rest = c < a.C ? c : c - a.C;
             // null if no output row of this block reads `upper`
-            high[k] = upper ? to_acc(upper[rest]) : ACC(0);
-            low[k] = c < a.C ? (weight ? to_acc(weight[c]) : ACC(0)) : high[k];
+            high[k] = upper ? to_value(upper[rest]) : Value{};
+            low[k] = c < a.C ? (weight ? to_value(weight[c]) : Value{}) : high[k];
         } else {
-            low[k] = to_acc(weight[c]);
+            low[k] = to_value(weight[c]);
         }
     }
 }
@@ -147,10 +179,9 @@ __device__ inline ACC with_noise(ACC x, ACC noise) {
 }
 
 // (5) of hashes.py, for copy `number` of `count`
-__device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
+__device__ inline ACC shared_out(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
     const u32 first = first_choice(key, mult, source, count);
     const bool is_first = first == number;
-    if (SHARE == 1.f) return is_first ? x : ACC(0);
     if (count == 1) return x;
     const ACC whole = to_acc(from_acc<OUT>(x));
     const ACC larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
@@ -158,35 +189,46 @@ __device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u
     return is_first ? larger : is_second ? whole - larger : ACC(0);
 }
 
+template <class V>
+__device__ inline V routed(V x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
+    if constexpr (SHARE == 1.f)
+        return first_choice(key, mult, source, count) == number ? x : V{};
+    else
+        return shared_out(x, key, mult, source, number, count);
+}
+
 // (1) in its order, for output row i, which reads virtual row r
+template <class V>
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
-                             ACC (&x)[WIDTH]) {
-    const ACC row_scale = a.row_scale ? a.row_scale[i] : ACC(1);
+                             V (&x)[WIDTH]) {
+    const ACC row_scale = SCALED && a.row_scale ? a.row_scale[i] : ACC(1);
     const bool by_row = NOISE == COL_NOISE || NOISE == COL_ROUTING;
     const u32 key = by_row ? a.line_key[i] : 0, mult = by_row ? a.line_mult[i] : 0;
     const i32 copy = NOISE == ROW_ROUTING ? a.copies[i] : 0;
     const ACC size = NOISE == ROW_NOISE ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
-        if (a.row_scale) x[k] = x[k] * row_scale;
-        if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        if (NOISE == ROW_NOISE)
+        if constexpr (SCALED) {
+            if (a.row_scale) x[k] = x[k] * row_scale;
+            if (a.col_scale) x[k] = x[k] * columns.scale[k];
+        }
+        if constexpr (NOISE == ROW_NOISE)
             x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
-        if (NOISE == COL_NOISE)
+        if constexpr (NOISE == COL_NOISE)
             x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
-        if (NOISE == ROW_ROUTING)
+        if constexpr (NOISE == ROW_ROUTING)
             x[k] =
                 routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
-        if (NOISE == COL_ROUTING)
+        if constexpr (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
 }
 
-__device__ inline void store(const ExpandRowsArgs& a, int i, int j, const ACC (&x)[WIDTH]) {
+__device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value (&x)[WIDTH]) {
     OUT* to = a.out + i * a.out_stride_m + j * a.out_stride_n;
     Pack<OUT, WIDTH> pack;
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) pack.x[k] = from_acc<OUT>(x[k]);
+    for (int k = 0; k < WIDTH; ++k) pack.x[k] = from_value(x[k]);
     if (ALIGNED || (a.out_stride_n == 1 && j + WIDTH <= a.N && is_aligned(to, 16)))
         *reinterpret_cast<Pack<OUT, WIDTH>*>(to) = pack;
     else
@@ -223,7 +265,7 @@ expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     const int step = WIDTH * THREADS;
     for (int j = part * step + WIDTH * threadIdx.x; j < a.N; j += a.blocks_per_row * step) {
         const Columns columns(a, j);
-        ACC low[WIDTH], high[WIDTH], x[WIDTH];
+        Value low[WIDTH], high[WIDTH], x[WIDTH];
         gather(a, weight, upper, columns, low, high);
         for (int t = begin; t < end; ++t) {
             const int i = a.target[t], r = a.rows ? a.rows[i] : i;

@@ -53,6 +53,18 @@ __device__ inline void fetch(T* to, const T* from, int n) {
     commit_copies();
 }
 
+// adds the bias to a slice in shared memory; null: there is none. Every thread adds to the quads
+// that it alone reads later
+template <class T>
+__device__ inline void add_bias(T* to, const void* from, int first, int n) {
+    if (!BIASED || from == nullptr) return;
+    const BIAS* bias = static_cast<const BIAS*>(from) + first;
+    for (int v = QUAD * threadIdx.x; v < n; v += QUAD * THREADS)
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i)
+            if (v + i < n) to[v + i] = narrow<T>(to_float(to[v + i]) + to_float(bias[v + i]));
+}
+
 __device__ inline float max_of(const float (&x)[QUAD]) {
     return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 }
@@ -283,11 +295,13 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
         // the student is summed while the teachers' rows are being copied
         wait_copies(K);
         __syncthreads();
+        add_bias(z, a.student_bias, first, n);
         student_pass(z, first, n, label, a, p);
 #pragma unroll
         for (int k = 0; k < K; ++k) {
             wait_copies(K - 1 - k);
             __syncthreads();
+            add_bias(u + k * a.span, a.teacher_bias[k], first, n);
             teacher_pass(z, u + k * a.span, first, n, a, k, p);
         }
         merge(p, a.inv_t, a.V, OverBlock{scratch.reduce});
@@ -297,6 +311,9 @@ kl_mlm_rows(const __grid_constant__ growkern::RowsArgs a) {
         p = load_state(a, a.state + row);
         wait_copies(0);
         __syncthreads();
+        add_bias(z, a.student_bias, first, n);
+#pragma unroll
+        for (int k = 0; k < K; ++k) add_bias(u + k * a.span, a.teacher_bias[k], first, n);
         cluster_arrive();
     }
     // the gradient may overwrite logits of other blocks: after this all have copied theirs

@@ -14,6 +14,8 @@
 #define CLUSTER 8       // blocks that share a row
 #define THREADS 256     // of a block
 #define CAPPED 0        // whether any logits are capped
+#define BIASED 0        // whether any logits get a bias here
+#define BIAS float      // type of the biases
 #define PARTS 0         // whether entropy and top-1 agreement are wanted
 #endif
 
@@ -34,6 +36,8 @@ constexpr i32 MLM_ROW = 1, KL_ROW = 2;
 struct RowsArgs {
     const STUDENT* student;                // (N, V)
     const TEACHER* teacher[MAX_TEACHERS];  // (N, V) each
+    const void* student_bias;              // (V,) BIAS each; null: there is none
+    const void* teacher_bias[MAX_TEACHERS];
     const i64* labels;                     // (N,)
     const i32* kind;                       // (N,)
     const float* drows;                    // (1 + K, N) with `grad`

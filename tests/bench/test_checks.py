@@ -58,8 +58,8 @@ def test_check_of_expand_sees_every_kind_of_error(harm, recorder, monkeypatch):
 def test_truth_of_expand_is_the_reference(device):
     """Plain indexing in float64 gives what the op's reference gives."""
     rng = torch.Generator(device).manual_seed(0)
-    for upper, noise in ((False, ""), (True, "col"), (True, "row")):
-        case = check_expand.make_case((9, 7, 20, 33), torch.float64, rng, upper=upper, noise=noise)
+    for kind in (*check_expand.KINDS, {"upper": True, "noise": "row"}):
+        case = check_expand.make_case((9, 7, 20, 33), torch.float64, rng, **kind)
         at = torch.tensor([0, 3, 19], device=device)
         truth = check_expand.truth_rows(case, at)
         reference = check_expand.expand(**case, backend="reference")[at]

@@ -3,9 +3,17 @@
 import re
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
-from growkern.ops.loss.linear.gemm import rows_of_chunk
+from growkern.ops.loss.linear import gemm
+from growkern.ops.loss.linear import op as linear_op
+from growkern.ops.loss.linear.heads import Head, Settings, Sizes
+from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.state import Maths, RowInputs
 
 ROOT = results.ROOT
 README = (ROOT / "README.md").read_text()
@@ -207,18 +215,74 @@ def test_without_gpu_results_no_speed_is_claimed():
     assert not figures, figures
 
 
-def test_the_model_of_time_counts_the_passes_of_a_chunk():
-    """By hand, for one chunk and for two, with and without a bias."""
-    N, V, H, H_t = 256, 1000, 64, 32
+def test_the_model_of_time_counts_the_passes():
+    """By hand: one product sums dW, of one chunk or of several, or two products do."""
+    N, V, H, H_t = 256, 1024, 64, 32
     one = time_model.estimate((N, V, H, H_t))
-    assert one.chunks == 1
+    assert one.chunks == one.products == 1
     assert one.gemms == pytest.approx(2 * N * V * (3 * H + H_t) / time_model.FLOPS)
-    moved = N * V * (4 + 22) + V * H * 4
+    moved = N * V * (4 + 18)
     assert sum(one.passes.values()) * time_model.BANDWIDTH == pytest.approx(moved)
     assert one.extra_bytes == 8 * N * V + 2 * V * H
     biased = time_model.estimate((N, V, H, H_t), bias=True)
-    assert (biased.seconds - one.seconds) * time_model.BANDWIDTH == pytest.approx(18 * N * V)
-    size = rows_of_chunk(H, [H_t], 200)
-    two = time_model.estimate((2 * size, V, H, H_t))
-    extra = two.passes["sums of dW"] - one.passes["sums of dW"]
-    assert two.chunks == 2 and extra * time_model.BANDWIDTH == pytest.approx(16 * V * H)
+    assert (biased.seconds - one.seconds) * time_model.BANDWIDTH == pytest.approx(2 * N * V)
+    some = time_model.estimate((2048, V, H, H_t))
+    assert (some.chunks, some.products, some.passes["sums of dW"]) == (8, 1, 0)
+    # more rows than 1 GiB of dz
+    two = time_model.estimate((1 << 20, V, H, H_t))
+    assert two.products == 2
+    assert two.passes["sums of dW"] * time_model.BANDWIDTH == pytest.approx(16 * V * H)
+
+
+class MostMemory(TorchDispatchMode):
+    """The most memory that tensors take at a time beside `given`, in bytes; "meta" counts."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.live, self.peak = {}, 0
+        self.given = [StorageWeakRef(x.untyped_storage()) for x in given]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.name().startswith(("aten::addmm", "aten::mm")) and "out" in kwargs:
+            made = kwargs["out"]  # PyTorch has no fake of products with an out_dtype
+        else:
+            made = func(*args, **kwargs)
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.live[ref] = 0 if ref in self.given else storage.nbytes()
+        self.live = {ref: n for ref, n in self.live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.live.values()))
+        return made
+
+
+def memory_of_a_sweep(N, V, H, H_t, monkeypatch):
+    """The most bytes that the GPU path takes beside its inputs."""
+    monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
+    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
+    monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
+    monkeypatch.setattr(gemm, "adds_wide", lambda device, factor: True)
+
+    def made(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads = [Head(made(N, width), made(V, width), made(0)) for width in (H, H_t)]
+    labels, kind = made(N, dtype=torch.int64), made(N, dtype=torch.int32)
+    rows = RowInputs(labels, kind, made(2, N, dtype=torch.float32))
+    want = [True, True, False]
+    settings = Settings(Sizes(V, V), Maths(), False, False, want, torch.float32, "", "triton")
+    with MostMemory([x for head in heads for x in head]) as found:
+        _, _, *grads = linear_op.cleared_outputs(heads[0], rows.weights, False, want)
+        linear_op.sweep(heads, rows, settings, [*grads[:2], None])
+    return found.peak
+
+
+@pytest.mark.parametrize("shape", [*time_model.SHAPES, (40_000, 30_522, 768, 512)])
+def test_the_model_counts_the_memory_that_the_sweep_takes(shape, monkeypatch):
+    """Besides it there are only hidden states of the rows and their gradient."""
+    N, _, H, H_t = shape
+    expected = time_model.estimate(shape).extra_bytes
+    actual = memory_of_a_sweep(*shape, monkeypatch)
+    assert expected <= actual <= 1.02 * expected + 8 * N * (H + H_t)

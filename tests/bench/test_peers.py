@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import bench_linear_kl_mlm_loss
-from bench.shared import loss_measure, peers
+from bench.shared import harness, loss_measure, peers
 from bench.shared.loss_measure import Provider, in_turns
 from bench.shared.peers import Peer
 
@@ -40,6 +40,55 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
     assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
         in_turns([Provider("ours", fails, ours=True)], 1)
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_trl_is_called_in_both_orders_of_its_arguments(by_head, monkeypatch):
+    """With stand-ins of both signatures the gradient is that of the divergence."""
+
+    def divergence(z, u, mask, beta):
+        assert mask.shape == z.shape[:2] and beta == 0.0
+        kl = torch.nn.functional.kl_div(
+            z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="none"
+        )
+        return kl.sum(-1).mean(), None, None
+
+    def heads_together(hidden, student_weight, teacher_hidden, teacher_weight, *rest, chunk_size):
+        return divergence(hidden @ student_weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
+
+    def hidden_together(hidden, teacher_hidden, weight, teacher_weight, *rest, num_items=None):
+        return divergence(hidden @ weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
+
+    names = ("trl", "trl.trainer", "trl.trainer.distillation_trainer")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    last = modules[names[-1]]
+    last._chunked_divergence_loss = heads_together if by_head else hidden_together
+    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
+    assert loss_measure.error_of(peers.trl_chunked, 1.0, 50, 12, 8, torch.float32) < 1e-5
+
+
+def test_rows_are_there_before_all_turns_are_over(monkeypatch):
+    """A time-out in the middle of a shape leaves a row of every provider that ran."""
+    seen = []
+
+    def stopped():
+        assert len(seen[-1]) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "observer", lambda rows: seen.append(rows))
+    first = Provider("first", lambda: None, lambda: 0.25)
+    with pytest.raises(KeyboardInterrupt):
+        in_turns([first, Provider("second", stopped)], 2, facts={"shape": "2x3"})
+    (row,) = seen[-1]
+    assert {"shape": "2x3", "provider": "first", "gradient error": 0.25}.items() <= row.items()
+    assert row["wall s"] >= 0 and row["turns"] == 0
+    made = []
+    in_turns([first], 2, made.append)
+    assert (
+        seen[-2][0]["turns"] == 2 and seen[-1] == [] and len(made) == 1 and "turns" not in made[0]
+    )
 
 
 def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):

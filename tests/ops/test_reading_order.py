@@ -37,7 +37,8 @@ FILES = {
         *(*LINEAR, f"{ROWS}/on_cpu.py", "csrc/cpu/kl_mlm_body.cpp", "csrc/cpu/gemm_body.cpp")
     },
     ("linear_kl_mlm_loss", "triton"): {
-        *(*LINEAR, f"{ROWS}/on_triton.py", f"{ROWS}/triton_kernel.py")
+        *(*LINEAR, f"{ROWS}/on_triton.py"),
+        *(f"{ROWS}/triton_{name}.py" for name in ("kernel", "blocks")),
     },
     ("linear_kl_mlm_loss", "cuda"): {*(*LINEAR, f"{ROWS}/on_cuda.py", "csrc/cuda/kl_mlm_rows.cu")},
 }

@@ -23,6 +23,7 @@ class AotCase(NamedTuple):
         traffic: the least bytes that cross the device's memory for an element of a block. None:
             all bytes that are asked for.
         narrow_stores: like `narrow`, for stores.
+        padded: whether rows begin at multiples of 16 bytes for any vocabulary.
     """
 
     name: str
@@ -35,3 +36,4 @@ class AotCase(NamedTuple):
     narrow: str = ""
     traffic: float | None = None
     narrow_stores: str = ""
+    padded: bool = False

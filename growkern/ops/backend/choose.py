@@ -11,6 +11,7 @@ from growkern.ops.backend import native, nvrtc
 from growkern.ops.backend.launch import HAS_TRITON
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
+GPU_BACKENDS = ("triton", "cuda")
 
 
 class Backend(NamedTuple):

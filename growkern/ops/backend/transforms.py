@@ -129,6 +129,18 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_last_backward(saved: Sequence[Tensor]) -> bool:
+    """Whether a backward pass may overwrite what its forward pass saved.
+
+    No other backward pass can follow: the graph is neither kept nor differentiated. Tensors of a
+    compiler or a transform are left alone.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_transformed():
+        return False
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not keeps_graph() and all(type(x) is Tensor for x in saved)
+
+
 class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *flat: Any) -> Any:

@@ -327,5 +327,6 @@ def aot_cases() -> list[AotCase]:
             ("FPI", False, NO_NOISE, True),
             ("FPI, routing", False, COL_ROUTING, False),
             ("AKI, noise", True, COL_NOISE, True),
+            ("AKI, routing", True, COL_ROUTING, False),
         )
     ]

@@ -73,7 +73,8 @@ def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
         "UPPER": int(call.upper is not None),
     }
     macros |= {"NOISE": call.noise_kind, "SHARE": f"{call.larger_share.hex()}f"}
-    macros |= {"THREADS": THREADS, "ALIGNED": int(aligned)}
+    is_scaled = call.row_scale is not None or call.col_scale is not None
+    macros |= {"SCALED": int(is_scaled), "THREADS": THREADS, "ALIGNED": int(aligned)}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 

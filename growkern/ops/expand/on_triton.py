@@ -216,10 +216,14 @@ def aot_cases() -> list[AotCase]:
             "scales": (None, factor),
             "noise": (None, None, None),
             "out_ptr": x,
-            "strides": ("i32", 1, "i32", 1, "i32", 1),
+            # without `upper` its strides are 0
+            "strides": ("i32", 1, "i32", "i32", "i32", 1),
             "shape": ("i32",) * 4,
         }
-        aki = {"sources": (x, x), "scales": (factor, factor)}
+        aki = {
+            **{"sources": (x, x), "scales": (factor, factor)},
+            "strides": ("i32", 1, "i32", 1, "i32", 1),
+        }
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
@@ -231,6 +235,7 @@ def aot_cases() -> list[AotCase]:
             ("FPI, noise", fpi | noisy, COL_NOISE),
             ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
             ("AKI, noise", fpi | aki | noisy, COL_NOISE),
+            ("AKI, routing", fpi | aki | {"scales": (None, None)} | routed, COL_ROUTING),
             ("rows", fpi | rows, NO_NOISE),
         )
         # float64 is for tests

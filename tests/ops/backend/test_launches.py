@@ -23,10 +23,15 @@ MOST_SHARED = 227 << 10
 # cases of the machine-code table that training and growth launch exactly like that
 IN_TABLE = {
     "kl_mlm rows linear, bf16 gradient",
+    "kl_mlm rows linear, bf16 gradient, V 30522",
+    "kl_mlm rows linear, biases",
     "topk_kl_mlm tail bf16 gradient",
+    "topk_kl_mlm tail bf16 gradient, V 30522",
     "expand many FPI bf16",
     "expand many AKI, noise bf16",
     "expand AKI, noise bf16",
+    "expand many FPI, routing bf16",
+    "expand FPI, routing bf16",
 }
 
 

@@ -10,17 +10,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import growkern.ops
+from bench.launches.cuda_emulator import emulate
 from growkern import linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
-from growkern.ops.backend import tuned
+from growkern.ops.backend import scale, tuned
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.loss.linear import gemm
+from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
+from growkern.ops.loss.rows import on_cuda
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.options import check_options, row_kinds, term_weights
@@ -119,6 +122,7 @@ def launches_on(device):
     call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
     expand_on_triton(call)
     many.expand_many([call])
+    scale.scale_in_place(made(6), made(), by_triton=True)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -240,6 +244,76 @@ def test_one_chunk_writes_dw_in_its_own_dtype(limits, is_whole, monkeypatch, fre
         assert relative_error(x, exact) <= 5e-3
 
 
+def count_products(monkeypatch):
+    """The matrix products of dX and dW: (rows, whether it starts the sums, dtype of the sums)."""
+    seen, add = [], gemm._add_product
+
+    def counted(a, b, out, *, fresh=False):
+        seen.append((*out.shape, fresh, out.dtype))
+        add(a, b, out, fresh=fresh)
+
+    monkeypatch.setattr(gemm, "_add_product", counted)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["linear", "top-k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [1 << 30, 3 * 2 * 64 * 8], ids=["all rows", "in parts"])
+def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, monkeypatch, fresh_probes):
+    """dz of all rows is held: dW and dX are written once, rounded once and never read again.
+
+    Too many rows to hold are taken in parts of 24, whose sums are float32.
+    """
+    N, V, H = 70, 50, 6
+    products(monkeypatch, mm=True, addmm=True)
+    for module in (gemm, op_module):
+        monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
+    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    sizes = {"LEAST_HELD": 16, "HELD_BYTES": held, "ROWS_OF_TILES": 4}
+    for name, value in sizes.items():
+        monkeypatch.setattr(heads_module, name, value)
+    seen = count_products(monkeypatch)
+    student, teacher = heads_with_nan(N, V, H, 5)
+    student = [x.detach().to(dtype).requires_grad_() for x in student]
+    loss_of, beside = teacher_of(kind, N, V, [x.to(dtype) for x in teacher])
+    labels = torch.randint(V, (N,))
+    labels[::5] = labels[-1] = -100
+    loss = loss_of(*student, *beside, labels, temperature=2.0, backend="cpu")
+    actual = torch.autograd.grad(1024 * loss, student)
+    own = torch.float32 if dtype == torch.float16 else dtype
+    if held == 1 << 30:
+        assert seen == [(N, H, True, own), (V, H, True, own)]
+    else:
+        assert [size for size, *_ in seen] == [24, V, 24, V, 22, V]
+        assert [fresh for size, _, fresh, _ in seen if size == V] == [True, False, False]
+        assert {dtype for size, *_, dtype in seen if size == V} == {torch.float32}
+    wide = [x.detach().double().requires_grad_() for x in student]
+    kept = [x if kind == "top-k" else x.double() for x in beside]
+    live = labels != -100
+    truth = loss_of(
+        wide[0][live], wide[1], *[x[live] if len(x) == N else x for x in kept], labels[live],
+        temperature=2.0, backend="reference",
+    )  # fmt: skip
+    for x, exact in zip(actual, torch.autograd.grad(1024 * truth, wide), strict=True):
+        assert relative_error(x, exact) <= 5e-3
+
+
+SHAPES = [(8192, 128_256, 4096, 1), (9830, 30_522, 768, 1), (2048, 30_522, 768, 1)]
+
+
+@pytest.mark.parametrize("N, V, H, K", SHAPES)
+@pytest.mark.parametrize("times", [1, 3, 8])
+def test_held_rows_stay_within_an_eighth_of_plain_pytorch(N, V, H, K, times):
+    """Plain PyTorch holds 36 bytes per logit: its eager loss, traced without memory."""
+    rows = N * times
+    chunk, held = heads_module.held_rows(rows, [H] * (1 + K), 2 * V)
+    assert chunk % 256 == 0 and held % chunk == 0
+    wide_dw = 0 if held >= rows else 4 * V * H
+    memory = 2 * held * V + 4 * (1 + K) * chunk * V + 2 * V * H + wide_dw
+    assert memory <= 36 * rows * V / 8
+    assert heads_module.held_rows(256, [H] * (1 + K), 2 * V) == (256, 0)
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_a_gpu_without_narrow_products_gets_float32_ones(works, monkeypatch):
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: works)
@@ -309,3 +383,130 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
         _, _, *grads = op_module.cleared_outputs(heads[0], rows.weights, False, [True] * 3)
         op_module.sweep(heads, rows, settings, grads)
     assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3
+
+
+# ------------------------------------------------------------------------ biases
+
+WHOLE = (Steps(sums=True, grad=True),)
+APART = (Steps(sums=True), Steps(grad=True))
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request, monkeypatch):
+    """Triton interpreted, or CUDA C++ in the emulator."""
+    if request.param == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    monkeypatch.setattr(on_cuda, "why_not", lambda: "")
+    monkeypatch.setattr(on_cuda, "_too_old", lambda device: "")
+    # two blocks share a row of 301 columns and two teachers
+    monkeypatch.setattr(on_cuda, "shared_limit", lambda device: 4000)
+    monkeypatch.setattr(on_cuda, "launch", lambda *args: emulate(*args))
+    for op in ("kl_mlm_loss", "linear_kl_mlm_loss"):
+        name = f"growkern.ops.loss.{op}.choose_backend"
+        monkeypatch.setattr(name, lambda requested, *_, **__: requested)
+    return request.param
+
+
+def results(run, rows, steps):
+    """State and gradient after the steps."""
+    N, K = len(rows.labels_N), len(rows.teachers_NV)
+    state, drows = torch.zeros(n_numbers(K), N), torch.linspace(0.5, 1.5, (1 + K) * N)
+    grad = torch.full((N, rows.vocab), float("nan"))
+    for step in steps:
+        run(rows, state, step, drows.view(1 + K, N), grad)
+    return state, grad
+
+
+@pytest.mark.parametrize("steps", [WHOLE, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("has", [(True, True, True), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize("V, cap", [(301, 0.0), (64, 20.0)])
+def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
+    N, dtypes = 4, (torch.bfloat16, torch.float32, torch.bfloat16)
+    logits = [3 * torch.randn(N, V) for _ in has]
+    biases = [
+        torch.randn(V).to(t) if wanted else None for wanted, t in zip(has, dtypes, strict=True)
+    ]
+    labels, kind = torch.tensor([0, V - 1, 5, 7]), torch.tensor([3, 3, 1, 0]).int()
+    rows = Rows(logits[0], logits[1:], labels, kind, V, Maths(2.0, cap, cap, 0, 0.1), True)
+    run = ROW_FUNCTIONS[backend]
+    actual = results(run, rows._replace(biases=biases), steps)
+    added = [z if b is None else z + b.float() for z, b in zip(logits, biases, strict=True)]
+    expected = results(run, rows._replace(student_NV=added[0], teachers_NV=added[1:]), steps)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_heads_with_biases_take_no_pass_of_their_own(backend, monkeypatch):
+    """The product of a head gets no bias; loss and gradients are those of the reference."""
+    N, V = 6, 70
+    heads = [[torch.randn(N, H), torch.randn(V, H) / 3, torch.randn(V)] for H in (8, 6)]
+    labels = torch.randint(V, (N,))
+    labels[2] = -100
+    given, found = [x.requires_grad_() for x in heads[0]], []
+    project, seen = op_module.project, []
+
+    def spied(x, weight, bias, z):
+        seen.append(bias.numel())
+        project(x, weight, bias, z)
+
+    monkeypatch.setattr(op_module, "project", spied)
+    for each in (backend, "reference"):
+        (x, w, b), (u, v, c) = given, heads[1]
+        options = {"temperature": 2.0, "backend": each, "logits_dtype": torch.float64}
+        options |= {"logits_dtype": torch.float32} if backend == "cuda" else {}
+        loss = linear_kl_mlm_loss(x, w, u, v, labels, student_bias=b, teacher_bias=c, **options)
+        found.append([loss, *torch.autograd.grad(loss, given)])
+    assert set(seen) == {0}
+    for actual, truth in zip(*found, strict=True):
+        assert relative_error(actual, truth.double()) < 1e-5
+
+
+# ---------------------------------------------------------------- incoming scalar
+
+
+def made_in_forward(loss):
+    """The gradients that the forward pass saved."""
+    _, *grads = loss.grad_fn.saved_tensors
+    return grads
+
+
+@pytest.mark.parametrize("by", ["cpu", "triton"])
+@pytest.mark.parametrize("factor", [1.0, 0.375])
+def test_the_last_backward_copies_no_gradient(by, factor):
+    """It gets the memory that forward filled; a factor that is not 1 is multiplied in place."""
+    if by == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    student, teacher = heads_with_nan(5, 33, 8, 6)
+    labels = torch.tensor([3, 1, -100, 32, -100])
+
+    def loss():
+        return linear_kl_mlm_loss(*student, *teacher, labels, backend=by)
+
+    first = loss()
+    expected = torch.autograd.grad(first, student, retain_graph=True)
+    kept = made_in_forward(first)
+    for x, saved in zip(expected, kept, strict=False):
+        # whoever keeps the graph gets a copy
+        assert x.data_ptr() != saved.data_ptr()
+    again = torch.autograd.grad(first * 1, student, retain_graph=True)
+    last = loss()
+    places = [x.data_ptr() for x in made_in_forward(last)]
+    (factor * last).backward()
+    for x, where, exact, same in zip(student, places, expected, again, strict=False):
+        assert x.grad.data_ptr() == where
+        torch.testing.assert_close(x.grad, factor * exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(same, exact, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 1024, 3000])
+def test_scaling_rounds_once(dtype, n, monkeypatch):
+    monkeypatch.setattr(scale, "MOST_PROGRAMS", 2)
+    x = torch.randn(n).to(dtype)
+    for factor in (torch.tensor(1 / 3), torch.tensor(1.0)):
+        actual = x.clone()
+        scale.scale_in_place(actual, factor, by_triton=True)
+        exact = x.double() * factor.double()
+        step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-7
+        assert ((actual.double() - exact).abs() <= step * exact.abs()).all()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.linear.heads import Sizes
+from growkern.ops.loss.linear.heads import Sizes, rows_of_chunk
 from growkern.ops.loss.rows.vocab_parallel import add_up
 
 # bytes of a head that are converted at a time. On a CPU this costs 10 % of the GEMM if the piece
@@ -86,11 +86,6 @@ def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtyp
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
-    """Rows of a chunk that make accumulating dW cheap, see `chunk_size`."""
-    return max(1, round(80 * H * balance / (6 * H + 2 * sum(teachers))))
 
 
 def chunk_size(
@@ -210,11 +205,37 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return fresh
 
 
+class HeldRows:
+    """dz and hidden states of several chunks, so that one product of each kind does for all."""
+
+    def __init__(self, rows: int, columns: int, x_NH: Tensor) -> None:
+        self.x_GH = x_NH.new_empty(rows, x_NH.shape[1])
+        # and one more number, like the memory of logits
+        self.flat = x_NH.new_empty(rows * columns + 1)
+        self.columns, self.count = columns, 0
+
+    def room(self, x_CH: Tensor) -> Tensor:
+        """Flat memory for dz of a chunk with these hidden states, and one more number."""
+        start = self.count
+        self.count += len(x_CH)
+        self.x_GH[start : self.count] = x_CH
+        return self.flat[start * self.columns : self.count * self.columns + 1]
+
+    def take(self, vocab: int) -> tuple[Tensor, Tensor]:
+        """dz (G, V) and hidden states (G, H) of all rows that are held; then none is."""
+        dz_GV = self.flat[:-1].view(-1, self.columns)[: self.count, :vocab]
+        count, self.count = self.count, 0
+        return dz_GV, self.x_GH[:count]
+
+
 class GradientSums:
     """Sums dX, dW and db of (2) over chunks; db in float32 or wider, dW in `dw_dtype`.
 
-    Chunks bring columns 0 .. vocab - 1 of dW and db; the other columns are 0.
+    Chunks bring columns 0 .. vocab - 1 of dW and db; the other columns are 0. With `rounds_dx` they
+    bring all columns, and one product makes their dX in its own dtype.
     """
+
+    rounds_dx = False
 
     def __init__(
         self, grads: Sequence[Tensor | None], vocab: int, padded: bool, dw_dtype: torch.dtype
@@ -233,7 +254,10 @@ class GradientSums:
 
     def add(self, dz_CV: Tensor, x_CH: Tensor, weight_VH: Tensor, columns: slice) -> None:
         acc = acc_torch_dtype(x_CH)
-        if self.dx is not None:
+        if self.dx is not None and self.rounds_dx:
+            self.dx_CH = x_CH.new_empty(x_CH.shape, dtype=self.dx.dtype)
+            _add_product(dz_CV, weight_VH[columns], self.dx_CH, fresh=True)
+        elif self.dx is not None:
             if self.dx_CH is None:
                 self.dx_CH = x_CH.new_zeros(x_CH.shape, dtype=acc)
             add_dx(dz_CV, weight_VH[columns], self.dx_CH)
@@ -266,6 +290,19 @@ class GradientSums:
                 total *= unscale
             if total is not grad:
                 grad.copy_(total)
+
+
+def fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Row weights times a power of two, for float16 gradients, and the inverse factor.
+
+    float16 has no numbers under 6e-8. A row's gradient is at most its weight and, beside a close
+    teacher, 1e-6 of it: weights near 2^12 keep both inside float16. The float32 sums are multiplied
+    by the inverse.
+    """
+    if dtype != torch.float16:
+        return weight_WN, None
+    power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
+    return weight_WN * power.exp2(), (-power).exp2()
 
 
 # -------------------------------------------------------------- compiled library

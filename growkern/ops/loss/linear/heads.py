@@ -11,6 +11,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
@@ -71,6 +72,73 @@ def from_arguments(arguments: Sequence[Any]) -> Settings:
     sizes, maths, (parts, per_row, drop_tail), want, dtype, group, backend = arguments
     numbers = Sizes(*sizes), Maths(*maths)
     return Settings(*numbers, parts, per_row, want, dtype, group, backend, drop_tail)
+
+
+# ------------------------------------------------------------------- sizes and outputs
+
+# rows whose dz makes one product, and the bytes of it that are held for any width of the head
+LEAST_HELD, HELD_BYTES = 512, 1 << 30
+# rows of a GEMM's tiles are a divisor of this
+ROWS_OF_TILES = 256
+
+
+def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
+    """Rows of a chunk that make accumulating dW cheap, see `chunk_size`."""
+    return max(1, round(80 * H * balance / (6 * H + 2 * sum(teachers))))
+
+
+def held_rows(rows: int, head_widths: Sequence[int], row_bytes: int) -> tuple[int, int]:
+    """Rows per chunk and rows whose dz is held, for one product that makes dW (0: none).
+
+    Without it every chunk reads and writes float32 sums of dW, and rounds them in the end: that
+    takes as long as a third of the GEMMs for 256 rows in two chunks. dz takes 2 bytes per logit
+    and plain PyTorch 36 or more, so all rows may be held. From 4 H rows on, it would be more
+    memory than float32 sums and half as many rows: these are then taken in parts.
+
+    Args:
+        rows: that have a term.
+        head_widths: of the student and the teachers.
+        row_bytes: of a row of dz.
+    """
+    if rows <= LEAST_HELD:
+        return rows, 0
+    most = max(4 * head_widths[0], HELD_BYTES // row_bytes)
+    held = -(-rows // -(-rows // most))
+    # logits of all heads then take at most as much as a float32 logit for half of the rows
+    chunk = held // (4 * len(head_widths)) // ROWS_OF_TILES * ROWS_OF_TILES
+    chunk = max(chunk, ROWS_OF_TILES)
+    return chunk, -(-held // chunk) * chunk
+
+
+def empty_outputs(
+    student: Head, weight_WN: Tensor, per_row: bool, want: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    W, N = weight_WN.shape
+    loss = weight_WN.new_empty((N,) if per_row else ())
+    rows_SN = weight_WN.new_empty(2 * W, N)
+    # a loss scaler multiplies in backward: until then float16 gradients would fall under 6e-8
+    dtype = student.hidden.dtype
+    dtype = weight_WN.dtype if dtype == torch.float16 else dtype
+    dx, dw, db = (
+        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        if wish and not per_row
+        else x.new_empty(0)
+        for x, wish in zip(student, want, strict=True)
+    )
+    return loss, rows_SN, dx, dw, db
+
+
+def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`empty_outputs` filled with zeros, except dW and db: a sweep writes those whole."""
+    outputs = empty_outputs(*arguments)
+    loss, rows_SN, dx, dw, _ = outputs
+    advise_huge_pages(dw)
+    for x in (loss, rows_SN, dx):
+        x.zero_()
+    return outputs
+
+
+# ------------------------------------------------------------------- checks
 
 
 def _checked(limits: dict[str, int | None]) -> dict[str, int]:

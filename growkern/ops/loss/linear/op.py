@@ -15,11 +15,34 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.choose import GPU_BACKENDS
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
-from growkern.ops.loss.linear.gemm import GradientSums, chunk_size, gemm_dtype, project
-from growkern.ops.loss.linear.heads import Head, Settings, as_arguments, from_arguments, heads_of
+from growkern.ops.backend.scale import scale_in_place
+from growkern.ops.backend.transforms import (
+    Rules,
+    apply,
+    is_last_backward,
+    refuse_second_derivative,
+)
+from growkern.ops.loss.linear.gemm import (
+    GradientSums,
+    HeldRows,
+    chunk_size,
+    fit_to_dtype,
+    gemm_dtype,
+    project,
+)
+from growkern.ops.loss.linear.heads import (
+    Head,
+    Settings,
+    as_arguments,
+    cleared_outputs,
+    empty_outputs,
+    from_arguments,
+    heads_of,
+    held_rows,
+)
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
     RowInputs,
@@ -82,7 +105,13 @@ class Chunk:
 
     `memory` has, per head, a flat tensor for logits of `shape` and one more number. Their columns
     may be more than the vocabulary's, see `row_columns`.
+
+    Attributes:
+        biases_at_rows: backends whose row function adds the biases. It spares a pass over the
+            logits of each head.
     """
+
+    biases_at_rows: Sequence[str] = GPU_BACKENDS
 
     def __init__(
         self,
@@ -106,22 +135,30 @@ class Chunk:
         # a tile takes the first columns of every row of its buffer
         self.buffers = [flat[:-1].view(shape)[: len(rows_C)] for flat in memory]
         self.computed: slice | None = None  # the columns that the buffers hold
+        self.room: Tensor | None = None  # memory for the gradient, as `HeldRows` gives it
 
     def tile(self, columns: slice) -> Rows:
         """The logits of some columns, computed unless the buffers still hold them."""
         logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
+        at_rows = self.settings.backend in self.biases_at_rows
         if self.computed != columns:
             for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
-                project(x_CH, head.weight[columns], head.bias[columns], z_CV)
+                bias_V = head.bias[:0] if at_rows else head.bias[columns]
+                project(x_CH, head.weight[columns], bias_V, z_CV)
             self.computed = columns
+        has_bias = at_rows and any(head.bias.numel() for head in self.heads)
+        biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
         z_CV, *teachers_CV = logits
         labels_C = self.labels_C - columns.start
         V = z_CV.shape[1]
         maths, parts = self.settings.maths, self.settings.parts
-        return Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, parts)
+        rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, parts)
+        return rows._replace(biases=biases) if has_bias else rows
 
     def place(self, z_CV: Tensor) -> Tensor:
-        """Where the gradient overwrites the logits: a narrower one takes the start of each row."""
+        """Memory for the gradient: `room`, or that of the logits, where each row begins."""
+        if self.room is not None:
+            return self.room[:-1].view(len(z_CV), -1)[:, : z_CV.shape[1]]
         dtype = gemm_dtype(self.hidden[0])
         return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
 
@@ -139,7 +176,7 @@ class Chunk:
             self.run(self.tile(tiles[0]), self.state_SC, self.steps)
 
     def write(self, columns: slice) -> Tensor:
-        """The gradient of some columns, in the memory of their logits."""
+        """The gradient of some columns, in the memory that `place` chooses."""
         rows = self.tile(columns)
         dz_CV = self.place(rows.student_NV)
         self.computed = None
@@ -172,51 +209,59 @@ def sweep(
     """
     labels_N, kind_N, weight_WN = row_inputs
     student, (W, N) = heads[0], weight_WN.shape
-    x_NH = student.hidden
-    sizes = settings.sizes
-    rows_R, R = live_rows(kind_N, sizes.max_rows)
-    widths = [head.hidden.shape[1] for head in heads]
-    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
-    vocab = sizes.vocab
-    size = size or max(vocab, 1)
+    x_NH, vocab = student.hidden, settings.sizes.vocab
+    rows_R, R = live_rows(kind_N, settings.sizes.max_rows)
+    C, size, G = _row_counts(heads, R, settings, any(grad is not None for grad in grads))
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
     shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
     memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
     for flat in memory:
         advise_huge_pages(flat)
+    held = HeldRows(min(G, R), shape[1], x_NH) if G else None
     on_gpu, dw_dtype = not may_ask(x_NH.device), acc_torch_dtype(x_NH)
-    if on_gpu and R <= C and x_NH.dtype == torch.bfloat16:
+    if on_gpu and max(C, G) >= R and x_NH.dtype == torch.bfloat16:
         # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
         dw_dtype = gemm_dtype(x_NH)
     sums = GradientSums(grads, vocab if R else 0, on_gpu, dw_dtype)
+    # ranks add up float32 numbers
+    sums.rounds_dx = held is not None and not settings.group
     # unused places read row N, which is of kind 0, and write there
-    weight_WN, unscale = _fit_to_dtype(weight_WN, x_NH.dtype)
+    weight_WN, unscale = fit_to_dtype(weight_WN, x_NH.dtype)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
     terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
-    for rows_C in rows_R.split(C) if R else ():
-        inputs_C = RowInputs(*(x[..., rows_C] for x in padded))
-        chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
-        chunk.read(tiles, sums.wanted)
-        # backwards, as the buffers still hold the logits of the last tile
-        for columns in reversed(tiles) if sums.wanted else ():
-            sums.add(chunk.write(columns), chunk.hidden[0], student.weight, columns)
-        terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
-        sums.store_rows(rows_C, settings.group, unscale)
+    for rows_G in rows_R.split(G or C) if R else ():
+        for rows_C in rows_G.split(C):
+            inputs_C = RowInputs(*(x[..., rows_C] for x in padded))
+            chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
+            if held is not None:
+                chunk.room = held.room(chunk.hidden[0])
+            chunk.read(tiles, sums.wanted)
+            # backwards, as the buffers still hold the logits of the last tile
+            for columns in reversed(tiles) if sums.wanted else ():
+                dz_CV = chunk.write(columns)
+                if held is None:
+                    sums.add(dz_CV, chunk.hidden[0], student.weight, columns)
+            terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
+        if held is not None:
+            sums.add(*held.take(vocab), student.weight, tiles[0])
+        sums.store_rows(rows_G, settings.group, unscale)
     sums.store(unscale)
     return terms_TP[:, :N]
 
 
-def _fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Row weights times a power of two, for float16 gradients, and the inverse factor.
-
-    float16 has no numbers under 6e-8. A row's gradient is at most its weight and, beside a close
-    teacher, 1e-6 of it: weights near 2^12 keep both inside float16. The float32 sums are multiplied
-    by the inverse.
-    """
-    if dtype != torch.float16:
-        return weight_WN, None
-    power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
-    return weight_WN * power.exp2(), (-power).exp2()
+def _row_counts(
+    heads: Sequence[Head], R: int, settings: Settings, wanted: bool
+) -> tuple[int, int, int]:
+    """Rows per chunk, columns per tile, and rows whose dz is held for one product (0: none)."""
+    x_NH, sizes = heads[0].hidden, settings.sizes
+    widths = [head.hidden.shape[1] for head in heads]
+    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
+    whole = max(sizes.vocab, 1)
+    is_narrow = x_NH.element_size() == 2 and gemm_dtype(x_NH) == x_NH.dtype
+    if may_ask(x_NH.device) or not (wanted and is_narrow) or size or sizes.chunk_bytes:
+        return C, size or whole, 0
+    C, held = held_rows(R, widths, x_NH.element_size() * row_columns(whole, x_NH.device))
+    return max(C, 1), whole, held
 
 
 # ---------------------------------------------------------------------------- op
@@ -267,34 +312,6 @@ def swept(
         rows_SN.copy_(sweep(heads, row_inputs, settings, wanted, make_chunk))
     loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
     loss.copy_(loss_N if settings.per_row else loss_N.sum())
-    return outputs
-
-
-def empty_outputs(
-    student: Head, weight_WN: Tensor, per_row: bool, want: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    W, N = weight_WN.shape
-    loss = weight_WN.new_empty((N,) if per_row else ())
-    rows_SN = weight_WN.new_empty(2 * W, N)
-    # a loss scaler multiplies in backward: until then float16 gradients would fall under 6e-8
-    dtype = student.hidden.dtype
-    dtype = weight_WN.dtype if dtype == torch.float16 else dtype
-    dx, dw, db = (
-        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        if wish and not per_row
-        else x.new_empty(0)
-        for x, wish in zip(student, want, strict=True)
-    )
-    return loss, rows_SN, dx, dw, db
-
-
-def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`empty_outputs` filled with zeros, except dW and db: a sweep writes those whole."""
-    outputs = empty_outputs(*arguments)
-    loss, rows_SN, dx, dw, _ = outputs
-    advise_huge_pages(dw)
-    for x in (loss, rows_SN, dx):
-        x.zero_()
     return outputs
 
 
@@ -363,7 +380,13 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 student, teachers = heads[: len(Head._fields)], heads[len(Head._fields) :]
                 _, _, *saved = op(student, teachers, *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
-        grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype)
+        if is_last_backward(saved):
+            # no copy: dW is the largest tensor here
+            for x in saved:
+                scale_in_place(x, dloss, by_triton=ctx.settings.backend in GPU_BACKENDS)
+            grads = [x.to(ctx.dtype) for x in saved]
+        else:
+            grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype)
         wanted = zip(grads, ctx.settings.want, strict=True)
         student = [grad if wish else None for grad, wish in wanted]
         return student, [None] * ctx.n_teachers, *none

@@ -31,6 +31,8 @@ MAX_TEACHERS = 4
 CLUSTERS = (1, 2, 4, 8, 16)
 # numbers in the array `sums` of struct Partial: those of the student, and those of each teacher
 STUDENT_PARTIAL_SUMS, TEACHER_PARTIAL_SUMS = 4, 2
+# fields of `Maths`
+_FACTORS = ("softcap", "teacher_softcap", "label_smoothing", "z_loss")
 # shared memory that the device reserves in every block
 RESERVED_BYTES = 1024
 
@@ -41,14 +43,15 @@ class RowsArgs(ctypes.Structure):
     _fields_ = (
         ("student", ctypes.c_void_p),
         ("teacher", ctypes.c_void_p * MAX_TEACHERS),
+        ("student_bias", ctypes.c_void_p),
+        ("teacher_bias", ctypes.c_void_p * MAX_TEACHERS),
         *((name, ctypes.c_void_p) for name in ("labels", "kind", "drows", "state", "dstudent")),
         ("student_stride", ctypes.c_int64),
         ("dstudent_stride", ctypes.c_int64),
         ("teacher_stride", ctypes.c_int64 * MAX_TEACHERS),
         ("N", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("V", "span")),
-        *((name, ctypes.c_float) for name in ("inv_t", "softcap", "teacher_softcap")),
-        *((name, ctypes.c_float) for name in ("label_smoothing", "z_loss")),
+        *((name, ctypes.c_float) for name in ("inv_t", *_FACTORS)),
         *((name, ctypes.c_bool) for name in ("sums", "grad")),
     )
 
@@ -125,6 +128,14 @@ def _place(x_NV: Tensor) -> tuple[int, int]:
     return x_NV.data_ptr(), x_NV.stride(0) * x_NV.element_size()
 
 
+def _biases(rows: Rows) -> list[Tensor | None]:
+    """The biases of student and teachers, those that are there in one dtype."""
+    dtypes = {x.dtype for x in rows.biases if x is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    biases = rows.biases or [None] * (1 + len(rows.teachers_NV))
+    return [x if x is None else x.to(dtype).contiguous() for x in biases]
+
+
 def plan(
     rows: Rows,
     state_SN: Tensor,
@@ -134,7 +145,7 @@ def plan(
     limit: int,
 ) -> Plan:
     """The launch of `rows_on_cuda` where a block may have `limit` bytes of shared memory."""
-    _, _, labels_N, kind_N, vocab, maths, parts = rows
+    _, _, labels_N, kind_N, vocab, maths, parts, _ = rows
     # the Triton kernel takes any integer type, this one does not
     labels_N, kind_N = labels_N.long().contiguous(), kind_N.int().contiguous()
     student_NV, *teachers_NV = (
@@ -145,6 +156,9 @@ def plan(
     room = shared_bytes(vocab, cluster, sizes)
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
     drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
+    biases = _biases(rows)
+    given = [x for x in biases if x is not None]
+    own, *theirs = [None if x is None else x.data_ptr() for x in biases]
     tensors = (student_NV, *teachers_NV, grad_NV)
     macros: dict[str, str | int] = {
         "TEACHERS": len(teachers_NV),
@@ -155,6 +169,8 @@ def plan(
         "THREADS": THREADS,
         "SCRATCH_BYTES": scratch_bytes(len(teachers_NV)),
         "CAPPED": int(bool(maths.softcap or maths.teacher_softcap)),
+        "BIASED": int(bool(given)),
+        "BIAS": TYPES[given[0].dtype if given else torch.float32],
         "PARTS": int(parts),
         # blocks begin at multiples of 8 columns, which are 16 bytes of the narrowest type
         "ALIGNED": int(aligned(2 * vocab, *(n for x in tensors for n in _place(x)))),
@@ -162,6 +178,8 @@ def plan(
     args = RowsArgs(
         student=student_NV.data_ptr(),
         teacher=(ctypes.c_void_p * MAX_TEACHERS)(*(x.data_ptr() for x in teachers_NV)),
+        student_bias=own,
+        teacher_bias=(ctypes.c_void_p * MAX_TEACHERS)(*theirs),
         labels=labels_N.data_ptr(),
         kind=kind_N.data_ptr(),
         drows=drows_SN.data_ptr(),
@@ -174,12 +192,9 @@ def plan(
         sums=steps.sums,
         grad=steps.grad,
         inv_t=1 / maths.temperature,
-        softcap=maths.softcap,
-        teacher_softcap=maths.teacher_softcap,
-        label_smoothing=maths.label_smoothing,
-        z_loss=maths.z_loss,
+        **{name: getattr(maths, name) for name in _FACTORS},
     )
-    tensors += (labels_N, kind_N, drows_SN, state_SN)
+    tensors += (labels_N, kind_N, drows_SN, state_SN, *given)
     return Plan(rows_kernel(macros), Grid(N * cluster, THREADS, room, cluster), args, tensors)
 
 

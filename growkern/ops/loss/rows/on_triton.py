@@ -46,7 +46,7 @@ def rows_on_triton(
 
     Arguments as in `rows_on_cpu`.
     """
-    _, _, labels_N, kind_N, vocab, maths, parts = rows
+    _, _, labels_N, kind_N, vocab, maths, parts, _ = rows
     student_NV, *teachers_NV = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (rows.student_NV, *rows.teachers_NV)
     )
@@ -69,8 +69,8 @@ def rows_on_triton(
         kl_mlm_rows_kernel,
         N,
         student_NV,
-        student_NV,
-        tuple(teachers_NV),
+        (student_NV, *teachers_NV),
+        tuple(rows.biases) or (None,) * (1 + len(teachers_NV)),
         labels_N,
         kind_N,
         drows_SN,
@@ -89,11 +89,12 @@ def aot_cases() -> list[AotCase]:
     """All steps in one launch on float32 logits, as the linear loss needs, and single steps."""
     whole, jsd = Steps(sums=True, grad=True), Steps(sums=True, diverge=True, grad=True)
     every = Maths(2.0, 30.0, 30.0, beta=0.5, label_smoothing=0.1, z_loss=1e-4)
-    ways = [
+    ways: list[tuple[Any, ...]] = [
         ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
         ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),
         ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
         ("linear, fp64 logits", "fp64", "fp32", 1, Maths(2.0), whole, False),
+        ("linear, biases", "fp32", "bf16", 1, Maths(2.0), whole, False, "*bf16"),
         ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
         ("linear, sums of a tail", "fp32", "bf16", 0, Maths(2.0), Steps(sums=True), True),
         ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
@@ -102,11 +103,11 @@ def aot_cases() -> list[AotCase]:
         ("backward", "bf16", "bf16", 1, Maths(2.0), Steps(grad=True), False),
     ]
     cases = []
-    for name, logits, grad, K, maths, steps, parts in ways:
+    for name, logits, grad, K, maths, steps, parts, *bias in ways:
         ACC = tl.float64 if logits == "fp64" else tl.float32
         signature: dict[str, Any] = {
-            "student_ptr": f"*{logits}",
-            "teacher_ptrs": (f"*{logits}",) * K,
+            "logit_ptrs": (f"*{logits}",) * (1 + K),
+            "biases": (*bias, None)[:1] * (1 + K),
             "labels_ptr": "*i64",
             "kind_ptr": "*i32",
             "drows_ptr": "*fp32",
@@ -118,9 +119,11 @@ def aot_cases() -> list[AotCase]:
         }
         constants = _constants(maths, steps, parts)
         constants |= {"ACC": ACC, "BLOCK_V": most_columns(ACC)}
+        # the bias of a column stays in the cache from row to row
+        traffic = 18.0 if bias else None
         case = AotCase(
             f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
-            MAX_REGISTERS,
+            MAX_REGISTERS, traffic=traffic, padded=name.startswith("linear"),
         )  # fmt: skip
         cases.append(case)
     return cases

@@ -46,6 +46,8 @@ class Rows(NamedTuple):
     vocab: int  # columns from here on are padding
     maths: Maths
     parts: bool  # whether entropy and top-1 agreement are wanted
+    # (vocab,) to add to the student's logits and to each teacher's; (): there are none. GPUs only
+    biases: Sequence[Tensor | None] = ()
 
 
 class RowInputs(NamedTuple):

@@ -6,6 +6,16 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of 
 """
 
 from growkern.ops.backend.launch import jit, tl
+from growkern.ops.loss.rows.triton_blocks import (
+    against_mixture,
+    expm1,
+    exponentials,
+    first_of,
+    load_logits,
+    raise_max,
+    store_gradient,
+    zero_row,
+)
 
 # ------------------------------------------------------------------------- names
 #
@@ -26,140 +36,89 @@ TEACHER_SUMS = tl.constexpr(6)
 # bits of a row's kind
 MLM_ROW, KL_ROW = tl.constexpr(1), tl.constexpr(2)
 
-# --------------------------------------------------------- elementary functions
-#
-# Triton lacks these, and a GPU's exp is only good to 4e-7. They keep their digits near 0 in
-# float32; in float64 the plain formula is accurate enough.
-
 
 @jit
-def tanh(x, ACC: tl.constexpr):
-    """tanh(x), good to 2e-10 below 0.25."""
-    e = tl.exp(-2 * tl.abs(x))
-    far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
-    if tl.float64 == ACC:
-        return far
-    # near 0 the formula above loses the digits of 1 - e
-    y = x * x
-    near = 62.0 / 2835 + y * (-1382.0 / 155925)
-    near = x * (1 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * near))))
-    return tl.where(y < 0.0625, near, far)
-
-
-@jit
-def expm1(r, ACC: tl.constexpr):
-    """exp(r) - 1, good to 4e-11 below 0.25."""
-    far = tl.exp(r) - 1
-    if tl.float64 == ACC:
-        return far
-    tail = 1 + r / 5 * (1 + r / 6 * (1 + r / 7 * (1 + r / 8)))
-    return tl.where(tl.abs(r) < 0.25, r * (1 + r / 2 * (1 + r / 3 * (1 + r / 4 * tail))), far)
-
-
-@jit
-def log1p(x, ACC: tl.constexpr):
-    """log(1 + x) = 2 atanh(x / (2 + x)), good to 3e-10 below 0.25."""
-    far = tl.log(1 + x)
-    if tl.float64 == ACC:
-        return far
-    y = x / (2 + x)
-    y2 = y * y
-    near = 2 * y * (1 + y2 * (1.0 / 3 + y2 * (1.0 / 5 + y2 * (1.0 / 7 + y2 / 9))))
-    return tl.where(tl.abs(x) < 0.25, near, far)
-
-
-@jit
-def against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
-    """log(q / m) and log(p / m) of (7), given r = log(q / p)."""
-    if BETA == 1:
-        return r, tl.zeros_like(r)
-    # of the larger of q and p, so that nothing overflows; exact where both are close
-    gap = expm1(-tl.abs(r), ACC)
-    above = -log1p(tl.where(r < 0, gap * (1 - BETA), gap * BETA), ACC)
-    return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)
-
-
-# ------------------------------------------------------------------------ logits
-
-
-@jit
-def load_logits(row_ptr, v, V, CAP: tl.constexpr, ACC: tl.constexpr):
-    x = tl.load(row_ptr + v, mask=v < V, other=float("-inf")).to(ACC)
-    if CAP != 0:
-        x = tl.where(v < V, CAP * tanh(x / CAP, ACC), float("-inf"))
-    return x
-
-
-@jit
-def _raise_max(m, x):
-    """The new running maximum; 0 while all logits are -inf, so that inf - inf does not occur."""
-    top = tl.maximum(m, tl.max(x, axis=0))
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@jit
-def _first_of(m, best, x, v, V):
-    """Column of the first maximum so far, given the maximum m before this block."""
-    top = tl.max(x, axis=0)
-    return tl.where(top > m, tl.min(tl.where(x == top, v, V), axis=0), best)
-
-
-@jit
-def _student_logits(student_ptr, v, V, MATHS: tl.constexpr, ACC: tl.constexpr):
-    return load_logits(student_ptr, v, V, MATHS[SOFTCAP], ACC)
-
-
-@jit
-def _teacher_logits(teacher_ptr, v, V, MATHS: tl.constexpr, ACC: tl.constexpr):
-    return load_logits(teacher_ptr, v, V, MATHS[TEACHER_SOFTCAP], ACC)
+def _logits(
+    rows, biases, k: tl.constexpr, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A block of the student's row (k = 0) or of that of a teacher."""
+    CAP: tl.constexpr = MATHS[TEACHER_SOFTCAP if k else SOFTCAP]
+    return load_logits(rows[k], biases[k], v, V, MASKED, CAP, ACC)
 
 
 @jit
 def _teacher_sums(state_ptr, k, N):
-    """Where the numbers of teacher k begin."""
-    return state_ptr + N * (STUDENT_SUMS + TEACHER_SUMS * k)
+    """Where the numbers of teacher k = 1, ..., K begin."""
+    return state_ptr + N * (STUDENT_SUMS + TEACHER_SUMS * (k - 1))
 
 
 # -------------------------------------------------------------------------- sums
 
 
 @jit
-def _student_pass(
-    student_ptr, state_ptr, label, N, V,
-    MATHS: tl.constexpr, STEPS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
+def _add_block(
+    sums, rows, biases, label, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, STEPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store `StudentSums`."""
+    """The running numbers of the student and of each teacher, with one more block of columns."""
     T_INV: tl.constexpr = MATHS[INV_T]
     WITH_PARTS: tl.constexpr = STEPS[PARTS]
-    WITH_TOTAL: tl.constexpr = MATHS[LABEL_SMOOTHING] != 0
-    m = tl.full((), float("-inf"), ACC)
-    rest = tl.zeros((), ACC)
-    d_t = tl.zeros((), ACC)
-    moment = tl.zeros((), ACC)
-    total = tl.zeros((), ACC)
-    best = V
-    for start in range(0, V, BLOCK_V):
+    m, rest, d_t, moment, total, best = sums[0]
+    s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)  # (BLOCK_V,)
+    if WITH_PARTS:
+        best = first_of(m, best, s, v, V)
+    top = raise_max(m, s)
+    e, e_t = exponentials(s - top, T_INV)
+    rescale, rescale_t = exponentials(m - top, T_INV)
+    rest = rest * rescale + tl.sum(tl.where(v == label, 0.0, e), axis=0)
+    if T_INV != 1:
+        d_t = d_t * rescale_t + tl.sum(e_t, axis=0)
+    if WITH_PARTS:
+        moment = moment * rescale + tl.sum(tl.where(e > 0, e * s, 0.0), axis=0)
+    if MATHS[LABEL_SMOOTHING] != 0:
+        total += tl.sum(tl.where(v < V, s, 0.0) if MASKED else s, axis=0)
+    made = ((top, rest, d_t, moment, total, best),)
+    for k in tl.static_range(1, len(rows)):
+        m_u, d_u, cross, best_u = sums[k]
+        u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
+        if WITH_PARTS:
+            best_u = first_of(m_u, best_u, u, v, V)
+        top_u = raise_max(m_u, u)
+        w = tl.exp((u - top_u) * T_INV)
+        rescale_u = tl.exp((m_u - top_u) * T_INV)
+        d_u = d_u * rescale_u + tl.sum(w, axis=0)
+        if MATHS[BETA] == 0:
+            # 0 * (-inf - z) counts as 0, not NaN: a token of probability 0 costs nothing
+            cross = cross * rescale_u + tl.sum(tl.where(w > 0, w * (u - s) * T_INV, 0.0), axis=0)
+        made += ((top_u, d_u, cross, best_u),)  # type: ignore[assignment]
+    return made
+
+
+@jit
+def _store_sums(
+    rows, biases, state_ptr, label, N, V,
+    MATHS: tl.constexpr, STEPS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store `StudentSums` and `TeacherSums`. Centre and spread are 0 until the second reading."""
+    least = tl.full((), float("-inf"), ACC)
+    none, best = tl.zeros((), ACC), tl.full((), V, tl.int32)
+    sums = ((least, none, none, none, none, best),)
+    for _ in tl.static_range(1, len(rows)):
+        sums += ((least, none, none, best),)  # type: ignore[assignment]
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        s = _student_logits(student_ptr, v, V, MATHS, ACC)  # (BLOCK_V,)
-        if WITH_PARTS:
-            best = _first_of(m, best, s, v, V)
-        m_new = _raise_max(m, s)
-        e = tl.exp(s - m_new)
-        rescale = tl.exp(m - m_new)
-        rest = rest * rescale + tl.sum(tl.where(v == label, 0.0, e), axis=0)
-        if T_INV != 1:
-            rescale_t = tl.exp((m - m_new) * T_INV)
-            d_t = d_t * rescale_t + tl.sum(tl.exp((s - m_new) * T_INV), axis=0)
-        if WITH_PARTS:
-            moment = moment * rescale + tl.sum(tl.where(e > 0, e * s, 0.0), axis=0)
-        if WITH_TOTAL:
-            total += tl.sum(tl.where(v < V, s, 0.0), axis=0)
-        m = m_new
+        sums = _add_block(sums, rows, biases, label, v, V, False, MATHS, STEPS, ACC)
+    if whole < V:
+        v = whole + tl.arange(0, BLOCK_V)
+        sums = _add_block(sums, rows, biases, label, v, V, True, MATHS, STEPS, ACC)
 
     # outside of these columns the label's logit is read as -inf
     here = (label >= 0) & (label < V)
-    z_y = _student_logits(student_ptr, tl.where(here, label, V), V, MATHS, ACC)
-    if T_INV == 1:
+    z_y = _logits(rows, biases, 0, tl.where(here, label, V), V, True, MATHS, ACC)
+    m, rest, d_t, moment, total, best = sums[0]
+    if MATHS[INV_T] == 1:
         d_t = rest + tl.exp(z_y - m)
     tl.store(state_ptr + N * MAXIMUM, m)
     tl.store(state_ptr + N * REST, rest)
@@ -170,171 +129,219 @@ def _student_pass(
     tl.store(state_ptr + N * SUM_Z, total)
     # Triton makes an argument of 1 a constant, which has no method `to`
     tl.store(state_ptr + N * COLUMNS, tl.full((), V, ACC))
-
-
-@jit
-def _teacher_pass(
-    student_ptr, teacher_ptr, sums_ptr, N, V,
-    MATHS: tl.constexpr, STEPS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Store `TeacherSums`; centre and spread are 0 until the second reading."""
-    T_INV: tl.constexpr = MATHS[INV_T]
-    WITH_PARTS: tl.constexpr = STEPS[PARTS]
-    m = tl.full((), float("-inf"), ACC)
-    d = tl.zeros((), ACC)
-    cross = tl.zeros((), ACC)
-    best = V
-    for start in range(0, V, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        u = _teacher_logits(teacher_ptr, v, V, MATHS, ACC)
-        if WITH_PARTS:
-            best = _first_of(m, best, u, v, V)
-        m_new = _raise_max(m, u)
-        w = tl.exp((u - m_new) * T_INV)
-        rescale = tl.exp((m - m_new) * T_INV)
-        d = d * rescale + tl.sum(w, axis=0)
-        if MATHS[BETA] == 0:
-            s = _student_logits(student_ptr, v, V, MATHS, ACC)
-            # 0 * (-inf - z) counts as 0, not NaN: a token of probability 0 costs nothing
-            cross = cross * rescale + tl.sum(tl.where(w > 0, w * (u - s) * T_INV, 0.0), axis=0)
-        m = m_new
-    tl.store(sums_ptr + N * T_MAXIMUM, m)
-    tl.store(sums_ptr + N * T_SUM_T, d)
-    tl.store(sums_ptr + N * T_CROSS, cross)
-    tl.store(sums_ptr + N * T_BEST, best.to(ACC))
-    tl.store(sums_ptr + N * T_CENTRE, 0.0)
-    tl.store(sums_ptr + N * T_SPREAD, 0.0)
+    for k in tl.static_range(1, len(rows)):
+        m_u, d_u, cross, best_u = sums[k]  # type: ignore[misc]
+        to_ptr = _teacher_sums(state_ptr, k, N)
+        tl.store(to_ptr + N * T_MAXIMUM, m_u)
+        tl.store(to_ptr + N * T_SUM_T, d_u)
+        tl.store(to_ptr + N * T_CROSS, cross)
+        tl.store(to_ptr + N * T_BEST, best_u.to(ACC))
+        tl.store(to_ptr + N * T_CENTRE, 0.0)
+        tl.store(to_ptr + N * T_SPREAD, 0.0)
 
 
 # ------------------------------------------------------------------- divergences
 
 
 @jit
-def _ratio(
-    student_ptr, teacher_ptr, state_ptr, sums_ptr, v, N, V,
-    MATHS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """q, p and log(q / p) at temperature T, of a block of columns."""
+def _row_numbers(state_ptr, N, K: tl.constexpr, MATHS: tl.constexpr):
+    """Numbers of a row, read once: (m, 1 / d_t), then of each teacher (m_u, 1 / d_u, shift).
+
+    log(q / p) is (s - u) / T - shift.
+    """
+    m, d_t = tl.load(state_ptr + N * MAXIMUM), tl.load(state_ptr + N * SUM_T)
+    numbers = ((m, 1 / d_t),)
+    for k in tl.static_range(1, K + 1):
+        sums_ptr = _teacher_sums(state_ptr, k, N)
+        m_u = tl.load(sums_ptr + N * T_MAXIMUM)
+        d_u = tl.load(sums_ptr + N * T_SUM_T)
+        shift = (m - m_u) * MATHS[INV_T] + tl.log(d_t / d_u)
+        numbers += ((m_u, 1 / d_u, shift),)  # type: ignore[assignment]
+    return numbers
+
+
+@jit
+def _ratio(s, u, numbers, k: tl.constexpr, MATHS: tl.constexpr):
+    """p and log(q / p) at temperature T, of a block of columns and teacher k = 1, ..., K."""
     T_INV: tl.constexpr = MATHS[INV_T]
-    s = _student_logits(student_ptr, v, V, MATHS, ACC)
-    u = _teacher_logits(teacher_ptr, v, V, MATHS, ACC)
-    m = tl.load(state_ptr + N * MAXIMUM)
-    d_t = tl.load(state_ptr + N * SUM_T)
-    m_u = tl.load(sums_ptr + N * T_MAXIMUM)
-    d_u = tl.load(sums_ptr + N * T_SUM_T)
-    q = tl.exp((s - m) * T_INV) / d_t
-    p = tl.exp((u - m_u) * T_INV) / d_u
-    return q, p, (s - u) * T_INV - ((m - m_u) * T_INV + tl.log(d_t / d_u))
+    m_u, inv_d_u, shift = numbers[k]
+    return tl.exp((u - m_u) * T_INV) * inv_d_u, (s - u) * T_INV - shift
+
+
+@jit
+def _add_divergences(
+    sums, rows, biases, numbers, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Centre and spread of each teacher with one more block of columns."""
+    s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)
+    m, inv_d_t = numbers[0]
+    q = tl.exp((s - m) * MATHS[INV_T]) * inv_d_t
+    made = ()
+    for k in tl.static_range(1, len(rows)):
+        u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
+        p, r = _ratio(s, u, numbers, k, MATHS)
+        log_qm, log_pm = against_mixture(r, MATHS[BETA], ACC)
+        centre, spread = sums[k - 1]
+        centre += tl.sum(tl.where(q > 0, q * log_qm, 0.0), axis=0)
+        spread += tl.sum(tl.where(p > 0, p * log_pm, 0.0), axis=0)
+        made += ((centre, spread),)  # type: ignore[assignment]
+    return made
 
 
 @jit
 def _second_reading(
-    student_ptr, teacher_ptr, state_ptr, sums_ptr, N, V,
+    rows, biases, state_ptr, N, V,
     MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store centre and spread of (7)."""
-    centre = tl.zeros((), ACC)
-    spread = tl.zeros((), ACC)
-    for start in range(0, V, BLOCK_V):
+    K: tl.constexpr = len(rows) - 1
+    numbers = _row_numbers(state_ptr, N, K, MATHS)
+    sums = ()
+    for _ in tl.static_range(K):
+        sums += ((tl.zeros((), ACC), tl.zeros((), ACC)),)  # type: ignore[assignment]
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, sums_ptr, v, N, V, MATHS, ACC)
-        log_qm, log_pm = against_mixture(r, MATHS[BETA], ACC)
-        centre += tl.sum(tl.where(q > 0, q * log_qm, 0.0), axis=0)
-        spread += tl.sum(tl.where(p > 0, p * log_pm, 0.0), axis=0)
-    tl.store(sums_ptr + N * T_CENTRE, centre)
-    tl.store(sums_ptr + N * T_SPREAD, spread)
+        sums = _add_divergences(sums, rows, biases, numbers, v, V, False, MATHS, ACC)
+    if whole < V:
+        v = whole + tl.arange(0, BLOCK_V)
+        sums = _add_divergences(sums, rows, biases, numbers, v, V, True, MATHS, ACC)
+    for k in tl.static_range(1, K + 1):
+        tl.store(_teacher_sums(state_ptr, k, N) + N * T_CENTRE, sums[k - 1][0])
+        tl.store(_teacher_sums(state_ptr, k, N) + N * T_SPREAD, sums[k - 1][1])
 
 
 # ---------------------------------------------------------------------- gradient
 
 
 @jit
-def _pull(q, p, r, sums_ptr, N, MATHS: tl.constexpr, ACC: tl.constexpr):
+def _pull(q, p, r, centre, MATHS: tl.constexpr, ACC: tl.constexpr):
     """(5), or (8) with the divergence's factor, without 1 / T."""
     if MATHS[BETA] == 0:
         # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
         return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
     log_qm, _ = against_mixture(r, MATHS[BETA], ACC)
     share: tl.constexpr = 1 if MATHS[BETA] == 1 else 1 - MATHS[BETA]
-    return tl.where(q > 0, share * q * (log_qm - tl.load(sums_ptr + N * T_CENTRE)), 0.0)
+    return tl.where(q > 0, share * q * (log_qm - centre), 0.0)
 
 
 @jit
-def _offsets(
-    student_ptr, teacher_ptrs, state_ptr, strides, n, N, V,
+def _add_offsets(
+    offsets, rows, biases, numbers, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The sum of q - p for each teacher with one more block of columns."""
+    s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)
+    m, inv_d_t = numbers[0]
+    q = tl.exp((s - m) * MATHS[INV_T]) * inv_d_t
+    made = ()
+    for k in tl.static_range(1, len(rows)):
+        u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
+        p, r = _ratio(s, u, numbers, k, MATHS)
+        pull = _pull(q, p, r, 0.0, MATHS, ACC)
+        if MASKED:
+            pull = tl.where(v < V, pull, 0.0)
+        made += (offsets[k - 1] + tl.sum(pull, axis=0),)  # type: ignore[assignment]
+    return made
+
+
+@jit
+def _corrected(
+    numbers, rows, biases, state_ptr, N, V,
     MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The rounding error of log(q / p), one number per teacher.
+    """The numbers of a row with the rounding error of log(q / p) in each shift.
 
     The sum of q - p over a row should be 0; what remains is the error. It comes from the row's
     sums, which are good to 1e-7, and would be 1e-5 of the gradient at 1 % drift.
     """
+    K: tl.constexpr = len(rows) - 1
     offsets = ()
-    for k in tl.static_range(len(teacher_ptrs)):
-        offset = tl.zeros((), ACC)
-        teacher_ptr = teacher_ptrs[k] + n * strides[TEACHERS + k]
-        sums_ptr = _teacher_sums(state_ptr, k, N)
-        for start in range(0, V, BLOCK_V):
-            v = start + tl.arange(0, BLOCK_V)
-            q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, sums_ptr, v, N, V, MATHS, ACC)
-            pull = _pull(q, p, r, sums_ptr, N, MATHS, ACC)
-            offset += tl.sum(tl.where(v < V, pull, 0.0), axis=0)
-        # over a slice of the vocabulary the sum is not 0
-        whole = tl.load(state_ptr + N * COLUMNS) == V
-        offsets += (tl.where(whole, offset, 0.0),)  # type: ignore[assignment]
-    return offsets
+    for _ in tl.static_range(K):
+        offsets += (tl.zeros((), ACC),)  # type: ignore[assignment]
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        offsets = _add_offsets(offsets, rows, biases, numbers, v, V, False, MATHS, ACC)
+    if whole < V:
+        v = whole + tl.arange(0, BLOCK_V)
+        offsets = _add_offsets(offsets, rows, biases, numbers, v, V, True, MATHS, ACC)
+    # over a slice of the vocabulary the sum is not 0
+    is_row = tl.load(state_ptr + N * COLUMNS) == V
+    made = (numbers[0],)
+    for k in tl.static_range(1, K + 1):
+        m_u, inv_d_u, shift = numbers[k]
+        made += ((m_u, inv_d_u, shift + tl.where(is_row, offsets[k - 1], 0.0)),)  # type: ignore[assignment]
+    return made
 
 
 @jit
-def _gradient_pass(
-    student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr, state_ptr, strides, n, label, kind, N, V,
+def _write_block(
+    rows, biases, dstudent_ptr, numbers, factors, pulls, label, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Write a block of the gradient.
+
+    `factors` are those of exp(z - m), the number at the label, and the number that is subtracted
+    everywhere. `pulls` has for each teacher whether the row has the term, its factor and centre.
+    """
+    CAP: tl.constexpr = MATHS[SOFTCAP]
+    s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)  # (BLOCK_V,)
+    m, inv_d_t = numbers[0]
+    per_e, at_y, everywhere = factors
+    e, e_t = exponentials(s - m, MATHS[INV_T])
+    g = tl.where(v == label, at_y, per_e * e)  # (4)
+    if MATHS[LABEL_SMOOTHING] != 0:
+        g -= everywhere  # (9)
+    for k in tl.static_range(1, len(rows)):
+        u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
+        p, r = _ratio(s, u, numbers, k, MATHS)
+        has_kl, dkl, centre = pulls[k - 1]
+        pull = dkl * _pull(e_t * inv_d_t, p, r, centre, MATHS, ACC)
+        # not a factor of 0: a row without the KL term may hold NaN
+        g += tl.where(has_kl, pull, 0.0)
+    if CAP != 0:
+        g *= 1 - (s / CAP) * (s / CAP)  # (6)
+    store_gradient(dstudent_ptr, v, V, g, MASKED)
+
+
+@jit
+def _write_gradient(
+    rows, biases, dstudent_ptr, drows_ptr, state_ptr, label, kind, N, V,
     MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write one row of the gradient, (4) to (6), (8) and (9), possibly over the student's row."""
-    CAP: tl.constexpr = MATHS[SOFTCAP]
-    m = tl.load(state_ptr + N * MAXIMUM)
+    K: tl.constexpr = len(rows) - 1
     rest = tl.load(state_ptr + N * REST)
+    numbers = _row_numbers(state_ptr, N, K, MATHS)
+    m, _ = numbers[0]
     e_y = tl.exp(tl.load(state_ptr + N * LABEL_LOGIT) - m)
     d = rest + e_y
     dmlm = tl.where((kind & MLM_ROW) != 0, tl.load(drows_ptr).to(ACC), 0.0)
     from_z_loss = dmlm * 2 * MATHS[Z_LOSS] * (tl.log(d) + m)
     smooth = dmlm * MATHS[LABEL_SMOOTHING]
     at_y = (from_z_loss * e_y - dmlm * rest) / d + smooth
+    factors = ((dmlm + from_z_loss) / d, at_y, smooth / tl.load(state_ptr + N * COLUMNS))
     # a narrower gradient does not have those digits, and float64 has enough of them
-    CORRECTED: tl.constexpr = MATHS[BETA] == 0 and dstudent_ptr.dtype.element_ty == tl.float32
-    if CORRECTED:
-        offsets = _offsets(
-            student_ptr, teacher_ptrs, state_ptr, strides, n, N, V, MATHS, ACC, BLOCK_V
+    if MATHS[BETA] == 0 and dstudent_ptr.dtype.element_ty == tl.float32:
+        numbers = _corrected(numbers, rows, biases, state_ptr, N, V, MATHS, ACC, BLOCK_V)
+    pulls = ()
+    for k in tl.static_range(1, K + 1):
+        dkl = tl.load(drows_ptr + k * N).to(ACC) * MATHS[INV_T]
+        centre = tl.load(_teacher_sums(state_ptr, k, N) + N * T_CENTRE)
+        pulls += (((kind & KL_ROW) != 0, dkl, centre),)  # type: ignore[assignment]
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        _write_block(
+            rows, biases, dstudent_ptr, numbers, factors, pulls, label, v, V, False, MATHS, ACC
         )
-    for start in range(0, V, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        s = _student_logits(student_ptr, v, V, MATHS, ACC)  # (BLOCK_V,)
-        g = tl.where(v == label, at_y, (dmlm + from_z_loss) * (tl.exp(s - m) / d))  # (4)
-        if MATHS[LABEL_SMOOTHING] != 0:
-            g -= smooth / tl.load(state_ptr + N * COLUMNS)  # (9)
-        for k in tl.static_range(len(teacher_ptrs)):
-            teacher_ptr = teacher_ptrs[k] + n * strides[TEACHERS + k]
-            sums_ptr = _teacher_sums(state_ptr, k, N)
-            q, p, r = _ratio(student_ptr, teacher_ptr, state_ptr, sums_ptr, v, N, V, MATHS, ACC)
-            if CORRECTED:
-                r -= offsets[k]
-            dkl = tl.load(drows_ptr + (1 + k) * N).to(ACC) * MATHS[INV_T]
-            pull = dkl * _pull(q, p, r, sums_ptr, N, MATHS, ACC)
-            # not a factor of 0: a row without the KL term may hold NaN
-            g += tl.where((kind & KL_ROW) != 0, pull, 0.0)
-        if CAP != 0:
-            g *= 1 - (s / CAP) * (s / CAP)  # (6)
-        # the gradient may overwrite the logits and be narrower than they are. All of this block is
-        # read before any of it is written, and no write reaches past the block just read
-        tl.debug_barrier()
-        tl.store(dstudent_ptr + v, g.to(dstudent_ptr.dtype.element_ty), mask=v < V)
-
-
-@jit
-def zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
-    for start in range(0, V, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        tl.store(row_ptr + v, tl.zeros((BLOCK_V,), tl.float32), mask=v < V)
+    if whole < V:
+        v = whole + tl.arange(0, BLOCK_V)
+        _write_block(
+            rows, biases, dstudent_ptr, numbers, factors, pulls, label, v, V, True, MATHS, ACC
+        )
 
 
 # ------------------------------------------------------------------------ kernel
@@ -342,8 +349,8 @@ def zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
 
 @jit
 def kl_mlm_rows_kernel(
-    student_ptr,  # (N, V)
-    teacher_ptrs,  # K times (N, V)
+    logit_ptrs,  # 1 + K times (N, V), the student's first
+    biases,  # 1 + K times (V,); None: the logits have theirs already
     labels_ptr,  # (N,)
     kind_ptr,  # (N,)
     drows_ptr,  # (1 + K, N)
@@ -357,10 +364,12 @@ def kl_mlm_rows_kernel(
     ACC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    K: tl.constexpr = len(teacher_ptrs)
+    K: tl.constexpr = len(logit_ptrs) - 1
     # int64: n * stride passes 2**31 at 65k rows x 32k vocabulary
     n = tl.program_id(0).to(tl.int64)
-    student_ptr += n * strides[STUDENT]
+    rows = (logit_ptrs[0] + n * strides[STUDENT],)
+    for k in tl.static_range(K):
+        rows += (logit_ptrs[1 + k] + n * strides[TEACHERS + k],)  # type: ignore[assignment]
     state_ptr += n
     kind = tl.load(kind_ptr + n)
     label = tl.where((kind & MLM_ROW) != 0, tl.load(labels_ptr + n), -1)
@@ -370,22 +379,13 @@ def kl_mlm_rows_kernel(
             for j in tl.static_range(STUDENT_SUMS + TEACHER_SUMS * K):
                 tl.store(state_ptr + N * j, float("-inf") if j == LABEL_LOGIT else 0.0)
         else:
-            _student_pass(student_ptr, state_ptr, label, N, V, MATHS, STEPS, ACC, BLOCK_V)
-            for k in tl.static_range(K):
-                teacher_ptr = teacher_ptrs[k] + n * strides[TEACHERS + k]
-                sums_ptr = _teacher_sums(state_ptr, k, N)
-                _teacher_pass(student_ptr, teacher_ptr, sums_ptr, N, V, MATHS, STEPS, ACC, BLOCK_V)
+            _store_sums(rows, biases, state_ptr, label, N, V, MATHS, STEPS, ACC, BLOCK_V)
         # the next steps read sums that other threads of this program have just stored
         tl.debug_barrier()
 
     if STEPS[DIVERGE]:
         if kind != 0:
-            for k in tl.static_range(K):
-                teacher_ptr = teacher_ptrs[k] + n * strides[TEACHERS + k]
-                sums_ptr = _teacher_sums(state_ptr, k, N)
-                _second_reading(
-                    student_ptr, teacher_ptr, state_ptr, sums_ptr, N, V, MATHS, ACC, BLOCK_V
-                )
+            _second_reading(rows, biases, state_ptr, N, V, MATHS, ACC, BLOCK_V)
         tl.debug_barrier()
 
     if STEPS[GRAD]:
@@ -393,7 +393,7 @@ def kl_mlm_rows_kernel(
         if kind == 0:
             zero_row(dstudent_ptr, V, BLOCK_V)
         else:
-            _gradient_pass(
-                student_ptr, teacher_ptrs, dstudent_ptr, drows_ptr + n, state_ptr, strides,
-                n, label, kind, N, V, MATHS, ACC, BLOCK_V,
+            _write_gradient(
+                rows, biases, dstudent_ptr, drows_ptr + n, state_ptr, label, kind, N, V,
+                MATHS, ACC, BLOCK_V,
             )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.transforms import Rules
-from growkern.ops.loss.linear.heads import Head, from_arguments
-from growkern.ops.loss.linear.op import Chunk, backward_of, empty_outputs, setup_context, swept
+from growkern.ops.loss.linear.heads import Head, empty_outputs, from_arguments
+from growkern.ops.loss.linear.op import Chunk, backward_of, setup_context, swept
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
@@ -73,6 +73,9 @@ class _TopkChunk(Chunk):
 
     With -inf at the tokens the tail is read like any slice, and 1 - sum is never computed.
     """
+
+    # the logits of the tokens are read apart from their rows
+    biases_at_rows = ()
 
     def __init__(self, topk: Sequence[Tensor], *linear: Any) -> None:
         super().__init__(*linear)
@@ -142,7 +145,8 @@ class _TopkChunk(Chunk):
         dz_CV = self.place(rows.student_NV)
         self.computed = None
         TAIL_GRADIENTS[self.settings.backend](rows, tail_5C.to(rows.student_NV.dtype), dz_CV)
-        flat, cap = self.flat.view(dz_CV.dtype), self.maths.softcap
+        flat = self.flat.view(dz_CV.dtype) if self.room is None else self.room
+        cap = self.maths.softcap
         if cap:
             tokens_CU = tokens_CU * (1 - (self.z_CU / cap).square())
         place_CU, _ = self._places(columns, dz_CV, flat)

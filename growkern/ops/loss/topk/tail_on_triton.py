@@ -11,19 +11,37 @@ from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2,
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
 from growkern.ops.loss.rows.state import Maths, Rows
-from growkern.ops.loss.rows.triton_kernel import (
-    INV_T,
-    LABEL_SMOOTHING,
-    MLM_ROW,
-    SOFTCAP,
+from growkern.ops.loss.rows.triton_blocks import (
+    exponentials,
     load_logits,
+    store_gradient,
     zero_row,
 )
+from growkern.ops.loss.rows.triton_kernel import INV_T, LABEL_SMOOTHING, MLM_ROW, SOFTCAP
 
 # `TailFactors` of `topk/buckets.py`; a test compares them
 MAXIMUM, SOFTMAX, SOFTMAX_T, AT_LABEL, EVERYWHERE = map(tl.constexpr, range(5))
+FACTORS = tl.constexpr(5)
 # strides between rows
 STUDENT, DSTUDENT = map(tl.constexpr, range(2))
+
+
+@jit
+def _write_block(
+    student_ptr, dstudent_ptr, tail, label, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Write a block of the gradient; `tail` has the numbers of `TailFactors`."""
+    CAP: tl.constexpr = MATHS[SOFTCAP]
+    s = load_logits(student_ptr, None, v, V, MASKED, 0, ACC)  # (BLOCK_V,)
+    e, e_t = exponentials(s - tail[MAXIMUM], MATHS[INV_T])
+    g = tl.where(v == label, tail[AT_LABEL], tail[SOFTMAX] * e)
+    g += tail[SOFTMAX_T] * e_t
+    if MATHS[LABEL_SMOOTHING] != 0:
+        g -= tail[EVERYWHERE]
+    if CAP != 0:
+        g *= 1 - (s / CAP) * (s / CAP)
+    store_gradient(dstudent_ptr, v, V, g, MASKED)
 
 
 @jit
@@ -40,8 +58,6 @@ def _tail_gradient_kernel(
     ACC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    T_INV: tl.constexpr = MATHS[INV_T]
-    CAP: tl.constexpr = MATHS[SOFTCAP]
     # int64: as in `kl_mlm_rows_kernel`
     n = tl.program_id(0).to(tl.int64)
     student_ptr += n * strides[STUDENT]
@@ -52,33 +68,21 @@ def _tail_gradient_kernel(
         zero_row(dstudent_ptr, V, BLOCK_V)
     else:
         label = tl.where((kind & MLM_ROW) != 0, tl.load(labels_ptr + n), -1)
-        m = tl.load(tail_ptr + N * MAXIMUM)
-        softmax = tl.load(tail_ptr + N * SOFTMAX)
-        softmax_t = tl.load(tail_ptr + N * SOFTMAX_T)
-        at_label = tl.load(tail_ptr + N * AT_LABEL)
-        everywhere = tl.load(tail_ptr + N * EVERYWHERE)
-        for start in range(0, V, BLOCK_V):
+        tail = ()
+        for j in tl.static_range(FACTORS):
+            tail += (tl.load(tail_ptr + N * j),)  # type: ignore[assignment]
+        whole = V // BLOCK_V * BLOCK_V
+        for start in range(0, whole, BLOCK_V):
             v = start + tl.arange(0, BLOCK_V)
-            s = load_logits(student_ptr, v, V, 0, ACC)  # (BLOCK_V,)
-            e = tl.exp(s - m)
-            g = tl.where(v == label, at_label, softmax * e)
-            if T_INV == 1:
-                g += softmax_t * e
-            else:
-                g += softmax_t * tl.exp((s - m) * T_INV)
-            if MATHS[LABEL_SMOOTHING] != 0:
-                g -= everywhere
-            if CAP != 0:
-                g *= 1 - (s / CAP) * (s / CAP)
-            # the gradient may overwrite the logits and be narrower than they are. All of this block
-            # is read before any of it is written, and no write reaches past the block just read
-            tl.debug_barrier()
-            tl.store(dstudent_ptr + v, g.to(dstudent_ptr.dtype.element_ty), mask=v < V)
+            _write_block(student_ptr, dstudent_ptr, tail, label, v, V, False, MATHS, ACC)
+        if whole < V:
+            v = whole + tl.arange(0, BLOCK_V)
+            _write_block(student_ptr, dstudent_ptr, tail, label, v, V, True, MATHS, ACC)
 
 
 def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) -> None:
     """As `tail_gradient_on_cpu`."""
-    student_NV, _, labels_N, kind_N, V, maths, _ = rows
+    student_NV, _, labels_N, kind_N, V, maths, *_ = rows
     if V == 0:
         return
     ACC = acc_dtype(student_NV)[1]
@@ -131,6 +135,7 @@ def aot_cases() -> list[AotCase]:
             ("N",),
             8,
             MAX_REGISTERS,
+            padded=True,
         )
         for name, ACC, logits, grad, maths in ways
     ]
