@@ -10,7 +10,7 @@ import growkern
 from growkern.ops.backend import native
 from growkern.ops.loss import kl_mlm_loss as door
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_rows_reference
-from growkern.ops.loss.rows.on_cpu import rows_on_cpu, tail_gradient_on_cpu
+from growkern.ops.loss.rows.on_cpu import is_narrow, rows_on_cpu, tail_gradient_on_cpu
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, Rows, Steps, n_numbers, terms
 from growkern.ops.loss.topk.buckets import TailFactors
 from tests.ops.loss.loss_inputs import make_logits, relative_error
@@ -131,7 +131,9 @@ def test_converts_logits_of_any_float_type(student, teacher, sums, bar, maths, i
         student_NV=rows.student_NV.to(sums), teachers_NV=[x.to(sums) for x in teachers]
     )
     _, same = run(wide, isa, grad_dtype=student)
-    assert torch.equal(grad, same)
+    # a narrow row subtracts float64 logits in float64, and float32 ones with a remainder
+    is_other = sums == F64 != teacher and is_narrow(maths, student)
+    assert relative_error(same, truth) <= bar if is_other else torch.equal(grad, same)
 
 
 def test_every_thread_has_its_own_scratch_memory():
