@@ -117,8 +117,9 @@ def in_turns(
         each: called with every row as soon as it is known.
 
     Returns:
-        One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), and "gradient
-        error". A provider that cannot run or fails has the reason in "why not" instead.
+        One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), "gradient
+        error", and "x compile": the median ratio of its time to that of torch.compile in the same
+        turn. A provider that cannot run or fails has the reason in "why not" instead.
     """
     samples: dict[str, list[dict[str, float]]] = {p.name: [] for p in providers}
     why_not = {p.name: p.peer.why_not() if p.peer else "" for p in providers}
@@ -142,6 +143,7 @@ def in_turns(
         if not why_not[provider.name]:
             taken = samples[provider.name]
             row |= {key: statistics.median(x[key] for x in taken) for key in taken[0]}
+            row |= _beside(taken, samples.get(_compiled_of(provider.name), []))
             if provider.error is not None:
                 row["gradient error"] = ask(provider, provider.error)
         if why_not[provider.name]:
@@ -149,6 +151,20 @@ def in_turns(
         rows.append(row)
         each(row)
     return rows
+
+
+def _compiled_of(name: str) -> str:
+    """The provider that compiles the plain version of the same loss."""
+    _, comma, case = name.partition(", labels alone")
+    return f"torch.compile{comma}{case}"
+
+
+def _beside(taken: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, float]:
+    """ "x compile" of `in_turns`; empty if torch.compile was not measured in every turn."""
+    if not taken or len(taken) != len(others):
+        return {}
+    pairs = zip(taken, others, strict=True)
+    return {"x compile": statistics.median(x["wall s"] / y["wall s"] for x, y in pairs)}
 
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:
