@@ -205,7 +205,9 @@ void route_past_caches(const ExpandPlan& p, const int64_t* row, int64_t n_rows, 
                              p.chosen_first + j0, p.chosen_last + j0};
         }
         if (a.col_copies) {
-            rows == 2 ? stream_kept<2>(whole, n, columns, to) : stream_kept<1>(whole, n, columns, to);
+            const auto stream = rows == 2 ? stream_kept<2, Out, KeptColumns>
+                                          : stream_kept<1, Out, KeptColumns>;
+            stream(whole, n, columns, to);
             k += rows;
         } else {
             const KeptRow keeps{static_cast<uint32_t>(src), a.line_key + j0, a.line_mult + j0,

@@ -73,8 +73,8 @@ struct Scratch {
 };
 
 #if defined(__AVX2__)
-// `pack_lines` of rows that are powers of two apart: they would push each other out of the L1 cache,
-// so a few columns of all rows are copied together first
+// `pack_lines` of rows that may lie a power of two apart: they would push each other out of the L1
+// cache, so a few columns of all rows are copied together first
 template <class Bits>
 void pack_rows(const Bits* const* row, int64_t n, Bits* packed) {
     constexpr int64_t LINE = LINE_BYTES / sizeof(Bits), STAGED = 4 * LINE;
