@@ -121,8 +121,9 @@ def in_turns(
         facts: stand before the figures of each row.
 
     Returns:
-        One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), and "gradient
-        error". A provider that cannot run or fails has the reason in "why not" instead.
+        One row per provider: medians of "wall s", "CPU s" and "extra MiB" (peak), "gradient
+        error", and "x compile": the median ratio of its time to that of torch.compile in the same
+        turn. A provider that cannot run or fails has the reason in "why not" instead.
     """
     measured = [_Measured(provider, facts or {}) for provider in providers]
     for turn in range(repeats + 1):
@@ -133,7 +134,10 @@ def in_turns(
                 one.take()
             if harness.observer is not None:
                 harness.observer([x.row() | {"turns": x.turns} for x in measured if x.is_begun])
-    rows = [one.row() for one in measured]
+    by_name = {one.provider.name: one for one in measured}
+    rows = [
+        one.row() | one.beside(by_name.get(_compiled_of(one.provider.name))) for one in measured
+    ]
     for row in rows:
         each(row)
     if harness.observer is not None:
@@ -189,6 +193,19 @@ class _Measured:
         taken = self.samples or ([self.first] if self.first else [])
         medians = {key: statistics.median(x[key] for x in taken) for key in (taken or [{}])[0]}
         return self.facts | medians | self.error
+
+    def beside(self, compiled: "_Measured | None") -> dict[str, float]:
+        """ "x compile" of `in_turns`; empty if one of the two was not measured in every turn."""
+        if self.why_not or compiled is None or not 0 < self.turns == compiled.turns:
+            return {}
+        pairs = zip(self.samples, compiled.samples, strict=True)
+        return {"x compile": statistics.median(x["wall s"] / y["wall s"] for x, y in pairs)}
+
+
+def _compiled_of(name: str) -> str:
+    """The provider that compiles the plain version of the same loss."""
+    _, comma, case = name.partition(", labels alone")
+    return f"torch.compile{comma}{case}"
 
 
 def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:

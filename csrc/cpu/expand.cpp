@@ -3,6 +3,7 @@
 #include "expand.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -16,12 +17,31 @@ constexpr int64_t MIN_MEAN_RUN = 64;
 constexpr int64_t STREAMING_BYTES = 8 << 20;
 constexpr int64_t TYPE_BYTES[] = {4, 2, 2, 8};
 
+// memory at the beginning of a line: vectors of numbers per column would else straddle lines
+template <class T>
+struct Lines {
+    using value_type = T;
+    Lines() = default;
+    template <class U>
+    Lines(const Lines<U>&) {}
+    T* allocate(size_t n) {
+        void* x = std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64);
+        if (!x) throw std::bad_alloc();
+        return static_cast<T*>(x);
+    }
+    void deallocate(T* x, size_t) { std::free(x); }
+    template <class U>
+    bool operator==(const Lines<U>&) const { return true; }
+    template <class U>
+    bool operator!=(const Lines<U>&) const { return false; }
+};
+
 struct Storage {
     std::vector<int64_t> source, first, target;
-    std::vector<int32_t> cols;
+    std::vector<int32_t, Lines<int32_t>> cols;
     std::vector<Run> runs;
     std::vector<int16_t> col_steps;
-    std::vector<uint32_t> chosen_first, chosen_last;
+    std::vector<uint32_t, Lines<uint32_t>> chosen_first, chosen_last;
 };
 
 // groups the output rows by the virtual row they read, so that each source row is gathered once
@@ -67,6 +87,8 @@ bool find_steps(const ExpandArgs& a, Storage& s) {
 }
 
 void find_intervals(const ExpandArgs& a, Storage& s) {
+    s.chosen_first.reserve(a.col_copies ? a.N : 0);
+    s.chosen_last.reserve(a.col_copies ? a.N : 0);
     for (int64_t j = 0; j < a.N && a.col_copies; ++j) {
         const Interval chosen = chosen_interval(a.col_copies[j]);
         s.chosen_first.push_back(chosen.first);

@@ -4,6 +4,7 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
+#include "expand_routing.h"
 #include "expand_source.h"
 
 namespace growkern {
@@ -113,94 +114,6 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
     return false;
 }
 
-// ----------------------------------------------------------------- routing
-
-// the shares of (5) in hashes.py that copies of x may have. `larger` is null if it is x itself and
-// the rest is 0.
-template <class Out>
-struct Shares {
-    const Out *whole, *larger, *rest;
-};
-
-inline float kept(float x, bool is_kept) { return is_kept ? x : 0; }
-inline double kept(double x, bool is_kept) { return is_kept ? x : 0; }
-template <class Out>
-inline Out kept(Out x, bool is_kept) {
-    return {static_cast<uint16_t>(is_kept ? x.bits : 0)};
-}
-template <class Out>
-inline Out one_of(Out x, Out y, bool is_x) {
-    using Bits = typename BitsOf<Out>::type;
-    const Bits a = bit_cast<Bits>(x), b = bit_cast<Bits>(y);
-    return bit_cast<Out>(static_cast<Bits>(is_x ? a : b));
-}
-
-// every part is computed for every element, so that the loop has no branch and can use vectors
-template <class Out>
-inline Out share_of(const Shares<Out>& x, int64_t j, uint32_t hash, uint32_t mult, int32_t copy) {
-    const uint32_t number = number_of(copy), count = count_of(copy);
-    const uint32_t first = high_product(hash, count), second = second_choice(first, mult, count);
-    const Out one = one_of(x.larger[j], kept(x.rest[j], second == number), first == number);
-    return one_of(x.whole[j], one, count == 1);
-}
-
-// the shares with amplitude 1 of output row i, columns j .. j + n - 1, which belong to one run
-template <class Out>
-void route_run(const ExpandPlan& p, int64_t i, int64_t j, int64_t n, const Out* whole,
-               Out* __restrict y) {
-    const uint32_t mult = p.args->line_mult[i], last = p.chosen_last[j];
-    uint32_t hash = p.args->line_key[i] + p.cols[j] * mult - p.chosen_first[j];
-    for (int64_t k = 0; k < n; ++k, hash += mult) y[k] = kept(whole[k], hash <= last);
-}
-
-// the shares of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
-template <class Out>
-void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
-           const Shares<Out>& x, Out* __restrict y) {
-    const ExpandArgs& a = *p.args;
-    const int32_t* cols = p.cols + j0;
-    const Out* whole = x.whole;
-    if (a.col_copies) {
-        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        const int32_t* copies = a.col_copies + j0;
-        const uint32_t *first = p.chosen_first + j0, *last = p.chosen_last + j0;
-        if (x.larger) {
-            for (int64_t j = 0; j < n; ++j) {
-                y[j] = share_of(x, j, key + cols[j] * mult, mult, copies[j]);
-            }
-        } else {
-            for (int64_t j = 0; j < n; ++j) {
-                y[j] = kept(whole[j], key + cols[j] * mult - first[j] <= last[j]);
-            }
-        }
-        return;
-    }
-    const uint32_t row = static_cast<uint32_t>(src);
-    const auto* key = reinterpret_cast<const uint32_t*>(a.line_key) + j0;
-    const auto* mult = reinterpret_cast<const uint32_t*>(a.line_mult) + j0;
-    const int32_t copy = a.row_copies[i];
-    const Interval chosen = chosen_interval(copy);
-    if (x.larger) {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = share_of(x, j, key[j] + row * mult[j], mult[j], copy);
-        }
-    } else {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = kept(whole[j], key[j] + row * mult[j] - chosen.first <= chosen.last);
-        }
-    }
-}
-
-// (5) of hashes.py for n elements x
-template <class Out, class Acc>
-void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
-    for (int64_t j = 0; j < n; ++j) {
-        const Acc whole = static_cast<Acc>(decode(x[j]));
-        larger[j] = encode<Out>(whole * share);
-        rest[j] = encode<Out>(whole - static_cast<Acc>(decode(larger[j])));
-    }
-}
-
 template <class Out>
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
     const ExpandArgs& a = *p.args;
@@ -226,6 +139,12 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const bool noisy = a.row_noise || a.col_noise, routed = a.row_copies || a.col_copies;
     const bool copies = same<In, Out> && !row_scale && !col_scale && !noisy;
     const bool halves = routed && a.larger_share != 1;
+    // runs route with fewer loads
+    const bool past_caches = routed && !halves && p.streaming && a.out_stride_n == 1 && !p.runs;
+    if (past_caches && copies && n_pieces == 1) {
+        return route_past_caches(p, p.target + p.first[s], p.first[s + 1] - p.first[s],
+                                 p.source[s], j0, n, reinterpret_cast<const Out*>(pieces->x));
+    }
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
     alignas(64) Acc noise[MAX_COLUMNS];
@@ -255,6 +174,10 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
             if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
             convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
                                   noisy ? noise + at : nullptr, y + at);
+        }
+        if (past_caches) {
+            route_past_caches(p, &i, 1, p.source[s], j0, n, y);
+            continue;
         }
         if (routed) {
             if (halves && !repeated) find_shares<Out, Acc>(y, n, a.larger_share, larger, rest);
@@ -308,8 +231,8 @@ void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>
     packed = scratch.packed && 4 * n_rows >= LINE;
     if (packed) {
         const int64_t in_weight = smaller(a.C, p.virtual_columns);
-        pack_lines(low, in_weight, scratch.packed);
-        pack_lines(high, p.virtual_columns - in_weight, scratch.packed + in_weight * LINE);
+        pack_rows(low, in_weight, scratch.packed);
+        pack_rows(high, p.virtual_columns - in_weight, scratch.packed + in_weight * LINE);
     }
 #endif
     for (int64_t j0 = 0; j0 < a.N; j0 += GATHERED_COLUMNS) {

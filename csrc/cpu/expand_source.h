@@ -72,5 +72,24 @@ struct Scratch {
     ~Scratch() { std::free(packed); }
 };
 
+#if defined(__AVX2__)
+// `pack_lines` of rows that may lie a power of two apart: they would push each other out of the L1
+// cache, so a few columns of all rows are copied together first
+template <class Bits>
+void pack_rows(const Bits* const* row, int64_t n, Bits* packed) {
+    constexpr int64_t LINE = LINE_BYTES / sizeof(Bits), STAGED = 4 * LINE;
+    alignas(64) Bits stage[LINE][STAGED];
+    const Bits* staged[LINE];
+    for (int64_t q = 0; q < LINE; ++q) staged[q] = stage[q];
+    int64_t c = 0;
+    for (; c + STAGED <= n; c += STAGED) {
+        for (int64_t q = 0; q < LINE; ++q) std::memcpy(stage[q], row[q] + c, sizeof stage[q]);
+        pack_lines(staged, STAGED, packed + c * LINE);
+    }
+    for (int64_t q = 0; q < LINE; ++q) staged[q] = row[q] + c;
+    pack_lines(staged, n - c, packed + c * LINE);
+}
+#endif
+
 }  // namespace
 }  // namespace growkern

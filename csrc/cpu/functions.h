@@ -30,13 +30,8 @@ struct Float<double> {
     static constexpr double ROUND = 0x1.8p52, LEAST = -707.0, MOST = 709.0;
 };
 
-// x = n ln(2) + r with |r| <= ln(2) / 2. Returns exp(r) - 1, good to 1e-7 (a double: 3e-16) of
-// exp(r); sets `n` to the bits of ROUND + n, which end with those of the integer n
-inline float reduced_exponential(float x, uint32_t& n) {
-    const float shifted = x * 1.44269504f + Float<float>::ROUND;
-    const float whole = shifted - Float<float>::ROUND;
-    const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    n = bit_cast<uint32_t>(shifted);
+// exp(r) - 1 for |r| <= ln(2) / 2, good to 1e-7 (a double: 3e-16) of exp(r)
+inline float exponential_series(float r) {
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -46,11 +41,7 @@ inline float reduced_exponential(float x, uint32_t& n) {
     return p * r * r + r;
 }
 
-inline double reduced_exponential(double x, uint64_t& n) {
-    const double shifted = x * 0x1.71547652b82fep0 + Float<double>::ROUND;
-    const double whole = shifted - Float<double>::ROUND;
-    const double r = (x - whole * 0x1.62e42fefa0000p-1) - whole * 0x1.cf79abc9e3b3ap-40;
-    n = bit_cast<uint64_t>(shifted);
+inline double exponential_series(double r) {
     double p = 1.0 / 479001600;
     p = p * r + 1.0 / 39916800;
     p = p * r + 1.0 / 3628800;
@@ -65,6 +56,24 @@ inline double reduced_exponential(double x, uint64_t& n) {
     return p * r * r + r;
 }
 
+// x = n ln(2) + r with |r| <= ln(2) / 2. Returns exp(r) - 1; sets `n` to the bits of ROUND + n,
+// which end with those of the integer n
+inline float reduced_exponential(float x, uint32_t& n) {
+    const float shifted = x * 1.44269504f + Float<float>::ROUND;
+    const float whole = shifted - Float<float>::ROUND;
+    const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    n = bit_cast<uint32_t>(shifted);
+    return exponential_series(r);
+}
+
+inline double reduced_exponential(double x, uint64_t& n) {
+    const double shifted = x * 0x1.71547652b82fep0 + Float<double>::ROUND;
+    const double whole = shifted - Float<double>::ROUND;
+    const double r = (x - whole * 0x1.62e42fefa0000p-1) - whole * 0x1.cf79abc9e3b3ap-40;
+    n = bit_cast<uint64_t>(shifted);
+    return exponential_series(r);
+}
+
 // exp(x); results below 1e-38 (a double: 1e-307) are 0
 template <class T>
 inline T exponential(T x) {
@@ -74,7 +83,7 @@ inline T exponential(T x) {
     return x < Float<T>::LEAST ? 0 : x <= Float<T>::MOST ? y : x + INF<T>;
 }
 
-// exp(x) - 1 for x <= 0; near 0 it keeps its digits
+// exp(x) - 1 for x <= 88 (a double: 709); near 0 it keeps its digits
 template <class T>
 inline T exponential_minus_1(T x) {
     typename Float<T>::Bits n;

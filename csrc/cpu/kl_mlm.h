@@ -36,8 +36,10 @@ struct KlMlmArgs {
     double inv_t, softcap, teacher_softcap;  // 1 / temperature; a cap of 0 is none
     double beta;                     // 0: forward KL, 1: reverse KL, between them Jensen-Shannon
     double label_smoothing, z_loss;
-    int32_t type;                    // F32 or F64: of sums, and of everything computed
+    int32_t type;                    // F32 or F64: of sums, and of what is computed
     int32_t student_type, grad_type;
+    int32_t narrow;                  // F32: compute as kl_mlm_narrow.h, from logits as float; F64:
+                                     // from logits as double; -1: compute in `type`
     int32_t threads, isa;
     bool sums, diverge, grad;        // `Steps` of rows/state.py
     bool parts;                      // whether `sums` includes the entropy and the top-1 token

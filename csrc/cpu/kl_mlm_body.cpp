@@ -4,11 +4,11 @@
 // After the first reading the row comes from the thread's cache. Logits that are capped, or of
 // another type than the sums, are converted once per row into the thread's scratch memory
 // (kl_mlm_row.h).
-#include <cstring>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
+#include "kl_mlm_narrow.h"
 #include "kl_mlm_row.h"
 
 namespace growkern {
@@ -52,13 +52,6 @@ T top(const T* x, int64_t V) {
         nan += x[j] == x[j] ? 0 : x[j];
     }
     return nan != nan ? nan : m == -INF<T> ? 0 : m;
-}
-
-template <class T>
-T column_of(const T* x, int64_t V, T value) {
-    int64_t j = 0;
-    while (j < V && x[j] != value) ++j;
-    return static_cast<T>(j < V ? j : 0);
 }
 
 template <class T>
@@ -196,35 +189,6 @@ void sum_divergence(const Row<T>& row, int64_t k) {
 
 // ----------------------------------------------------------------- gradient
 
-// A row's gradient without its teachers' part: softmax exp(z - m) + softmax_t exp((z - m) / T) -
-// everywhere. At the label `at_label` replaces the first of the three.
-template <class T>
-struct Factors {
-    T m, softmax, softmax_t, at_label, everywhere;
-};
-
-template <class T>
-Factors<T> tail_factors(const Row<T>& row) {
-    using F = TailFactors;
-    return {row.tail(F::maximum), row.tail(F::softmax), row.tail(F::softmax_t),
-            row.tail(F::at_label), row.tail(F::everywhere)};
-}
-
-// (4) and (9)
-template <class T>
-Factors<T> label_factors(const Row<T>& row) {
-    using S = StudentSums;
-    const KlMlmArgs& a = row.a;
-    const T m = row.sums(S::maximum), rest = row.sums(S::rest);
-    const T e_y = std::exp(row.sums(S::label_logit) - m), d = rest + e_y;
-    const T dmlm = row.mlm ? row.drow(0) : 0;
-    const T from_z_loss = a.z_loss ? dmlm * 2 * static_cast<T>(a.z_loss) * (std::log(d) + m) : 0;
-    const T smooth = dmlm * static_cast<T>(a.label_smoothing);
-    const T count = a.label_smoothing ? row.sums(S::columns) : 1;
-    return {m, row.mlm ? (dmlm + from_z_loss) / d : 0, 0,
-            (from_z_loss * e_y - dmlm * rest) / d + smooth, smooth / count};
-}
-
 // adds teacher k's part of columns j0 .. j0 + n - 1; e_t is exp((z - m) / T) of them
 template <class T>
 void add_teacher(const Row<T>& row, int64_t k, int64_t j0, int64_t n, const T* e_t, T* grad) {
@@ -246,29 +210,6 @@ void add_teacher(const Row<T>& row, int64_t k, int64_t j0, int64_t n, const T* e
             grad[j] += q == 0 ? 0 : scale * q * (log_q_m - centre);  // (8)
         }
     });
-}
-
-// rounds n numbers to Out; `out` may be memory that held logits
-template <class Out, class T>
-void store_as(const T* x, int64_t n, Out* out) {
-    alignas(64) Out rounded[BLOCK];
-    for (int64_t j = 0; j < n; ++j) rounded[j] = encode<Out>(x[j]);
-    std::memcpy(out, rounded, n * sizeof(Out));
-}
-
-template <class T>
-void store_halves(const T* x, int64_t n, f16* out) {
-    alignas(64) float narrow[BLOCK];
-    for (int64_t j = 0; j < n; ++j) narrow[j] = static_cast<float>(x[j]);
-    encode_halves(narrow, n, out);
-}
-
-template <class T>
-void store(const KlMlmArgs& a, int64_t offset, const T* x, int64_t n) {
-    if (a.grad_type == F64) return store_as(x, n, static_cast<double*>(a.dstudent) + offset);
-    if (a.grad_type == BF16) return store_as(x, n, static_cast<bf16*>(a.dstudent) + offset);
-    if (a.grad_type == F16) return store_halves(x, n, static_cast<f16*>(a.dstudent) + offset);
-    store_as(x, n, static_cast<float*>(a.dstudent) + offset);
 }
 
 template <class T>
@@ -305,9 +246,27 @@ void write_gradient(const Row<T>& row) {
 
 // ---------------------------------------------------------------------- all
 
+template <class In, class T>
+void take_row_narrow(const Row<T>& row) {
+    const KlMlmArgs& a = row.a;
+    const Columns<In> student{a.student, a.student_type, row.i * a.student_stride};
+    const auto teacher = [&](int64_t k) {
+        return Columns<In>{a.teachers[k], a.teacher_types[k], row.i * a.teacher_strides[k]};
+    };
+    if (a.sums) {
+        sum_student_narrow(row, student);
+        for (int64_t k = 0; k < a.K && row.kl; ++k) {
+            sum_teacher_narrow(row, k, student, teacher(k));
+        }
+    }
+    if (a.grad) write_gradient_narrow(row, student, teacher);
+}
+
 template <class T>
 void take_row(const Row<T>& row) {
     const KlMlmArgs& a = row.a;
+    if (a.narrow == F32) return take_row_narrow<float>(row);
+    if (a.narrow == F64) return take_row_narrow<double>(row);
     row.student().read();
     if (a.sums) sum_student(row);
     for (int64_t k = 0; k < a.K && row.kl; ++k) {

@@ -1,6 +1,8 @@
-// One row of the KL + MLM loss: its logits as numbers that can be summed, and its place in the
-// arguments.
+// One row of the KL + MLM loss: its logits as numbers that can be summed, its place in the
+// arguments, and the parts of its gradient that do not depend on a teacher.
 #pragma once
+#include <cstring>
+
 #include "functions.h"
 #include "kl_mlm.h"
 
@@ -87,6 +89,67 @@ struct Row {
         return static_cast<const T*>(a.tail)[static_cast<int64_t>(f) * a.N + i];
     }
 };
+
+template <class T>
+T column_of(const T* x, int64_t V, T value) {
+    int64_t j = 0;
+    while (j < V && x[j] != value) ++j;
+    return static_cast<T>(j < V ? j : 0);
+}
+
+// ----------------------------------------------------------------- gradient
+
+// A row's gradient without its teachers' part: softmax exp(z - m) + softmax_t exp((z - m) / T) -
+// everywhere. At the label `at_label` replaces the first of the three.
+template <class T>
+struct Factors {
+    T m, softmax, softmax_t, at_label, everywhere;
+};
+
+template <class T>
+Factors<T> tail_factors(const Row<T>& row) {
+    using F = TailFactors;
+    return {row.tail(F::maximum), row.tail(F::softmax), row.tail(F::softmax_t),
+            row.tail(F::at_label), row.tail(F::everywhere)};
+}
+
+// (4) and (9)
+template <class T>
+Factors<T> label_factors(const Row<T>& row) {
+    using S = StudentSums;
+    const KlMlmArgs& a = row.a;
+    const T m = row.sums(S::maximum), rest = row.sums(S::rest);
+    const T e_y = std::exp(row.sums(S::label_logit) - m), d = rest + e_y;
+    const T dmlm = row.mlm ? row.drow(0) : 0;
+    const T from_z_loss = a.z_loss ? dmlm * 2 * static_cast<T>(a.z_loss) * (std::log(d) + m) : 0;
+    const T smooth = dmlm * static_cast<T>(a.label_smoothing);
+    const T count = a.label_smoothing ? row.sums(S::columns) : 1;
+    return {m, row.mlm ? (dmlm + from_z_loss) / d : 0, 0,
+            (from_z_loss * e_y - dmlm * rest) / d + smooth, smooth / count};
+}
+
+// rounds n numbers to Out; `out` may be memory that held logits
+template <class Out, class T>
+void store_as(const T* x, int64_t n, Out* out) {
+    alignas(64) Out rounded[BLOCK];
+    for (int64_t j = 0; j < n; ++j) rounded[j] = encode<Out>(x[j]);
+    std::memcpy(out, rounded, n * sizeof(Out));
+}
+
+template <class T>
+void store_halves(const T* x, int64_t n, f16* out) {
+    alignas(64) float narrow[BLOCK];
+    for (int64_t j = 0; j < n; ++j) narrow[j] = static_cast<float>(x[j]);
+    encode_halves(narrow, n, out);
+}
+
+template <class T>
+void store(const KlMlmArgs& a, int64_t offset, const T* x, int64_t n) {
+    if (a.grad_type == F64) return store_as(x, n, static_cast<double*>(a.dstudent) + offset);
+    if (a.grad_type == BF16) return store_as(x, n, static_cast<bf16*>(a.dstudent) + offset);
+    if (a.grad_type == F16) return store_halves(x, n, static_cast<f16*>(a.dstudent) + offset);
+    store_as(x, n, static_cast<float*>(a.dstudent) + offset);
+}
 
 }  // namespace
 }  // namespace growkern

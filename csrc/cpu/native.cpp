@@ -14,7 +14,8 @@ namespace growkern {
 bool supports(int32_t isa) {
 #if defined(GROWKERN_X86)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+                      __builtin_cpu_supports("fma");
     if (isa == AVX2) return avx2;
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -210,13 +210,18 @@ void pack_lines(const Bits* const* row, int64_t n, Bits* packed) {
     }
 }
 
-// tile[q * stride + j] = packed[cols[j] * LINE + q], j in [0, n rounded up to 32)
+// tile[q * stride + j] = packed[cols[j] * LINE + q], j in [0, n rounded up to 16); reads cols up to
+// n + 32
 template <class Bits>
 void gather_lines(const Bits* packed, const int32_t* cols, int64_t n, Bits* tile, int64_t stride) {
     constexpr int64_t LINE = LINE_BYTES / sizeof(Bits), K = 16 / sizeof(Bits);
     for (int64_t j = 0; j < n; j += 2 * K) {
         const Bits* line[2 * K];
-        for (int64_t r = 0; r < 2 * K; ++r) line[r] = packed + int64_t{cols[j + r]} * LINE;
+        for (int64_t r = 0; r < 2 * K; ++r) {
+            line[r] = packed + int64_t{cols[j + r]} * LINE;
+            // the next lines come from the L2 cache meanwhile
+            __builtin_prefetch(packed + int64_t{cols[j + 2 * K + r]} * LINE);
+        }
         for (int64_t q = 0; q < LINE; q += K) {
             transpose<Bits>([&](int r) { return line[r] + q; },
                             [&](int r) { return tile + (q + r) * stride + j; });

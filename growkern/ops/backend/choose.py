@@ -36,7 +36,8 @@ def _describe(name: str) -> Backend:
     if name == "reference":
         return Backend(name, True, f"plain PyTorch {torch.__version__}")
     if name == "cpu":
-        return Backend(name, native.loaded() is not None, native.reason())
+        live = native.loaded() is not None
+        return Backend(name, live, native.reason() + ("" if live else f". {native.LOST}"))
     if name == "cuda":
         return Backend(name, not nvrtc.why_not(), nvrtc.reason())
     if not HAS_TRITON:

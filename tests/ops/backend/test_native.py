@@ -45,6 +45,15 @@ def test_a_library_of_other_sources_is_not_used(text, fresh, tmp_path):
         choose_backend("cpu", torch.device("cpu"))
 
 
+def test_info_says_what_is_lost_without_the_library(fresh):
+    fresh.setattr(native, "_candidates", lambda: [])
+    (found,) = (x for x in choose.describe_backends() if x.name == "cpu")
+    assert not found.live
+    assert "install a C++17 compiler" in found.reason
+    assert "growth, the losses and GrowthAdamW run in plain PyTorch" in found.reason
+    assert "slower, and with more memory" in found.reason
+
+
 def test_the_library_here_has_the_stamp_of_the_sources_here():
     if not native._candidates():
         pytest.skip("built without the compiled library")

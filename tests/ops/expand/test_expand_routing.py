@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops.expand.call import Routing
+from growkern.ops.backend import native
+from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.hashes import chosen, line_keys
 from growkern.ops.expand.limits import MOST_COPIES
-from growkern.ops.expand.op import expand, folded
+from growkern.ops.expand.on_cpu import expand_on_cpu
+from growkern.ops.expand.op import expand, expand_reference, folded
 from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of, make_case, uneven
+
+F32, F64 = torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("axis", ["row", "col"])
@@ -110,3 +114,28 @@ def test_routing_needs_a_matrix_and_no_noise():
         expand(torch.randn(4), routing=Routing(0, only))
     with pytest.raises(GrowthError, match="give one of"):
         expand(torch.randn(3, 4), routing=Routing(1, only), col_noise=torch.zeros(4))
+
+
+@pytest.mark.usefixtures("several_threads")
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("axis, scaled", [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_instruction_sets_route_large_outputs_past_the_caches(dtype, axis, scaled, isa):
+    """Bit for bit, at arbitrary maps; rows begin at any place of a line, or all at the same."""
+    rng = torch.Generator().manual_seed(0)
+    R, C, M = 67, 701, 800
+    W = torch.randn(R, C, generator=rng, dtype=torch.float64).to(dtype)
+    size = (9 << 20) // (M * dtype.itemsize)  # past 8 MiB; then rows of whole lines
+    for N in (size | 1, -(-size // 32) * 32):
+        maps = [torch.randint(n, (m,), generator=rng) for n, m in ((R, M), (C, N))]
+        case = {"weight": W, "rows": maps[0], "cols": maps[1], "seed": 5}
+        case["routing"] = Routing(axis, copies_of(maps[axis]))
+        if scaled:
+            case["col_scale"] = torch.rand(N, generator=rng).to(
+                torch.float64 if dtype == F64 else F32
+            )
+        expected = expand_reference(ExpandCall(torch.empty(0, dtype=dtype), **case))
+        for offset in (0, 1):
+            out = torch.zeros(M, N + offset, dtype=dtype)[:, offset:]
+            expand_on_cpu(ExpandCall(out, **case), isa=isa)
+            assert torch.equal(out, expected)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import acc_torch_dtype
-from growkern.ops.loss.rows.state import Rows, Steps, clear
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
 
 _POINTERS = (
     *("student", "teachers", "teacher_strides", "teacher_types", "labels", "kind", "drows"),
@@ -20,7 +20,7 @@ _POINTERS = (
 )
 _SIZES = ("student_stride", "dstudent_stride", "N", "V", "K")
 _FACTORS = ("inv_t", "softcap", "teacher_softcap", "beta", "label_smoothing", "z_loss")
-_NUMBERS = ("type", "student_type", "grad_type", "threads", "isa")
+_NUMBERS = ("type", "student_type", "grad_type", "narrow", "threads", "isa")
 _FLAGS = (*Steps._fields, "parts")
 
 
@@ -48,7 +48,8 @@ def rows_on_cpu(
 
     Args:
         rows: logits of any float dtype. Rows of kind 0 and columns from `vocab` on are not read.
-        state_SN: (S, N), contiguous, float32 or float64. All is computed in its dtype.
+        state_SN: (S, N), contiguous, float32 or float64. All is computed in its dtype,
+            except what `is_narrow` allows.
         steps: what to do.
         drows_SN: gradient of the MLM term and of each teacher's, at least (1 + K, N).
         dstudent_NV: gradient of the student's logits, out. It may be the memory of the logits.
@@ -92,9 +93,12 @@ def _run(
         student_NV, *teachers_NV = (_readable(x) for x in (rows.student_NV, *rows.teachers_NV))
         threads, scratch = torch.get_num_threads(), None
         types = {x.dtype for x in (student_NV, *teachers_NV)}
-        if types != {dtype} or rows.maths.softcap or rows.maths.teacher_softcap:
-            scratch = student_NV.new_empty(threads, 1 + len(teachers_NV), V, dtype=dtype)
         grad_NV = student_NV if dstudent_NV is None else dstudent_NV
+        narrow = -1
+        if "tail" not in inputs and is_narrow(rows.maths, grad_NV.dtype):
+            narrow = native.TYPES[torch.float64 if torch.float64 in types else torch.float32]
+        elif types != {dtype} or rows.maths.softcap or rows.maths.teacher_softcap:
+            scratch = student_NV.new_empty(threads, 1 + len(teachers_NV), V, dtype=dtype)
         tensors = {
             **{"student": student_NV, "dstudent": grad_NV, "scratch": scratch},
             **{"labels": rows.labels_N.long().contiguous(), "kind": rows.kind_N.int().contiguous()},
@@ -106,13 +110,25 @@ def _run(
             **{"N": N, "V": V, "K": len(teachers_NV), "inv_t": 1 / rows.maths.temperature},
             **{name: x for name, x in rows.maths._asdict().items() if name != "temperature"},
             **{"type": native.TYPES[dtype], "student_type": native.TYPES[student_NV.dtype]},
-            **{"grad_type": native.TYPES[grad_NV.dtype], "parts": rows.parts, "threads": threads},
+            **{"grad_type": native.TYPES[grad_NV.dtype], "parts": rows.parts, "narrow": narrow},
+            threads=threads,
             **steps._asdict(),
         )
         _call(args, teachers_NV, isa)
     # after the call: in place, these columns may be logits until then
     if dstudent_NV is not None and dstudent_NV.shape[1] > V:
         dstudent_NV[:, V:] = 0
+
+
+def is_narrow(maths: Maths, wanted: torch.dtype) -> bool:
+    """Whether float32 with float64 sums is enough, see `csrc/cpu/kl_mlm_narrow.h`.
+
+    Args:
+        maths: of the rows. Capped logits and other divergences are computed in the sums' dtype.
+        wanted: dtype of the gradient; of the student's logits if there is none.
+    """
+    plain = maths.beta == 0 and maths.softcap == 0 and maths.teacher_softcap == 0
+    return plain and wanted != torch.float64
 
 
 def _readable(x_NV: Tensor) -> Tensor:

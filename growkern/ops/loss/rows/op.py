@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
 from growkern.ops.loss.rows.on_cuda import rows_on_cuda
@@ -93,6 +94,7 @@ def kl_mlm_rows_backward_op(
 ) -> Tensor:
     """The gradient of the student's logits, (N, V)."""
     dstudent_NV = torch.empty_like(student_NV, memory_format=torch.contiguous_format)
+    advise_huge_pages(dstudent_NV)
     rows = Rows(student_NV, teachers_NV, labels_N, kind_N, vocab, Maths(*maths), False)
     ROW_FUNCTIONS[backend](rows, state_SN, Steps(grad=True), dterms_RN, dstudent_NV)
     return dstudent_NV
