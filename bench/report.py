@@ -78,7 +78,10 @@ in nats per byte, means over the seeds.
 - "apart" is the share of the copies' size that is not their mean: 0 for equal copies, about 0.71
   for unrelated ones.
 - "ahead from" is the first step from which the grown model stays ahead of the small one that was
-  trained on.
+  trained on at the same rate, with the same warm-up.
+- "growth" is GrowthAdamW. "growth-clipped" clips by `growkern.growth_clip_norm_`, as the trainer
+  does; all others clip by the plain norm. "moments": it starts with the source's moments.
+- "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
 
 """
 

@@ -40,9 +40,11 @@ def _groups(rows: Iterable[Row]) -> dict[str, dict[Setup, list[Row]]]:
     return found
 
 
-def _continued(variants: Mapping[Setup, Sequence[Row]]) -> Sequence[Row]:
-    """The runs of the small model that was trained on as its own training ended."""
-    return variants.get(("continued", "adamw", END_RATE, WARMUP), [])
+def _continued(variants: Mapping[Setup, Sequence[Row]], setup: Setup) -> Sequence[Row]:
+    """The runs of the small model that was trained on at the same rate, with the same warm-up."""
+    _, optimizer, rate, warmup = setup
+    moments = "-moments" if optimizer.endswith("-moments") else ""
+    return variants.get(("continued", f"adamw{moments}", rate, warmup), [])
 
 
 def _mean(rows: Sequence[Row], step: int) -> float:
@@ -57,8 +59,6 @@ def _bump(row: Row) -> float:
 
 def _ahead(rows: Sequence[Row], small: Sequence[Row]) -> str:
     """The first step from which the mean loss stays below the continued source's."""
-    if not small:
-        return "-"
     steps = sorted(map(int, rows[0]["losses"]))
     first = None
     for step in reversed(steps):
@@ -79,7 +79,8 @@ def _line(setup: Setup, rows: Sequence[Row], small: Sequence[Row]) -> str:
     bump = statistics.fmean(map(_bump, rows))
     each = " ".join(f"{x:.3f}" for x in ends)
     name, optimizer, rate, warmup = setup
-    ahead = "-" if name == "continued" else _ahead(rows, _same_seeds(small, rows))
+    small = _same_seeds(small, rows)
+    ahead = "-" if name == "continued" or len(small) < len(rows) else _ahead(rows, small)
     first = f"| {name} | {optimizer} | {rate:g} | {warmup}"
     return f"{first} | {means} | {each} | {bump:.3f} | {between} | {ahead} |"
 
@@ -127,9 +128,10 @@ def report(rows: Iterable[Row], picture: Path | None = None) -> str:
             "stream apart | units apart | ahead from |"
         )
         lines.append("|---|---|---|---|" + "---|" * (len(SHOWN) + 5))
-        small = _continued(variants)
         ordered = sorted(variants.items(), key=lambda item: -_mean(item[1], LONG))
-        lines += [_line(setup, found, small) for setup, found in ordered] + [""]
+        lines += [_line(setup, found, _continued(variants, setup)) for setup, found in ordered] + [
+            ""
+        ]
     if picture is not None:
         _draw(groups, picture)
     return "\n".join(lines)
