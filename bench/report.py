@@ -80,7 +80,11 @@ in nats per byte, means over the seeds.
 - "ahead from" is the first step from which the grown model stays ahead of the small one that was
   trained on at the same rate, with the same warm-up.
 - "growth" is GrowthAdamW. "growth-clipped" clips by `growkern.growth_clip_norm_`, as the trainer
-  does; all others clip by the plain norm. "moments": it starts with the source's moments.
+  does; all others clip by the plain norm.
+- All optimizers start afresh, the small model's too. With "moments" they start with the moments of
+  the source's optimizer.
+- Most lines are of one seed. Compare them with others at the same seeds: "each seed" has them in
+  the order of the seeds 11, 12, 13.
 - "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
 
 """
