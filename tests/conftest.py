@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 # Workers share the cores. Tests of threads ask for more themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     walks.times = config.getoption("--walks")
     walks.start = config.getoption("--seed")
     interpreter.make_quick()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a script that runs the tests in the background hands down a SIGINT that is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         # pytest's own output stays as wide as the terminal

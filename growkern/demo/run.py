@@ -214,11 +214,13 @@ class _Demo:
         )
         tokens = torch.from_numpy(np.load(self.directory / "validation.npy")[:64].astype(np.int64))
         report = verify(self.directory / "source", target, tokens=tokens)
-        if method == "fpi" or not report.ok:
+        wrong = [group.worst for group in report.groups if not group.ok]
+        if method == "fpi" or wrong:
             self.console.print(report.table())
-        if not report.ok:
+        # outputs may differ: at an uneven width the plan says so of BERT's MLM head
+        if wrong or report.contradictions:
             raise GrowthError(f"{target} failed its verification: {report.failure}")
-        return {"ok": report.ok, "exact": report.plan.exact, "outputs": dict(report.outputs)}
+        return {"level": report.level, "outputs": dict(report.outputs)}
 
     # ------------------------------------------------------------------- runs
 

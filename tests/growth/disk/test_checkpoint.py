@@ -423,7 +423,7 @@ def perturb(directory, *names):
     "how",
     [
         {"hidden_size": 48, "num_hidden_layers": 4, "depth": "identity"},
-        {"hidden_size": 32, "num_hidden_layers": 3, "method": "aki"},
+        {"hidden_size": 48, "num_hidden_layers": 3, "method": "aki"},
         {"hidden_size": 48, "dtype": torch.bfloat16},
     ],
 )

@@ -313,9 +313,10 @@ def test_a_name_on_the_hub(load, monkeypatch):
 
 
 def test_no_network(load, monkeypatch):
+    before = os.environ.get("HF_HUB_OFFLINE")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(GrowthError, match=r"'some/name' cannot be loaded: ") as refused:
         load(dataset="some/name")
     assert "\n" not in str(refused.value)
-    assert os.environ.get("HF_HUB_OFFLINE") is None
+    assert os.environ.get("HF_HUB_OFFLINE") == before

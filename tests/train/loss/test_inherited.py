@@ -130,6 +130,8 @@ def test_autocast():
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_compiled_blocks(family):
+    # other tests of this process may have compiled the same code as often as PyTorch allows
+    torch._dynamo.reset()
     student, teacher = build(family).double(), build(family, seed=3).double()
     causal = family != "bert"
     expected = plain_loss(copy.deepcopy(student), [teacher], batch(), causal=causal)
