@@ -77,8 +77,9 @@ class SavingTrainer(StoppableTrainer):
         def write(staging: Path) -> None:
             with self._writing_to(staging):
                 super(SavingTrainer, self)._save_checkpoint(model, trial)
+            # all processes: Trainer loads the best model at the end where it is named
+            self.state.best_model_checkpoint = best and str(best)
             if self.args.should_save:
-                self.state.best_model_checkpoint = best and str(best)
                 self.state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
 
         processes = Processes.of_accelerator(self.accelerator)

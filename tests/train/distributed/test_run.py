@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -72,13 +73,23 @@ def assert_close(run, other):
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def assert_same_weights(checkpoint, model):
+    """A checkpoint of shards, and a directory with the whole model."""
+    whole = load_file(model / "model.safetensors")
+    target = {name: torch.empty_like(weight) for name, weight in whole.items()}
+    dcp.load(target, checkpoint_id=f"{checkpoint}/weights", no_dist=True)
+    assert all(torch.equal(weight, whole[name]) for name, weight in target.items())
+
+
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
 def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F811
     """Against one process that grows the whole model, and against a run without a stop."""
     for name in ("straight", "stopped", "fewer"):
         write(workplace, name, grown_run(GROWTH, SHARDED))
+    best = grown_run(GROWTH, SHARDED, "[trainer]\nload_best_model_at_end = true\n")
+    write(workplace, "best", best.replace("eval_every = 3", "eval_every = 2"))
     one = write(workplace, "one", grown_run(GROWTH))
-    script = [("straight", None), ("stopped", 3), ("stopped", None), ("fewer", 3)]
+    script = [("straight", None), ("stopped", 3), ("stopped", None), ("fewer", 3), ("best", None)]
     script = [(f"{name}.toml", step) for name, step in script]
     (workplace / "script.json").write_text(json.dumps(script))
     on_ranks(2, run_ranks.__name__, workplace)
@@ -97,6 +108,11 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
         for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "one"), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
         assert_close(workplace / name, workplace / "one")
+
+    # all ranks load the best checkpoint
+    state = json.loads((workplace / "best" / "trainer_state.json").read_text())
+    assert "checkpoint-" in state["best_model_checkpoint"]
+    assert_same_weights(state["best_model_checkpoint"], workplace / "best")
 
     # an ordinary directory, of the last checkpoint
     result = CliRunner().invoke(app, ["export", str(workplace / "straight"), str(workplace / "hf")])
