@@ -9,26 +9,15 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from growkern import DistributedOptions, GrowthError, shard
 from growkern.errors import GrowthWarning
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_optimizer, load_weights
-from growkern.train.distributed.shard import make_mesh
 from growkern.train.safety import saving
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from growkern.train.safety.signals import Terminated
 from tests.train.safety.runs import At, small_model, small_trainer
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield make_mesh("cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

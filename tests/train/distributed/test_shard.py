@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
@@ -15,15 +14,6 @@ from growkern.train.distributed.shard import all_finite, largest_entry, make_mes
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield make_mesh("cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded(mesh, model=None, **options):
