@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from growkern.growth.models import materialise, restore_buffers
 from growkern.growth.plan.growth_plan import plan
-from growkern.growth.sharded.grow_into import grow_into, named_tensors
-from growkern.growth.sharded.placement import device_of, local_tensor
-from growkern.train.config import GrowthSection, Run
+from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
 from growkern.train.load import load_language_model, stored_dtype
+from growkern.train.schedule.models import Size, grown_model, unfilled_model
 
 
 def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
@@ -42,9 +39,14 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
         join_processes("cpu" if accelerator is None else accelerator.type)
     half = stored_dtype(base / run.checkpoint).itemsize == 2
     dtype = torch.float32 if half else stored_dtype(base / run.checkpoint)
-    if run.growth is None:
+    if run.first_growth is None:
         return shard(load_language_model(base / run.checkpoint, dtype if half else None), options)
-    return _grown(run.growth, base, options, dtype, first_start=first_start)
+    source, growth = base / run.checkpoint, run.first_growth
+    planned = plan(source, **growth.how())
+    if first_start:
+        return grown_model(planned, source, growth, options, dtype)
+    size = Size(planned.target_config, planned)
+    return unfilled_model(planned.large.class_name, size, options, dtype)
 
 
 def build_teacher(directory: Path, options: DistributedOptions | None) -> Any:
@@ -59,31 +61,3 @@ def build_teacher(directory: Path, options: DistributedOptions | None) -> Any:
         return teacher
     # its activations are not kept, and it is not worth compiling
     return shard(teacher, replace(options, activation_checkpointing=False, compile_blocks=False))
-
-
-def _grown(
-    growth: GrowthSection,
-    base: Path,
-    options: DistributedOptions,
-    dtype: torch.dtype,
-    *,
-    first_start: bool,
-) -> Any:
-    how = growth.options()
-    both: dict[str, Any] = {**how, **growth.sizes}
-    planned = plan(base / growth.source, **both)
-    cls = getattr(transformers, planned.large.class_name)
-    with torch.device("meta"):
-        model = cls._from_config(planned.target_config, dtype=dtype)
-    shard(model, options)
-    if first_start:
-        grow_into(model, base / growth.source, **how)
-        return model
-    model.growth_plan = planned
-    device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
-    materialise(model, device)
-    restore_buffers(model)
-    for tensor in named_tensors(model).values():
-        # the probes of the trainer run the model before its checkpoint is loaded
-        local_tensor(tensor).zero_()
-    return model

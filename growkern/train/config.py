@@ -19,16 +19,16 @@ Paths are relative to the folder of the file.
 
 import hashlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from growkern.errors import GrowthError
-from growkern.growth.options import GrowthOptions
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
+from growkern.train.schedule.growth import GrowthStep, check_order, from_table
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
@@ -101,42 +101,6 @@ class ModelSection:
 
     path: str | None = None
     tokenizer: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthSection(GrowthOptions):
-    """Growth at the start of the run, without a detour over the disk.
-
-    The other fields are those of `growkern.growth.options.GrowthOptions`.
-
-    Args:
-        source: directory of the checkpoint that is grown.
-        sizes: the sizes of the large model by the names of its config.
-        moments: "reset" starts the optimizer at zero. "grow" and "old_slices" grow the state of
-            the source's optimizer, see `growkern.grow_optimizer_into`.
-        optimizer: that state: the `optimizer.pt` of a Trainer or a directory with one, or a
-            directory of `torch.distributed.checkpoint`.
-
-    Raises:
-        GrowthError: a value is unknown or out of range.
-    """
-
-    source: str
-    sizes: dict[str, int]
-    moments: Literal["reset", "grow", "old_slices"] = "reset"
-    optimizer: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.optimizer is None) != (self.moments == "reset"):
-            raise GrowthError(
-                "moments and optimizer belong together: give the optimizer state of the source "
-                'and moments = "grow" or "old_slices", or neither'
-            )
-
-    def options(self) -> dict[str, Any]:
-        """The fields of `GrowthOptions`."""
-        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
 
 
 @dataclass(frozen=True)
@@ -285,12 +249,13 @@ class Run:
     inheritance: InheritanceSchedule | None = None
     teacher: TeacherSection | None = None
     loss: LossOptions | None = None
-    growth: GrowthSection | None = None
+    growth: GrowthStep | tuple[GrowthStep, ...] | None = None
     distributed: DistributedOptions | None = None
     trainer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if (self.model.path is None) != (self.growth is not None):
+        check_order(self.growths, self.training.steps)
+        if (self.model.path is None) != (self.first_growth is not None):
             raise GrowthError(
                 "give either model.path (a checkpoint to train) or [growth] (one to grow first)"
             )
@@ -311,7 +276,24 @@ class Run:
     @property
     def checkpoint(self) -> str:
         """The checkpoint directory that the run begins with: the model, or the source it grows."""
-        return self.growth.source if self.growth else str(self.model.path)
+        return str(self.first_growth.source if self.first_growth else self.model.path)
+
+    @property
+    def growths(self) -> tuple[GrowthStep, ...]:
+        """All growths, in the order of their steps."""
+        if isinstance(self.growth, GrowthStep):
+            return (self.growth,)
+        return self.growth or ()
+
+    @property
+    def first_growth(self) -> GrowthStep | None:
+        """The growth at the start, if there is one."""
+        return next((one for one in self.growths if not one.at_step), None)
+
+    @property
+    def later_growths(self) -> tuple[GrowthStep, ...]:
+        """The growths inside the run."""
+        return tuple(one for one in self.growths if one.at_step)
 
     def to_toml(self) -> str:
         """The run as a TOML document, from which `load_run` makes an equal run."""
@@ -326,5 +308,11 @@ def load_run(path: str | Path) -> Run:
             file, the key and the allowed values.
     """
     path = Path(path)
-    # with [growth], [model] may be left out
-    return to_dataclass(Run, {"model": {}, **read_toml(path)}, str(path))
+    # with a growth at the start, [model] may be left out
+    tables = {"model": {}, **read_toml(path)}
+    growth = tables.get("growth")
+    if isinstance(growth, dict):
+        tables["growth"] = from_table(growth)
+    elif isinstance(growth, list):
+        tables["growth"] = [from_table(x) if isinstance(x, dict) else x for x in growth]
+    return to_dataclass(Run, tables, str(path))

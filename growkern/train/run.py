@@ -47,6 +47,7 @@ from growkern.train.safety.identity import identity_of
 from growkern.train.safety.messages import (
     PRECISIONS,
     describe_device,
+    describe_growth,
     describe_model,
     describe_optimizer,
     describe_saving,
@@ -123,8 +124,8 @@ def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> Trai
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
             print_lines(_header(run, base, trainer, checkpoint, command))
-        if checkpoint is None and run.growth is not None and run.growth.optimizer is not None:
-            moments, state = run.growth.moments, base / run.growth.optimizer
+        if checkpoint is None and run.first_growth and run.first_growth.optimizer:
+            moments, state = str(run.first_growth.moments), base / run.first_growth.optimizer
             grow_optimizer_into(trainer.model, trainer.create_optimizer(), state, moments=moments)
         result = _train_from(trainer, checkpoint)
         trainer.save_final_model(stored_dtype(base / run.checkpoint))
@@ -152,6 +153,7 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     # at the end of the run Trainer itself would train one step too many
     if step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
         return trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.fit_to(checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     last = [line for line in trainer.state.log_history if line["step"] == step_of(checkpoint)]
@@ -186,6 +188,8 @@ def _header(
         ),
         "to resume": command,
     }
+    if run.later_growths:
+        lines["growth"] = describe_growth(run.later_growths)
     if run.trainer:
         lines["trainer"] = describe_arguments(run.trainer)
     if checkpoint is not None:
@@ -259,6 +263,7 @@ def build_trainer(
         else [build_teacher(one, run.distributed) for one in teacher_paths] or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],
         loss=run.loss,
+        growth=run.later_growths,
         optimizer=run.training.optimizer,
         processing_class=tokenizer,
         train_dataset=data.train,

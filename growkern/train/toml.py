@@ -155,14 +155,19 @@ def to_toml(value: Any) -> str:
         table = getattr(value, section.name)
         if table is None:
             continue
-        lines.append(f"[{section.name}]")
-        names = table if isinstance(table, dict) else [x.name for x in dataclasses.fields(table)]
-        for name in names:
-            item = table[name] if isinstance(table, dict) else getattr(table, name)
-            if item is not None:
-                lines.append(f"{name} = {_toml_value(item)}")
-        lines.append("")
+        if isinstance(table, tuple):
+            for one in table:
+                lines += [f"[[{section.name}]]", *_toml_lines(one), ""]
+        else:
+            lines += [f"[{section.name}]", *_toml_lines(table), ""]
     return "\n".join(lines)
+
+
+def _toml_lines(table: Any) -> list[str]:
+    """The keys and values of a dataclass or a dict, without those that are None."""
+    if dataclasses.is_dataclass(table):
+        table = {x.name: getattr(table, x.name) for x in dataclasses.fields(table)}
+    return [f"{name} = {_toml_value(x)}" for name, x in table.items() if x is not None]
 
 
 def _toml_value(item: Any) -> str:

@@ -5,9 +5,9 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +40,12 @@ from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.safety.stream import StreamTrainer
-from growkern.train.safety.trainer import SafeTrainer
-from growkern.train.sub_model import find_stacks, layer_stacks, model_depth, sub_model
+from growkern.train.schedule.layers import Part, for_cost, only, part_of_stage
+from growkern.train.schedule.trainer import GrowingTrainer
+from growkern.train.sub_model import find_stacks, layer_stacks, model_depth
 
 
-class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
+class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
@@ -68,9 +69,9 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
-        options: all other keyword arguments of `SafeTrainer` (precision, on_nonfinite,
-            save_minutes) and of `transformers.Trainer`. Collators may offer `set_epoch` and
-            `frozen`, see `growkern.train.data`.
+        options: all other keyword arguments of `GrowingTrainer` (growth), of `SafeTrainer`
+            (precision, on_nonfinite, save_minutes) and of `transformers.Trainer`. Collators may
+            offer `set_epoch` and `frozen`, see `growkern.train.data`.
 
     Raises:
         GrowthError: models, teachers or arguments that cannot be trained this way.
@@ -96,27 +97,22 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
     ) -> None:
         args = args or TrainingArguments()
         check_arguments(args, options)
-        if two_stage is not None:
+        if two_stage is not None or any(x.new_layers_steps for x in options.get("growth", ())):
             # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
         refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)
-        check_model(model, self._causal)
-        check_head(model)
-        self._softcap = softcap_of(model)
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss = (loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
-        self._stacks = layer_stacks(model) if two_stage else find_stacks(model)
-        self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
-        check_block_size(two_stage, self._layers)
-        tokenizer = options.get("processing_class")
-        self.growth_plan = plan_of_optimizer(model, optimizer, args, options)
         self._teachers = choose_teachers(inheritance, teacher)
         if teacher_tokenizer is not None:
-            check_tokenizers(tokenizer, as_list(teacher_tokenizer))
-        check_objectives(self._teachers, model, self._causal)
-        self._vocabulary = self._teachers.common_vocabulary(model, tokenizer)
+            check_tokenizers(options.get("processing_class"), as_list(teacher_tokenizer))
+        self._choose_optimizer = partial(
+            plan_of_optimizer, choice=optimizer, args=args, options=options
+        )
+        self._tokenizer = options.get("processing_class")
+        self.take_model(model)
         self._teachers.freeze(model, args.device)
         self.models_beside = self._teachers.models
 
@@ -128,7 +124,6 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self._causal
-        self._cost = ModelCost(model, self._stacks)
         self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
         self._row_flops: Tensor | float = 0.0
         self._kl_items: Tensor | None = None
@@ -137,6 +132,23 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         self.meter = Meter(self._add_up)
         self.add_callback(LoopCallback(self))
         use_safe_tensorboard(self)
+
+    def take_model(self, model: Any) -> None:
+        """Look at the model that will be trained from now on.
+
+        Raises:
+            GrowthError: it cannot be trained this way.
+        """
+        check_model(model, self._causal)
+        check_head(model)
+        self._softcap = softcap_of(model)
+        self._stacks = layer_stacks(model) if self.two_stage else find_stacks(model)
+        self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
+        check_block_size(self.two_stage, self._layers)
+        self.growth_plan = self._choose_optimizer(model)
+        check_objectives(self._teachers, model, self._causal)
+        self._vocabulary = self._teachers.common_vocabulary(model, self._tokenizer)
+        self._cost = ModelCost(model, self._stacks)
 
     # ------------------------------------------------------------------- loss
 
@@ -152,16 +164,16 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         In evaluation mode it is the loss of the whole model without a teacher.
         """
         inputs, training = dict(inputs), model.training
-        depth, alpha = self._plan() if training else (None, 0.0)
+        part, alpha = self._plan() if training else (None, 0.0)
         rows = self._take_rows(inputs, alpha, weighted=training)
         inputs = inputs_of(self.model, inputs, rows.labels_BS)
         options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
         if training:
             options |= self.loss.arguments()
-        with self._window(depth):
+        with only(part, self._stacks):
             loss, parts, outputs = self._run(model, inputs, options)
         if training:
-            self._record(parts, rows, alpha, depth)
+            self._record(parts, rows, alpha, part)
             if num_items_in_batch is not None:
                 # DDP averages the gradients, but the loss is divided by the labels of all processes
                 loss = loss * self.accelerator.num_processes
@@ -192,17 +204,15 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
             return x
         return self.accelerator.reduce(x.to(self.args.device), "sum")
 
-    def _plan(self) -> tuple[int | None, float]:
-        """The depth (None: all layers) and the KL share of the current step."""
+    def _plan(self) -> tuple[Part | None, float]:
+        """The part that trains (None: the whole model) and the KL share of the current step."""
         step = self.state.global_step
         depth = self.two_stage.depth(step, self._layers) if self.two_stage else None
-        return depth, self.inheritance.rate_at(step) if self.inheritance else 0.0
-
-    def _window(self, depth: int | None) -> contextlib.AbstractContextManager[None]:
-        if depth is None or self.two_stage is None:
-            return contextlib.nullcontext()
-        stage = self.two_stage
-        return sub_model(self._stacks, depth, stage.layers_per_block, stage.embeddings)
+        if depth is not None and self.two_stage is not None:
+            part: Part | None = part_of_stage(self.two_stage, depth)
+        else:
+            part = self.new_part(step)
+        return part, self.inheritance.rate_at(step) if self.inheritance else 0.0
 
     def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""
@@ -255,13 +265,6 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
             self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
         return items
 
-    def _input_is_frozen(self, depth: int | None) -> bool:
-        """Whether the lowest trained layer of the current step passes no gradient on."""
-        stage = self.two_stage
-        if stage is None or depth is None:
-            return False
-        return depth > stage.layers_per_block or stage.embeddings == "frozen"
-
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         """Trainer's, but `GrowthAdamW` for a model that was grown."""
         if self.growth_plan is not None and self.optimizer is None:
@@ -279,12 +282,12 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
 
     # ---------------------------------------------------------------- records
 
-    def _record(self, parts: Any, rows: LossRows, alpha: float, depth: int | None) -> None:
+    def _record(self, parts: Any, rows: LossRows, alpha: float, part: Part | None) -> None:
         labelled_BS = rows.labels_BS != IGNORE_INDEX
         kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
         self.meter.add_parts(parts, labelled_BS.sum(), kl_BS.sum())
         self.meter.add("alpha", alpha)
-        self.meter.add("depth", float(depth or self._layers))
+        self.meter.add("depth", float(part.depth if part else self._layers))
         live = ((labelled_BS | kl_BS) if alpha > 0 else labelled_BS).sum()
         per_row = self._cost.head_row(train=True)
         if alpha > 0:
@@ -293,17 +296,14 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """FLOPs of the layers of student and teachers; `store_flos` adds the output projection."""
-        depth, alpha = self._plan()
+        part, alpha = self._plan()
         batch, length = inputs[self.model.main_input_name].shape
         counts = inputs.get(ROW_COUNTS)
         if counts is not None and counts.is_filler:
             return 0.0
         pairs = None if counts is None else counts.pairs
         self.meter.add_tokens(batch * length)
-        trained = self.two_stage.layers_per_block if self.two_stage else None
-        flops = self._cost.train(
-            batch, length, depth, trained, frozen_input=self._input_is_frozen(depth), pairs=pairs
-        )
+        flops = self._cost.train(batch, length, **for_cost(part), pairs=pairs)
         if alpha > 0:
             flops += sum(cost.forward(batch, length, pairs) for cost in self._teacher_costs)
         return flops
@@ -326,12 +326,8 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, SafeTrainer):
         if self.two_stage is not None and self.two_stage.stage1_steps:
             block = self.two_stage.layers_per_block
             depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
-            costs = [
-                self._cost.train(
-                    sequences, length, depth, block, frozen_input=self._input_is_frozen(depth)
-                )
-                for depth in depths
-            ]
+            parts = [part_of_stage(self.two_stage, depth) for depth in depths]
+            costs = [self._cost.train(sequences, length, **for_cost(part)) for part in parts]
             flops["stage 1"] = sum(costs) / len(costs) + head
         flops["a full step"] = self._cost.train(sequences, length) + head
         if self._teacher_costs:

@@ -37,6 +37,13 @@ def has_weights(directory: Path) -> bool:
     return (directory / WEIGHTS / METADATA_FILE).is_file()
 
 
+def sources_of(checkpoint: Path) -> tuple[Path, Path]:
+    """The directories of a checkpoint from which a model and its optimizer's state can be grown."""
+    if has_weights(checkpoint):
+        return checkpoint / WEIGHTS, checkpoint / OPTIMIZER
+    return checkpoint, checkpoint
+
+
 def weight_parts(model: nn.Module) -> Parts:
     """This process's parts of a model, for `write_parts`."""
     return {WEIGHTS: _weights(model)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.train.schedule.growth import GrowthStep
 from growkern.units import human
 
 PRECISIONS = {
@@ -67,6 +68,18 @@ def describe_optimizer(plan: GrowthPlan | None) -> str:
         return "AdamW"
     sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in plan.size_changes().items())
     return f"GrowthAdamW, because the model was grown ({sizes})"
+
+
+def describe_growth(growth: Sequence[GrowthStep]) -> str:
+    """When a model grows inside a run, and to which sizes.
+
+    Args:
+        growth: inside the run.
+    """
+    return "; ".join(
+        f"at step {one.at_step} to " + ", ".join(f"{name} {x}" for name, x in one.sizes.items())
+        for one in growth
+    )
 
 
 def describe_saving(directory: Path, save_every: int, save_minutes: float, keep: int) -> str:

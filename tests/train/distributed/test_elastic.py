@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 from tests import walks, warm
 from tests.train.distributed import elastic
-from tests.train.distributed.test_run import GROWTH, SHARDED, grown_run, log_of, write
+from tests.train.distributed.test_run import SCHEDULE, SHARDED, grown_run, log_of, write
 from tests.train.test_run import workplace  # noqa: F401
 
-# before the first checkpoint, when the run grows again; and while a checkpoint is written
-KILLS = ["step-1", "write-4"] + ["random"] * walks.times
+# Before the first checkpoint, when the run grows again; while the checkpoint before a growth is
+# written; in the first step after a growth; and while another checkpoint is written
+KILLS = ["step-1", "write-3", "step-3", "write-4"] + ["random"] * walks.times
 STEPS = 6 + 4 * walks.times
 
 
@@ -26,7 +27,7 @@ def launch(folder, name, *kills):
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_killed_ranks_cost_no_step(workplace):  # noqa: F811
     for name in ("straight", "killed"):
-        text = grown_run(GROWTH, SHARDED).replace("steps = 6", f"steps = {STEPS}")
+        text = grown_run(SCHEDULE, SHARDED).replace("steps = 6", f"steps = {STEPS}")
         write(workplace, name, text)
     launch(workplace, "straight")
     launch(workplace, "killed", *KILLS)
@@ -35,6 +36,7 @@ def test_killed_ranks_cost_no_step(workplace):  # noqa: F811
     assert len(struck) > len(KILLS) - 2
     # step 1 grew again, and a checkpoint that was half written is not there
     assert (workplace / "kill-1-from-0").exists() and (workplace / "kill-2-from-2").exists()
+    assert (workplace / "kill-3-from-3").exists()
     assert log_of(workplace / "killed") == log_of(workplace / "straight")
     killed = load_file(workplace / "killed" / "model.safetensors")
     for name, weight in load_file(workplace / "straight" / "model.safetensors").items():

@@ -33,6 +33,21 @@ SHARDED = """
 sharding = "fsdp"
 activation_checkpointing = true
 """
+# three sizes; the second growth changes the width too
+SCHEDULE = """
+[[growth]]
+source = "model"
+hidden_size = 24
+[[growth]]
+at_step = 3
+num_hidden_layers = 4
+rewarm_steps = 2
+[[growth]]
+at_step = 5
+hidden_size = 32
+symmetry = "noise"
+moments = "old_slices"
+"""
 GROWN = RUN.replace('[model]\npath = "model"\n', "").replace("= true", "= false")
 
 
@@ -90,6 +105,10 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
     write(workplace, "best", best.replace("eval_every = 3", "eval_every = 2"))
     one = write(workplace, "one", grown_run(GROWTH))
     script = [("straight", None), ("stopped", 3), ("stopped", None), ("fewer", 3), ("best", None)]
+    write(workplace, "shards", grown_run(SCHEDULE, SHARDED))
+    write(workplace, "copies", grown_run(SCHEDULE))
+    sizes = write(workplace, "sizes", grown_run(SCHEDULE))
+    script += [("shards", None), ("copies", 4), ("copies", None)]
     script = [(f"{name}.toml", step) for name, step in script]
     (workplace / "script.json").write_text(json.dumps(script))
     on_ranks(2, run_ranks.__name__, workplace)
@@ -108,6 +127,13 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
         for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "one"), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
         assert_close(workplace / name, workplace / "one")
+
+    # growth inside a run, of a model that is sharded and of one that is not
+    train(sizes, progress=False)
+    for name in ("shards", "copies"):
+        for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "sizes"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert_close(workplace / name, workplace / "sizes")
 
     # all ranks load the best checkpoint
     state = json.loads((workplace / "best" / "trainer_state.json").read_text())
@@ -162,10 +188,17 @@ def test_growth_in_place_is_growth_through_the_disk(workplace, one_group):  # no
 
 
 def test_sections(tmp_path):
-    text = grown_run(GROWTH, SHARDED)
-    run = load_run(write(tmp_path, "a", text))
+    run = load_run(write(tmp_path, "a", grown_run(GROWTH, SHARDED)))
     assert run.growth.sizes == SIZES and run.growth.symmetry == "routing"
     assert run.checkpoint == "model" and run.distributed.sharding == "fsdp"
+    (tmp_path / "b.toml").write_text(run.to_toml())
+    assert load_run(tmp_path / "b.toml") == run
+
+    run = load_run(write(tmp_path, "a", grown_run(SCHEDULE)))
+    first, second, third = run.growth
+    assert first.sizes == {"hidden_size": 24} and first.moments == "reset"
+    assert second.sizes == {"num_hidden_layers": 4} and second.moments == "grow"
+    assert run.first_growth is first and run.later_growths == (second, third)
     (tmp_path / "b.toml").write_text(run.to_toml())
     assert load_run(tmp_path / "b.toml") == run
 
@@ -178,6 +211,10 @@ def test_sections(tmp_path):
         (grown_run(GROWTH, 'moments = "grow"\n'), "moments and optimizer belong together"),
         (grown_run(GROWTH, 'methd = "fpi"\n'), "'methd'.*'method'"),
         (grown_run(GROWTH.replace("24", '"24"')), "growth.sizes.hidden_size is '24'"),
+        (grown_run(SCHEDULE.replace("at_step = 5", "at_step = 3")), "at step 3 follows one at st"),
+        (grown_run(SCHEDULE.replace("at_step = 5", "at_step = 6")), "step 6 would come after the"),
+        (grown_run(SCHEDULE.replace("symmetry =", "symetry =")), "'symetry'.*'symmetry'"),
+        (grown_run(SCHEDULE.replace('source = "model"\n', "")), "growth.*needs its source"),
         (grown_run(GROWTH, "[distributed]\ntensor_parallel = 2\n"), "tensor parallelism"),
         (grown_run(GROWTH, "[distributed]\ncpu_offload = true\n"), "needs sharding"),
     ],

@@ -34,7 +34,10 @@ CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncat
 
 
 def kill_at(number, directory):
-    """Kill this process when it is about to do a file operation below a directory."""
+    """Kill this process when it is about to do a file operation below a directory.
+
+    Returns the counter of these operations.
+    """
     seen = itertools.count(1)
 
     def watch(event, arguments):
@@ -48,6 +51,7 @@ def kill_at(number, directory):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
+    return seen
 
 
 def child(file, number=None):
@@ -61,9 +65,10 @@ def child(file, number=None):
         os.dup2(null, 1)
         if number is not None:
             os.dup2(null, 2)
-            kill_at(number, file.parent / "out")
+        seen = kill_at(number, file.parent / "out")
         train(file, progress=False)
-        (file.parent / "modules.json").write_text(json.dumps(sorted(sys.modules)))
+        found = {"modules": sorted(sys.modules), "operations": next(seen) - 1}
+        (file.parent / "found.json").write_text(json.dumps(found))
         code = 0
     except GrowthError as error:
         print("refused:", error, file=sys.stderr)
@@ -111,7 +116,8 @@ def main():
     shutil.copytree(workplace, straight)
     assert status_of(child(straight / "run.toml")) == 0
     # later children find what the first one had to import
-    for name in json.loads((straight / "modules.json").read_text()):
+    found = json.loads((straight / "found.json").read_text())
+    for name in found["modules"]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     shutil.copytree(workplace, rooms / "timed")
@@ -122,8 +128,7 @@ def main():
     for i in numbers:
         number = None
         if how == "operations":
-            # a run of three checkpoints does some 145 operations
-            number = i if rounds == 0 else rng.randrange(1, 145)
+            number = i if rounds == 0 else rng.randint(1, found["operations"])
         moment = duration * rng.random()
         folder = rooms / f"round{i}"
         struck, left, end = one_round(workplace, straight, folder, number, moment)

@@ -10,11 +10,24 @@ import pytest
 from tests import walks, warm
 from tests.train.test_run import RUN, workplace  # noqa: F401
 
+SIZES = """
+[[growth]]
+at_step = 3
+num_hidden_layers = 5
+[[growth]]
+at_step = 4
+hidden_size = 24
+"""
+
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-@pytest.mark.parametrize("how", ["random", "operations"])
-def test_killed_at_any_moment_it_ends_the_same(workplace, how):  # noqa: F811
-    text = RUN.replace("tensorboard = true", "tensorboard = false")
+@pytest.mark.parametrize(
+    ("how", "growth"),
+    [("random", ""), ("operations", ""), ("operations", SIZES)],
+    ids=["random", "operations", "operations_with_growth"],
+)
+def test_killed_at_any_moment_it_ends_the_same(workplace, how, growth):  # noqa: F811
+    text = RUN.replace("tensorboard = true", "tensorboard = false") + growth
     (workplace / "run.toml").write_text(
         text.replace("keep_checkpoints = 9", "keep_checkpoints = 1")
     )

@@ -1,0 +1,1 @@
+"""What changes while a run goes on: the size of the model, and the learning rate after that."""

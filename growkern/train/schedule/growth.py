@@ -1,0 +1,156 @@
+"""`[growth]` and `[[growth]]` of a run file: at which steps the model grows, and how.
+
+The same class is an argument of `growkern.TwoStageTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal
+
+from growkern.errors import GrowthError
+from growkern.growth.options import GrowthOptions
+
+Moments = Literal["reset", "grow", "old_slices"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthStep(GrowthOptions):
+    """A growth at the start of a run or inside it, without a detour over the disk.
+
+    Inside a run the weights, the optimizer's state, the learning-rate schedule, the order of the
+    data and all counts go on. StackBERT (Gong et al. 2019) is a list of these with the default
+    depth, "stack". With `new_layers_steps` the list is MSLT (Yang et al. 2020).
+
+    The other fields are those of `growkern.growth.options.GrowthOptions`.
+
+    Args:
+        sizes: the sizes of the large model by the names of its config. In a run file they may also
+            stand beside the other keys, as in `num_hidden_layers = 12`.
+        at_step: optimizer steps that come before this growth; 0 is the start of the run.
+        source: directory of the checkpoint that is grown, at the start only.
+        moments: "grow" and "old_slices" grow the optimizer's state, see
+            `growkern.grow_optimizer_into`. "reset" starts it at zero. None is "grow" inside a run,
+            and at its start "reset".
+        optimizer: the state of the source's optimizer, at the start only: the `optimizer.pt` of a
+            Trainer or a directory with one, or a directory of `torch.distributed.checkpoint`.
+        rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
+            rises from near 0 to that of its schedule again.
+        new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
+            above those of the smaller model train, together with the head.
+
+    Raises:
+        GrowthError: a value is unknown or out of range, or the values contradict each other.
+    """
+
+    sizes: dict[str, int]
+    at_step: int = 0
+    source: str | None = None
+    moments: Moments | None = None
+    optimizer: str | None = None
+    rewarm_steps: int = 0
+    new_layers_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("at_step", "rewarm_steps", "new_layers_steps"):
+            if getattr(self, name) < 0:
+                raise GrowthError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        if not self.sizes:
+            raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
+        if self.moments is None:
+            object.__setattr__(self, "moments", "grow" if self.at_step else "reset")
+        if self.at_step:
+            self._check_inside()
+        else:
+            self._check_start()
+
+    def _check_start(self) -> None:
+        if self.source is None:
+            raise GrowthError(
+                "a growth at the start of a run needs its source, the directory of a checkpoint; "
+                "a growth inside a run needs at_step"
+            )
+        if (self.optimizer is None) != (self.moments == "reset"):
+            raise GrowthError(
+                "moments and optimizer belong together: give the optimizer state of the source "
+                'and moments = "grow" or "old_slices", or neither'
+            )
+        for name in ("rewarm_steps", "new_layers_steps"):
+            if getattr(self, name):
+                raise GrowthError(f"{name} is for growth inside a run: give at_step too")
+
+    def _check_inside(self) -> None:
+        for name in ("source", "optimizer"):
+            if getattr(self, name) is not None:
+                raise GrowthError(
+                    f"{name} is for a growth at the start of a run; at step {self.at_step} the "
+                    "model in training grows: leave it out"
+                )
+
+    @property
+    def grows_moments(self) -> bool:
+        """Whether the optimizer's state grows too."""
+        return self.moments != "reset"
+
+    def options(self) -> dict[str, Any]:
+        """The fields of `GrowthOptions`."""
+        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
+
+    def how(self) -> dict[str, Any]:
+        """The options and the sizes, as arguments of `growkern.plan`."""
+        return {**self.options(), **self.sizes}
+
+
+def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
+    """Check the growths of a run against each other.
+
+    Args:
+        growth: in the order in which they are given.
+        steps: optimizer steps of the run.
+
+    Raises:
+        GrowthError: they are not in the order of their steps, or one comes after the run.
+    """
+    places = [one.at_step for one in growth]
+    for before, after in pairwise(places):
+        if after <= before:
+            raise GrowthError(
+                f"a growth at step {after} follows one at step {before}: give them in the order of "
+                "their steps"
+            )
+    if places and places[-1] >= steps:
+        raise GrowthError(
+            f"the growth at step {places[-1]} would come after the run, which has {steps} steps"
+        )
+
+
+def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
+    """The learning rate at an optimizer step, which rises again after each growth.
+
+    After a growth at step g with R `rewarm_steps`, the rate of the schedule is multiplied by
+    (t - g + 1) / (R + 1) at the steps t = g ... g + R - 1.
+
+    Args:
+        step: counted from 0.
+        rate: of the schedule, as a factor of the peak rate.
+        growth: inside the run.
+    """
+    factor = rate(step)
+    for one in growth:
+        since = step - one.at_step
+        if 0 <= since < one.rewarm_steps:
+            factor *= (since + 1) / (one.rewarm_steps + 1)
+    return factor
+
+
+def from_table(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of a run file with the sizes that stand beside its other keys put into `sizes`."""
+    names = {field.name for field in fields(GrowthStep)}
+    sizes = {k: v for k, v in table.items() if k not in names and type(v) is int}
+    if not sizes or not isinstance(table.get("sizes", {}), dict):
+        return table
+    rest = {k: v for k, v in table.items() if k not in sizes}
+    return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}

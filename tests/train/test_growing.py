@@ -1,0 +1,209 @@
+"""Growth inside a run: what goes on, what grows, and what a kill leaves."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+import growkern
+from growkern import GrowthError, GrowthStep, TwoStageTrainer
+from tests.train.safety.runs import assert_same, weights_of
+from tests.train.test_resume import log_of
+from tests.train.test_trainer import Batches
+from tests.train.tiny import build
+
+STEPS = 9
+SIZES = ("num_hidden_layers", "intermediate_size")
+GROWTH = (
+    GrowthStep(at_step=3, sizes={SIZES[0]: 4}, rewarm_steps=2),
+    GrowthStep(at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, seed=1),
+)
+
+
+class Watcher(TrainerCallback):
+    """Keeps the model, the optimizer's state and the rate at the beginning of every step."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **_):
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.seen[state.global_step] = {
+            "weights": {k: v.clone() for k, v in model.state_dict().items()},
+            "state": {
+                name: {k: v.clone() for k, v in optimizer.state[p].items()}
+                for name, p in model.named_parameters()
+            },
+            "rates": {group["lr"] for group in optimizer.param_groups},
+            "kind": type(optimizer).__name__,
+        }
+
+
+def trainer_in(
+    path, growth=GROWTH, family="bert", watcher=None, args=None, cls=TwoStageTrainer, **options
+):
+    settings = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 2, "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return cls(
+        build(family, layers=2, tied=True), TrainingArguments(str(path), **settings | (args or {})),
+        growth=growth, train_dataset=Batches(14), callbacks=[watcher] if watcher else None,
+        **options,
+    )  # fmt: skip
+
+
+def by_parameter(optimizer, model):
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
+    layers, units = ("n_layer", "n_inner") if family == "gpt2" else SIZES
+    growth = [
+        replace(
+            one, sizes={{SIZES[0]: layers, SIZES[1]: units}[k]: n for k, n in one.sizes.items()}
+        )
+        for one in GROWTH
+    ]
+    watcher = Watcher()
+    trainer = trainer_in(tmp_path, growth, family=family, watcher=watcher)
+    trainer.train()
+    assert trainer.state.global_step == STEPS and trainer.model.config.num_hidden_layers == 5
+    logged = {x["step"]: x for x in trainer.state.log_history if "loss" in x}
+    assert sorted(logged) == list(range(1, STEPS + 1))
+    assert logged[3]["parameters"] < logged[4]["parameters"] < logged[7]["parameters"]
+
+    # the independent way: the checkpoint of the smaller model, loaded and grown by hand
+    for number, one in enumerate(growth):
+        checkpoint = tmp_path / f"checkpoint-{one.at_step}"
+        small = type(trainer.model).from_pretrained(checkpoint)
+        assert small.config.num_hidden_layers == (2, 4)[number]
+        large = growkern.grow(small, **one.options(), **one.sizes)
+        seen = watcher.seen[one.at_step]
+        assert_same(large.state_dict(), seen["weights"])
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        optimizer = torch.optim.AdamW(growkern.decay_groups(large, 0.01))
+        optimizer.load_state_dict(growkern.grow_optimizer(state, large.growth_plan))
+        for name, entry in by_parameter(optimizer, large).items():
+            assert float(entry["step"]) == one.at_step
+            assert entry["exp_avg_sq"].any(), name
+            for key, value in entry.items():
+                assert torch.equal(value, seen["state"][name][key]), (name, key)
+        assert seen["kind"] == "GrowthAdamW" and watcher.seen[0]["kind"] == "AdamW"
+        after = watcher.seen[one.at_step + 1]["weights"]
+        assert all(not torch.equal(x, seen["weights"][name]) for name, x in after.items())
+
+
+def test_the_rate_follows_one_schedule(tmp_path):
+    """Linear from a warm-up of 2 steps to 0 at step 9, times 1/3 and 2/3 after the first growth."""
+    watcher = Watcher()
+    trainer_in(tmp_path, watcher=watcher).train()
+    for step in range(STEPS):
+        factor = step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
+        factor *= {3: 1 / 3, 4: 2 / 3}.get(step, 1)
+        (rate,) = watcher.seen[step]["rates"]
+        assert rate == pytest.approx(1e-2 * factor, rel=1e-12), step
+
+
+class Reader(TwoStageTrainer):
+    """Keeps the tokens of every micro-batch that it trains on."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        self.__dict__.setdefault("read", []).append(inputs["input_ids"].clone())
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def test_the_data_goes_on(tmp_path):
+    grown, same = (
+        trainer_in(tmp_path / name, growth, cls=Reader)
+        for name, growth in (("grown", GROWTH), ("same", ()))
+    )
+    grown.train(), same.train()
+    assert len(grown.read) == len(same.read) > STEPS
+    for one, other in zip(grown.read, same.read, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 6, 8])
+def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
+    """Before, at and after a growth; the new trainer begins with the small model."""
+    shutil.copytree(straight.args.output_dir, tmp_path / "run")
+    for later in range(stop + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{later}", ignore_errors=True)
+    again = trainer_in(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights_of(straight), weights_of(again))
+    assert log_of(again) == log_of(straight)
+    # and back again with the same trainer, to a smaller size
+    if stop == 4:
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        assert_same(weights_of(straight), weights_of(again))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    # set here too: the fixture that makes the tests deterministic lives for one test
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = trainer_in(tmp_path_factory.mktemp("straight"))
+    trainer.train()
+    return trainer
+
+
+def test_only_new_layers_train_at_first(tmp_path):
+    """MSLT: the old layers stay bit for bit, the new ones and the head do not."""
+    growth = [GrowthStep(at_step=3, sizes={"num_hidden_layers": 4}, new_layers_steps=2)]
+    watcher = Watcher()
+    trainer_in(tmp_path, growth, watcher=watcher, args={"warmup_steps": 0}).train()
+    weights = {step: seen["weights"] for step, seen in watcher.seen.items()}
+
+    def moved(step):
+        names = weights[step]
+        return {
+            int(n.split(".")[3]) for n in names
+            if "encoder.layer" in n and not torch.equal(weights[step + 1][n], weights[step][n])
+        }  # fmt: skip
+
+    assert [moved(step) for step in range(8)] == 3 * [{0, 1}] + 2 * [{2, 3}] + 3 * [{0, 1, 2, 3}]
+    head = "cls.predictions.transform.dense.weight"
+    assert not torch.equal(weights[4][head], weights[3][head])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"growth": [GrowthStep(at_step=9, sizes={"num_hidden_layers": 4})]}, "after the run, whi"),
+        ({"growth": GROWTH[::-1]}, "a growth at step 3 follows one at step 6: give them in the or"),
+        ({"growth": [GrowthStep(at_step=2, sizes={"num_hidden_layer": 4})]}, "step 2: .*no size"),
+        ({"growth": [GrowthStep(at_step=2, sizes={"hidden_size": 15})]}, "the growth at step 2"),
+        ({"args": {"save_strategy": "no"}}, 'set save_strategy to "steps"'),
+        ({"args": {"optim": "adafactor"}}, 'adafactor cannot be grown: set moments to "reset"'),
+        ({"args": {"max_steps": -1, "num_train_epochs": 3}}, "give max_steps"),
+        (
+            {"growth": [GrowthStep(at_step=2, sizes={"hidden_size": 32}, new_layers_steps=1)]},
+            "needs new layers above the old ones, but 2 layers become 2",
+        ),
+    ],
+)
+def test_refused_before_any_work(options, message, tmp_path):
+    with pytest.raises(GrowthError, match=message):
+        trainer_in(tmp_path / "out", **options)
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"at_step": -1}, "at_step is -1: it must be 0 or more"),
+        ({}, "needs its source"),
+        ({"at_step": 2, "source": "x"}, "source is for a growth at the start of a run; at step 2"),
+        ({"source": "x", "rewarm_steps": 2}, "rewarm_steps is for growth inside a run"),
+        ({"at_step": 2, "sizes": {}}, "a growth needs sizes, such as num_hidden_layers = 12"),
+    ],
+)
+def test_values_of_a_growth_are_checked(values, message):
+    with pytest.raises(GrowthError, match=message):
+        GrowthStep(**{"sizes": {"num_hidden_layers": 4}} | values)
