@@ -102,10 +102,10 @@ def mean_of_medians(name: str, values: list[float], stages: TwoStageConfig, laye
 def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], steps: int) -> float:
     """FLOPs of a step of stage 1 over those of a full step, as a mean over the depths that ran."""
     cost, (batch, length) = ModelCost(model, layer_stacks(model)), shape
-    layers, block = model.config.num_hidden_layers, stages.layers_per_block
+    layers = model.config.num_hidden_layers
     head = batch * (length - 1) * cost.head_row(train=True)
     depths = {stages.depth(step, layers) for step in range(1, steps)}
-    some = [cost.train(batch, length, depth, block) + head for depth in depths]
+    some = [cost.train(batch, length, stages.part_of(depth)) + head for depth in depths]
     return statistics.mean(some) / (cost.train(batch, length) + head)
 
 

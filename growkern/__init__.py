@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.options import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
+    from growkern.train.growth.step import GrowthStep as GrowthStep
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import LossOptions as LossOptions
-    from growkern.train.schedule.growth import GrowthStep as GrowthStep
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -83,7 +83,7 @@ _MODULE_OF = {
     "shard": "growkern.train.distributed.shard",
     "decay_groups": "growkern.growth.optimizer.adamw",
     "InheritanceSchedule": "growkern.train.inheritance",
-    "GrowthStep": "growkern.train.schedule.growth",
+    "GrowthStep": "growkern.train.growth.step",
     "LossOptions": "growkern.train.loss.options",
     "count_labels": "growkern.train.loss.inherited",
     "inherited_loss": "growkern.train.loss.inherited",

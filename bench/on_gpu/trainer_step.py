@@ -102,8 +102,8 @@ def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> 
     (B, S), rows = batch[1].shape, int((batch[1] != -100).sum())
 
     def flops(depth: int | None) -> float:
-        trained = stages.layers_per_block if depth else None
-        return cost.train(B, S, depth, trained) + rows * cost.head_row(train=True)
+        part = stages.part_of(depth) if depth else None
+        return cost.train(B, S, part) + rows * cost.head_row(train=True)
 
     found: dict[int, list[float]] = {}
     # the first interval is that of the second step

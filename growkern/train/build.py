@@ -18,8 +18,8 @@ from growkern.growth.plan.growth_plan import plan
 from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
+from growkern.train.growth.models import Size, grown_model, unfilled_model
 from growkern.train.load import load_language_model, stored_dtype
-from growkern.train.schedule.models import Size, grown_model, unfilled_model
 
 
 def build_model(run: Run, base: Path, *, first_start: bool) -> Any:

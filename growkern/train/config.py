@@ -26,9 +26,10 @@ from typing import Any, Literal
 from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
+from growkern.train.growth.step import GrowthStep, check_order, from_table
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
-from growkern.train.schedule.growth import GrowthStep, check_order, from_table
+from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
@@ -88,6 +89,15 @@ class TwoStageConfig:
         digest = hashlib.blake2b(f"depth:{self.seed}:{step}".encode(), digest_size=8).digest()
         block = int.from_bytes(digest, "little") % blocks
         return min(layers, self.layers_per_block * (block + 1))
+
+    def part(self, step: int, layers: int) -> Part | None:
+        """The part of a model that trains in an optimizer step; arguments as in `depth`."""
+        depth = self.depth(step, layers)
+        return None if depth is None else self.part_of(depth)
+
+    def part_of(self, depth: int) -> Part:
+        """The part that trains when so many layers run."""
+        return Part(depth, self.layers_per_block, self.embeddings)
 
 
 @dataclass(frozen=True)

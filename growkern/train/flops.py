@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from growkern.train.head import probing
+from growkern.train.sub_model import Part
 
 
 class ModelCost:
@@ -84,10 +85,8 @@ class ModelCost:
         self,
         batch: int,
         length: int,
-        depth: int | None = None,
-        trained_layers: int | None = None,
+        part: Part | None = None,
         *,
-        frozen_input: bool = True,
         pairs: int | None = None,
     ) -> float:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
@@ -95,21 +94,18 @@ class ModelCost:
         Args:
             batch: rows.
             length: tokens per row.
-            depth: layers that run, from the bottom; None runs all.
-            trained_layers: how many of these train, from the top. The others run forward only.
-            frozen_input: whether the lowest trained layer passes no gradient on, so that modules
-                below it do not train. Only read with `depth`.
+            part: layers that run; the lower ones of these run forward only. None trains all.
             pairs: as in `forward`.
         """
-        if depth is None or trained_layers is None:
+        if part is None:
             return 3 * self.forward(batch, length, pairs)
         tokens, pairs = batch * length, self._pairs(batch, length, pairs)
-        below = max(0, depth - trained_layers)
+        below = max(0, part.depth - part.trained)
         frozen = self._layer_flops(tokens, pairs, below)
-        trained = self._layer_flops(tokens, pairs, depth) - frozen
-        if not frozen_input:
+        trained = self._layer_flops(tokens, pairs, part.depth) - frozen
+        if not part.input_is_frozen:
             return frozen + 3 * (trained + tokens * (self._before + self._after))
-        lowest = [max(0, min(depth, len(stack)) - trained_layers) for stack in self._at_input]
+        lowest = [max(0, min(part.depth, len(stack)) - part.trained) for stack in self._at_input]
         saved = sum(stack[i] for stack, i in zip(self._at_input, lowest, strict=True))
         return frozen + 3 * trained + tokens * (self._before + 3 * self._after - saved)
 

@@ -18,7 +18,7 @@ any depth. A tied matrix still gets the gradient of the head at every depth. Wit
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,34 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from growkern.errors import GrowthError
 
 Embeddings = Literal["frozen", "bottom"]
+
+
+class Part(NamedTuple):
+    """The part of a model that runs and trains in a step.
+
+    Attributes:
+        depth: layers that run, from the bottom.
+        trained: how many of these train, from the top.
+        embeddings: "frozen", or "bottom" to train them together with the bottom layers.
+    """
+
+    depth: int
+    trained: int
+    embeddings: Embeddings = "frozen"
+
+    @property
+    def input_is_frozen(self) -> bool:
+        """Whether the lowest trained layer passes no gradient on."""
+        return self.depth > self.trained or self.embeddings == "frozen"
+
+
+def only(
+    part: Part | None, stacks: Sequence[nn.ModuleList]
+) -> contextlib.AbstractContextManager[None]:
+    """`sub_model` for a part of a model; None: nothing changes."""
+    if part is None:
+        return contextlib.nullcontext()
+    return sub_model(stacks, part.depth, part.trained, part.embeddings)
 
 
 class _Proxy:

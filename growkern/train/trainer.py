@@ -28,6 +28,7 @@ from growkern.train.checks import (
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
 from growkern.train.flops import ModelCost
+from growkern.train.growing import GrowingTrainer
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
@@ -40,9 +41,7 @@ from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.safety.stream import StreamTrainer
-from growkern.train.schedule.layers import Part, for_cost, only, part_of_stage
-from growkern.train.schedule.trainer import GrowingTrainer
-from growkern.train.sub_model import find_stacks, layer_stacks, model_depth
+from growkern.train.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 
 
 class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
@@ -207,11 +206,8 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
     def _plan(self) -> tuple[Part | None, float]:
         """The part that trains (None: the whole model) and the KL share of the current step."""
         step = self.state.global_step
-        depth = self.two_stage.depth(step, self._layers) if self.two_stage else None
-        if depth is not None and self.two_stage is not None:
-            part: Part | None = part_of_stage(self.two_stage, depth)
-        else:
-            part = self.new_part(step)
+        part = self.two_stage.part(step, self._layers) if self.two_stage else None
+        part = part or self.new_part(step)
         return part, self.inheritance.rate_at(step) if self.inheritance else 0.0
 
     def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
@@ -303,7 +299,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
             return 0.0
         pairs = None if counts is None else counts.pairs
         self.meter.add_tokens(batch * length)
-        flops = self._cost.train(batch, length, **for_cost(part), pairs=pairs)
+        flops = self._cost.train(batch, length, part, pairs=pairs)
         if alpha > 0:
             flops += sum(cost.forward(batch, length, pairs) for cost in self._teacher_costs)
         return flops
@@ -326,8 +322,8 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         if self.two_stage is not None and self.two_stage.stage1_steps:
             block = self.two_stage.layers_per_block
             depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
-            parts = [part_of_stage(self.two_stage, depth) for depth in depths]
-            costs = [self._cost.train(sequences, length, **for_cost(part)) for part in parts]
+            parts = [self.two_stage.part_of(depth) for depth in depths]
+            costs = [self._cost.train(sequences, length, part) for part in parts]
             flops["stage 1"] = sum(costs) / len(costs) + head
         flops["a full step"] = self._cost.train(sequences, length) + head
         if self._teacher_costs:

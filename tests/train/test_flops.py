@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.flops import ModelCost
 from growkern.train.loss.rows import count_rows
-from growkern.train.sub_model import layer_stacks, sub_model
+from growkern.train.sub_model import Part, layer_stacks, sub_model
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import FAMILIES, batch, build
 
@@ -116,9 +116,9 @@ def test_every_family_and_stage_agrees_with_the_counter(name):
         loss.backward()
 
     for depth in (2, 4, 5):
-        layers = cost.train(ROWS, LENGTH, depth, 2)
+        layers = cost.train(ROWS, LENGTH, Part(depth, 2))
         check(lambda depth=depth: step(depth, "frozen"), layers, train=True)
-    layers = cost.train(ROWS, LENGTH, 2, 2, frozen_input=False)
+    layers = cost.train(ROWS, LENGTH, Part(2, 2, "bottom"))
     check(lambda: step(2, "bottom"), layers, train=True)
 
 
@@ -177,7 +177,7 @@ def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
     expected, lines = 0.0, [line for line in trainer.state.log_history if "loss" in line]
     for step in range(4):
         rows = sum(int((row["labels"] != -100).sum()) for row in data.rows[2 * step : 2 * step + 2])
-        expected += student.train(2, 8, stages.depth(step, 5), 2)
+        expected += student.train(2, 8, stages.part(step, 5))
         expected += rows * student.head_row(train=True)
         if step < 3:
             expected += old.forward(2, 8) + rows * old.head_row(train=False)

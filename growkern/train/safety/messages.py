@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.train.schedule.growth import GrowthStep
+from growkern.train.growth.step import GrowthStep
 from growkern.units import human
 
 PRECISIONS = {

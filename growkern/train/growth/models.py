@@ -22,7 +22,8 @@ from growkern.growth.sharded.placement import device_of, local_tensor
 from growkern.growth.source.source import Source
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import shard
-from growkern.train.schedule.growth import GrowthStep
+from growkern.train.growth.step import GrowthStep
+from growkern.train.sub_model import Part
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,28 @@ class Size:
 
     config: PreTrainedConfig
     plan: GrowthPlan | None
+
+
+def new_part(step: int, growth: GrowthStep, size: Size) -> Part | None:
+    """The part that trains after a growth while its `new_layers_steps` last; None later.
+
+    Args:
+        step: counted from 0.
+        growth: the last one.
+        size: to which the model grew.
+    """
+    if step >= growth.at_step + growth.new_layers_steps:
+        return None
+    old, new = layers_of(size)
+    return Part(new, new - old)
+
+
+def layers_of(size: Size) -> tuple[int, int]:
+    """The layers before and after the growth to a size, in the deepest stack of each model."""
+    if size.plan is None:
+        raise ValueError("a run begins with this size, without a growth")
+    keys = size.plan.small.family.stacks.values()
+    return max(map(size.plan.small.size, keys)), max(map(size.plan.large.size, keys))
 
 
 def sizes_of_run(model: Any, growth: Sequence[GrowthStep]) -> list[Size]:

@@ -24,12 +24,18 @@ from growkern.growth.plan.growth_plan import plan
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime
+from growkern.train.growth.models import (
+    grown_model,
+    layers_of,
+    new_part,
+    sizes_of_run,
+    unfilled_model,
+)
+from growkern.train.growth.step import GrowthStep, check_order, rewarmed
 from growkern.train.loop.optimizer import ADAMW
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.trainer import SafeTrainer
-from growkern.train.schedule.growth import GrowthStep, check_order, rewarmed
-from growkern.train.schedule.layers import Part, layers_of, new_part
-from growkern.train.schedule.models import grown_model, sizes_of_run, unfilled_model
+from growkern.train.sub_model import Part
 
 
 class _Forgotten(NamedTuple):

@@ -1,1 +1,0 @@
-"""What changes while a run goes on: the size of the model, and the learning rate after that."""
