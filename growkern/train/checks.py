@@ -1,11 +1,13 @@
 """Checks the arguments of `TwoStageTrainer` before any work, and says how to correct them."""
 
+import math
 import os
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, str_to_bool
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from growkern.errors import GrowthError
 from growkern.growth.source.adapters import refuse_adapters
@@ -32,6 +34,27 @@ def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
             f"layers_per_block is {two_stage.layers_per_block}, but the model has {layers} "
             f"layers: give {layers} or less"
         )
+
+
+def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoStageConfig | None:
+    """The two stages with the length of stage 1 in optimizer steps.
+
+    Args:
+        two_stage: None when there is no stage 1.
+        trainer: with the training data.
+
+    Raises:
+        GrowthError: the length is given in epochs, and the data has none.
+    """
+    if two_stage is None or two_stage.stage1_epochs is None:
+        return two_stage
+    if not has_length(trainer.train_dataset):
+        raise GrowthError(
+            "stage1_epochs needs training data with a length, and a stream has none: give "
+            "stage1_steps"
+        )
+    batches = len(trainer.get_train_dataloader())
+    return two_stage.in_steps(math.ceil(batches / trainer.args.gradient_accumulation_steps))
 
 
 def as_list(one_or_many: Any) -> list[Any]:

@@ -14,12 +14,14 @@ The sections of the file and their keys:
     [teacher]      paths or cache                                              (with inheritance)
     [trainer]      any argument of `transformers.TrainingArguments` that is not here  (optional)
 
+    [[generation]]  sections of one of several runs, see `load_runs`           (optional)
+
 Paths are relative to the folder of the file.
 """
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +53,8 @@ class TwoStageConfig:
     Args:
         layers_per_block: layers that train in a step of stage 1. Depths are multiples of it.
         stage1_steps: optimizer steps of stage 1.
+        stage1_epochs: in place of `stage1_steps`, passes through the training data (E_b in the
+            paper). The data must have a length.
         seed: of the depths only.
         embeddings: "frozen" or "bottom", see `growkern.train.sub_model`.
 
@@ -59,17 +63,30 @@ class TwoStageConfig:
     """
 
     layers_per_block: int
-    stage1_steps: int
+    stage1_steps: int | None = None
     seed: int = 0
     embeddings: Literal["frozen", "bottom"] = "frozen"
+    stage1_epochs: float | None = None
 
     def __post_init__(self) -> None:
         if self.layers_per_block < 1:
             raise GrowthError(f"layers_per_block is {self.layers_per_block}: it must be positive")
-        if self.stage1_steps < 0:
-            raise GrowthError(f"stage1_steps is {self.stage1_steps}: it must not be negative")
+        if (self.stage1_steps is None) == (self.stage1_epochs is None):
+            raise GrowthError("give either stage1_steps or stage1_epochs")
+        for name in ("stage1_steps", "stage1_epochs"):
+            value = getattr(self, name)
+            # written so that NaN fails
+            if value is not None and not 0 <= value < math.inf:
+                raise GrowthError(f"{name} is {value}: it must not be negative")
         if self.embeddings not in ("frozen", "bottom"):
             raise GrowthError(f"embeddings is {self.embeddings!r}: it must be 'frozen' or 'bottom'")
+
+    def in_steps(self, steps_per_epoch: int) -> "TwoStageConfig":
+        """The same stages with the length of stage 1 in optimizer steps, rounded up."""
+        if self.stage1_epochs is None:
+            return self
+        steps = math.ceil(self.stage1_epochs * steps_per_epoch)
+        return replace(self, stage1_steps=steps, stage1_epochs=None)
 
     def depth(self, step: int, layers: int) -> int | None:
         """The number of layers that run in an optimizer step.
@@ -82,7 +99,12 @@ class TwoStageConfig:
 
         Returns:
             The depth, or None in stage 2.
+
+        Raises:
+            GrowthError: the length of stage 1 is in epochs, see `in_steps`.
         """
+        if self.stage1_steps is None:
+            raise GrowthError("stage1_epochs is not in optimizer steps yet: call in_steps first")
         if step >= self.stage1_steps:
             return None
         blocks = math.ceil(layers / self.layers_per_block)
@@ -276,8 +298,8 @@ class Run:
             )
         if (self.inheritance is None) != (self.teacher is None):
             raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
-        stage1 = 0 if self.two_stage is None else self.two_stage.stage1_steps
-        if stage1 > self.training.steps:
+        stage1 = None if self.two_stage is None else self.two_stage.stage1_steps
+        if stage1 is not None and stage1 > self.training.steps:
             raise GrowthError(
                 f"two_stage.stage1_steps is {stage1}: it must not be more than the "
                 f"{self.training.steps} training.steps"
@@ -311,15 +333,61 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read and check a run file.
+    """Read and check a run file of one run.
 
     Raises:
         GrowthError: the file cannot be read, or a key or value is wrong. The message names the
-            file, the key and the allowed values.
+            file, the key and the allowed values. Or it has generations, see `load_runs`.
+    """
+    runs = load_runs(path)
+    if len(runs) > 1:
+        raise GrowthError(f"{path} has {len(runs)} generations: give a file of a single run")
+    return runs[0]
+
+
+def load_runs(path: str | Path) -> list[Run]:
+    """Read and check a run file, with one run for each table `[[generation]]` in it.
+
+    A generation has sections of its own, such as [generation.model]. Their keys are added to those
+    of the file and replace them. Its output is in the folder generation-<number> of the file's
+    output directory. A generation with [inheritance] and without a teacher learns from the one
+    before it (Knowledge Inheritance, Qin et al. 2022, "over generations").
+
+    Returns:
+        The runs in their order; a single one for a file without generations.
+
+    Raises:
+        GrowthError: as `load_run`.
     """
     path = Path(path)
+    tables = read_toml(path)
+    generations = tables.pop("generation", None)
+    if generations is None:
+        return [_to_run(tables, path)]
+    if not isinstance(generations, list) or not all(isinstance(x, dict) for x in generations):
+        raise GrowthError(f"{path}: write [[generation]], with one such table for each run")
+    runs: list[Run] = []
+    for number, changes in enumerate(generations, start=1):
+        merged = {**tables, **changes}
+        for name, section in changes.items():
+            if isinstance(section, dict) and isinstance(tables.get(name), dict):
+                merged[name] = {**tables[name], **section}
+        if "inheritance" in changes and runs:
+            merged.setdefault("teacher", {"paths": [runs[-1].output.directory]})
+        output = merged.get("output")
+        if isinstance(output, dict) and isinstance(output.get("directory"), str):
+            folder = f"{output['directory']}/generation-{number}"
+            merged["output"] = {**output, "directory": folder}
+        try:
+            runs.append(_to_run(merged, path))
+        except GrowthError as error:
+            raise GrowthError(f"generation {number}: {error}") from error
+    return runs
+
+
+def _to_run(tables: dict[str, Any], path: Path) -> Run:
     # with a growth at the start, [model] may be left out
-    tables = {"model": {}, **read_toml(path)}
+    tables = {"model": {}, **tables}
     growth = tables.get("growth")
     if isinstance(growth, dict):
         tables["growth"] = from_table(growth)

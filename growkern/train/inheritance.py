@@ -6,6 +6,7 @@ Its share of the loss at optimizer step t is
     r_t = max(0, r_0 * (1 - t / S_d))                                        (1)
 
 with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and no teacher runs.
+The paper compares this with a constant rate, and with one that drops from r_0 to 0 at S_d.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ from growkern.train.load import is_causal
 
 KLRows = Literal["labels", "all"]
 Divergence = Literal["forward", "reverse", "jsd"]
+Decay = Literal["linear", "constant", "switch"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class InheritanceSchedule:
 
     Args:
         rate: r_0, the share of the KL term at step 0, in [0, 1].
-        end_step: S_d, the optimizer step from which the share is 0.
+        end_step: S_d, the optimizer step from which the share is 0; None with "constant".
+        decay: of the share: "linear" (1); "constant" stays at `rate` to the end of the run;
+            "switch" stays at `rate` up to `end_step`.
         temperature: of the softmax in the KL term.
         kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
         teacher_weights: one weight per teacher, with sum 1; None weighs all alike.
@@ -50,17 +54,28 @@ class InheritanceSchedule:
     """
 
     rate: float = 1.0
-    end_step: int = 0
+    end_step: int | None = None
     temperature: float = 2.0
     kl_rows: KLRows = "labels"
     teacher_weights: tuple[float, ...] | None = None
     divergence: Divergence = "forward"
     beta: float | None = None
+    decay: Decay = "linear"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
             raise GrowthError(f"inheritance rate is {self.rate}: it must be in [0, 1]")
-        if self.end_step < 1:
+        if self.decay not in typing.get_args(Decay):
+            raise GrowthError(
+                f"decay is {self.decay!r}{nearest(self.decay, typing.get_args(Decay))}"
+            )
+        if self.decay == "constant":
+            if self.end_step is not None:
+                raise GrowthError(
+                    "inheritance end_step is given, but a constant rate has no end: leave it out, "
+                    "or set decay to 'switch'"
+                )
+        elif self.end_step is None or self.end_step < 1:
             raise GrowthError(
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
                 "rate reaches 0, for example 0.44 of all steps"
@@ -83,6 +98,10 @@ class InheritanceSchedule:
 
     def rate_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0. (1)"""
+        if self.end_step is None:
+            return self.rate
+        if self.decay == "switch":
+            return self.rate if step < self.end_step else 0.0
         return max(0.0, self.rate * (1 - step / self.end_step))
 
 

@@ -22,7 +22,7 @@ from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.checks import check_switches
-from growkern.train.config import Run, load_run
+from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import join_processes
@@ -64,6 +64,8 @@ def train(
 ) -> TrainOutput | None:
     """Train as a run file says, or resume the same run from its last whole checkpoint.
 
+    A file with several generations trains them in turn. Those that are finished are left alone.
+
     Under torchrun every process calls this function. Each batch is divided among the processes.
     SIGINT and SIGTERM save a checkpoint and end the run.
 
@@ -73,8 +75,8 @@ def train(
         progress: whether to print a header, progress bars and an end.
 
     Returns:
-        The output of `transformers.Trainer` (global_step, training_loss, metrics), or None when
-        nothing was left to train. The directory of a finished run is not changed.
+        The output of `transformers.Trainer` (global_step, training_loss, metrics) of the last
+        run, or None when nothing was left to train. The directory of a finished run is not changed.
 
     Raises:
         GrowthError: before any work, if the file, a path, a model or the directory cannot be used,
@@ -85,12 +87,16 @@ def train(
     """
     command = resume_command(Path(path))
     with SignalWatch(f"stopped between two steps; to resume: {command}"):
-        return _train(Path(path), command, overwrite=overwrite, progress=progress)
+        check_switches()
+        result, base = None, Path(path).parent
+        for run in load_runs(path):
+            result = _train(run, base, command, overwrite=overwrite, progress=progress)
+        return result
 
 
-def _train(path: Path, command: str, *, overwrite: bool, progress: bool) -> TrainOutput | None:
-    check_switches()
-    run, base = load_run(path), path.parent
+def _train(
+    run: Run, base: Path, command: str, *, overwrite: bool, progress: bool
+) -> TrainOutput | None:
     batch_of_a_process(run)
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)

@@ -25,6 +25,7 @@ from growkern.train.checks import (
     check_block_size,
     check_objectives,
     choose_teachers,
+    stages_in_steps,
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
 from growkern.train.flops import ModelCost
@@ -117,6 +118,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
 
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
+        self.two_stage = stages_in_steps(two_stage, self)
         self.check_labels()
         self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them

@@ -172,6 +172,9 @@ def test_depths_are_multiples_of_a_block_drawn_alike_everywhere():
     [
         {"layers_per_block": 0, "stage1_steps": 1},
         {"layers_per_block": 1, "stage1_steps": -1},
+        {"layers_per_block": 1, "stage1_epochs": float("nan")},
+        {"layers_per_block": 1, "stage1_steps": 1, "stage1_epochs": 1},
+        {"layers_per_block": 1},
         {"layers_per_block": 1, "stage1_steps": 1, "embeddings": "top"},
     ],
 )

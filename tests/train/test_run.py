@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.publish.lock import locked
+from growkern.train.config import load_runs
 from growkern.train.run import train
 from growkern.train.safety import directory as run_directory
 from tests.train.tiny import VOCAB, build
@@ -231,3 +232,58 @@ def test_a_teacher_with_another_tokenizer_is_refused(workplace):
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(workplace / "teacher")
     with pytest.raises(GrowthError, match="another tokenizer"):
         train(workplace / "run.toml", progress=False)
+
+
+GENERATIONS = """
+[[generation]]
+[generation.model]
+path = "teacher"
+[[generation]]
+[generation.inheritance]
+end_step = 3
+[[generation]]
+[generation.training]
+steps = 3
+[generation.inheritance]
+decay = "switch"
+end_step = 2
+"""
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_each_generation_learns_from_the_one_before(workplace):
+    sections = RUN.split("[two_stage]")[0] + '[output]\ndirectory = "out"\ntensorboard = false\n'
+    (workplace / "run.toml").write_text(sections + GENERATIONS)
+    runs = load_runs(workplace / "run.toml")
+    assert [run.model.path for run in runs] == ["teacher", "model", "model"]
+    assert [run.training.steps for run in runs] == [6, 6, 3]
+    assert [run.teacher and run.teacher.paths for run in runs] == [
+        *(None, ("out/generation-1",), ("out/generation-2",)),
+    ]
+    assert train(workplace / "run.toml", progress=False).global_step == 3
+    out = workplace / "out"
+    before = files_of(out)
+    assert train(workplace / "run.toml", progress=False) is None
+    assert files_of(out) == before
+
+    # the independent way: the second one by itself
+    alone = (
+        sections.replace('"out"', '"alone"')
+        + """
+[inheritance]
+end_step = 3
+[teacher]
+paths = ["out/generation-1"]
+"""
+    )
+    (workplace / "alone.toml").write_text(alone)
+    train(workplace / "alone.toml", progress=False)
+    weights = load_file(out / "generation-2" / "model.safetensors")
+    for name, value in load_file(workplace / "alone" / "model.safetensors").items():
+        assert value.equal(weights[name]), name
+    # a wrong key of the last one is noticed before the first one trains
+    wrong = (workplace / "run.toml").read_text().replace('decay = "switch"', "rat = 1")
+    (workplace / "run.toml").write_text(wrong.replace('"out"', '"other"'))
+    with pytest.raises(GrowthError, match=r"generation 3: .*\[inheritance\] has no key 'rat'"):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "other").exists()

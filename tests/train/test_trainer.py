@@ -423,10 +423,41 @@ def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):
     assert np.isfinite(losses_of(trainer)).all()
 
 
+def test_the_rates_of_the_paper():
+    """Linear to 0, constant, and dropped at once, as Qin et al. compare them."""
+    linear = InheritanceSchedule(rate=0.8, end_step=4)
+    assert [linear.rate_at(t) for t in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0])
+    constant = InheritanceSchedule(rate=0.5, decay="constant")
+    assert {constant.rate_at(t) for t in (0, 1, 10**9)} == {0.5}
+    switch = InheritanceSchedule(rate=0.8, end_step=4, decay="switch")
+    assert [switch.rate_at(t) for t in range(6)] == [0.8] * 4 + [0, 0]
+
+
+@pytest.mark.parametrize(("epochs", "depths"), [(1, 4), (1.5, 6), (0, 0)])
+def test_stage_1_lasts_some_passes_through_the_data(tmp_path, epochs, depths):
+    """7 batches, 2 at a time: 4 steps are a pass."""
+    trainer = TwoStageTrainer(
+        build("bert"),
+        arguments(tmp_path, max_steps=9, gradient_accumulation_steps=2),
+        two_stage=TwoStageConfig(layers_per_block=1, stage1_epochs=epochs),
+        train_dataset=Batches(7 * 2),
+    )
+    assert trainer.two_stage.stage1_steps == depths
+    trainer.train()
+    found = {line["step"]: line["depth"] for line in trainer.state.log_history if "loss" in line}
+    # steps with the full depth may be of stage 1 as well
+    assert all(found[step] == 5 for step in range(depths + 1, 10)) and len(found) == 9
+    assert not depths or min(found.values()) < 5
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"end_step": 0}, "end_step"),
+        ({}, "give the optimizer step at which the rate reaches 0"),
+        ({"decay": "switch"}, "give the optimizer step at which the rate reaches 0"),
+        ({"decay": "constant", "end_step": 5}, "a constant rate has no end"),
+        ({"decay": "linaer", "end_step": 5}, "did you mean 'linear'"),
         ({"end_step": 5, "rate": 1.5}, "rate"),
         ({"end_step": 5, "temperature": 0.0}, "temperature"),
         ({"end_step": 5, "kl_rows": "some"}, "kl_rows"),
