@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.distributed.start_memory import KINDS
 from bench.shared.harness import Rows, machine, show_and_save
 from bench.shared.results import ROOT
 from tests.forked_ranks import on_ranks
@@ -76,12 +77,12 @@ def parity(sources: str) -> Iterator[dict[str, Any]]:
             yield {"what": case.name, "processes": processes, **differences(found, alone)}
 
 
-def memory(processes: int) -> dict[str, Any]:
+def memory(processes: int, kind: str) -> dict[str, Any]:
     """Memory of a process that starts a sharded run by growing, beyond its own parts."""
-    command = [sys.executable, "-m", "bench.distributed.start_memory", str(processes)]
+    command = [sys.executable, "-m", "bench.distributed.start_memory", str(processes), kind]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout.splitlines()[-1])
-    return {"what": "memory of a start by growing", "processes": processes, **facts}
+    return {"what": f"memory of a start by growing, {kind}", "processes": processes, **facts}
 
 
 def main() -> int:
@@ -92,7 +93,8 @@ def main() -> int:
     for row in parity(facts["sources"]) if part in ("all", "parity") else ():
         rows.append(row)
     if part in ("all", "memory"):
-        rows.append(memory(2))
+        for kind in KINDS:
+            rows.append(memory(2, kind))
     print(show_and_save("distributed", facts, rows) if part == "all" else rows)
     return 0
 
