@@ -1,14 +1,19 @@
 """Measures the memory of a process that starts a sharded run by growing.
 
-`python -m bench.distributed.start_memory N`: N CPU processes each build their part of a large
+`python -m bench.distributed.start_memory N KIND`: N CPU processes each build their part of a large
 Llama, and then the optimizer. Peaks are those of the system (VmHWM), over the memory after the
 imports.
+
+KIND is "AdamW", "GrowthAdamW", or "GrowthAdamW with grown moments". The last one starts as a run
+with `moments = "grow"` does: with the moments of the source, from its `optimizer.pt`.
 """
 
 import json
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ import torch.distributed as dist
 import transformers
 
 from bench.shared.system import reset_peak, status_mb, warm_up
+from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
+from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.build import build_model
 from growkern.train.config import (
@@ -29,6 +36,7 @@ from growkern.train.config import (
 )
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.distributed.options import DistributedOptions
+from growkern.train.trainer import TwoStageTrainer
 
 SOURCE = {
     "vocab_size": 8_000,
@@ -41,10 +49,40 @@ SOURCE = {
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072}
 
 
-def measure(folder: Path) -> dict[str, Any]:
+KINDS = ("AdamW", "GrowthAdamW", "GrowthAdamW with grown moments")
+
+
+def make_optimizer(model: Any, kind: str, folder: Path) -> torch.optim.Optimizer:
+    """An optimizer with a state for every parameter, as a run has it before its first step."""
+    if kind == "AdamW":
+        optimizer = torch.optim.AdamW(model.parameters())
+        create_optimizer_state(optimizer)
+        return optimizer
+    optimizer = GrowthAdamW(decay_groups(model, 0.01), model.growth_plan)
+    if kind == "GrowthAdamW":
+        create_optimizer_state(optimizer)
+    else:
+        grow_optimizer_into(model, optimizer, folder / "optimizer.pt")
+    return optimizer
+
+
+def save_source(folder: Path) -> None:
+    """A small Llama, and the state of its optimizer after a step."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SOURCE))
+    model.save_pretrained(folder / "source")
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.01))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+def measure(folder: Path, kind: str) -> dict[str, Any]:
     """Build a model and an optimizer as a run does; the peaks of this process in MB."""
     source = folder / "source"
     warm_up(source, transformers.LlamaForCausalLM, **SIZES)
+    # a run has imported all that the trainer imports
+    assert TwoStageTrainer
     run = Run(
         ModelSection(),
         DataSection(("none",)),
@@ -60,8 +98,9 @@ def measure(folder: Path) -> dict[str, Any]:
     grown = status_mb("VmHWM") - base
     shard = sum(local_tensor(p).nbytes for p in model.parameters()) / 1e6
     reset_peak()
-    create_optimizer_state(torch.optim.AdamW(model.parameters()))
+    kept = make_optimizer(model, kind, folder)
     trained = status_mb("VmHWM") - base
+    assert len(kept.state) == len(list(model.parameters()))
     whole = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6
     return {
         "model_mb": whole,
@@ -74,13 +113,13 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, processes: int, folder: Path) -> None:
+def run_rank(rank: int, processes: int, folder: Path, kind: str) -> None:
     """Measure in one of the processes; the first prints."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
-    found = measure(folder)
+    found = measure(folder, kind)
     gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, found)
     if rank == 0:
@@ -88,22 +127,37 @@ def run_rank(rank: int, processes: int, folder: Path) -> None:
         print(json.dumps(worst), flush=True)
 
 
-def main() -> None:
-    processes = int(sys.argv[1])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = transformers.LlamaConfig(**SOURCE)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "source")
-        children = []
-        for rank in range(processes):
-            child = os.fork()
-            if not child:
-                run_rank(rank, processes, folder)
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitpid(child, 0)[1] for child in children]
+def in_child(work: Callable[..., None], *arguments: Any) -> int:
+    """Start a fork that does some work, and return its process id."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work(*arguments)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return child
+
+
+def wait_for(children: list[int]) -> None:
+    """Wait for forks, and end with an error if one of them failed."""
+    codes = [os.waitpid(child, 0)[1] for child in children]
     if any(codes):
         sys.exit(f"a process ended with {codes}")
+
+
+def main() -> None:
+    processes, kind = int(sys.argv[1]), sys.argv[2]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # in a process of its own: memory that it frees would be used again by those measured
+        wait_for([in_child(save_source, folder)])
+        ranks = range(processes)
+        wait_for([in_child(run_rank, rank, processes, folder, kind) for rank in ranks])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, str_to_bool
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
+from transformers.utils import is_liger_kernel_available
 
 from growkern.errors import GrowthError
 from growkern.growth.source.adapters import refuse_adapters
@@ -206,6 +207,13 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         "model_init cannot be used, because the teacher and the FLOPs belong to one model: "
         "pass model=model_init() instead"
     ] = bool(options.get("model_init"))
+    refusals[
+        "accelerator_config even_batches=False gives some processes a batch more, for which the "
+        "others would wait for ever: leave it True. Rows that fill up the last batch do not count"
+    ] = args.world_size > 1 and not args.accelerator_config.even_batches
+    refusals["use_liger_kernel needs the package Liger: pip install liger-kernel"] = (
+        args.use_liger_kernel and not is_liger_kernel_available()
+    )
     for name in ("compute_loss_func", "compute_metrics"):
         refusals[
             f"{name} cannot be used: the loss is fused with the output projection, so there are no "

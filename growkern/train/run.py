@@ -21,7 +21,7 @@ from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
-from growkern.train.checks import check_switches
+from growkern.train.checks import check_arguments, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
@@ -41,6 +41,7 @@ from growkern.train.loop.arguments import (
     reports_of,
     training_arguments,
 )
+from growkern.train.loop.optimizer import check_optimizer
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.identity import identity_of
@@ -249,6 +250,12 @@ def build_trainer(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)
+    # before any work: arguments that cannot be used are noticed at once
+    evaluate = bool(run.data.validation or run.data.validation_split)
+    args = training_arguments(run, base, evaluate=evaluate, progress=progress)
+    check_arguments(args, {})
+    sharded = run.distributed is not None and run.distributed.sharding == "fsdp"
+    check_optimizer(args, sharded=sharded)
     # before the model: data that cannot be used is noticed at once
     data = load_data(
         run.data,
@@ -261,7 +268,7 @@ def build_trainer(
     model = build_model(run, base, first_start=first_start)
     return TwoStageTrainer(
         model,
-        training_arguments(run, base, evaluate=data.validation is not None, progress=progress),
+        args,
         two_stage=run.two_stage,
         inheritance=run.inheritance,
         teacher=TeacherCache(base / run.teacher.cache)

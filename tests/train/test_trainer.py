@@ -370,7 +370,13 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
     refuse("gives the labels of small batches", args=two)
     two.average_tokens_across_devices, two.ddp_find_unused_parameters = True, False
     refuse("would wait for ever", args=two)
+    two.ddp_find_unused_parameters = None
+    two.accelerator_config.even_batches = False
+    refuse("even_batches=False gives some processes", args=two)
     monkeypatch.undo()
+    refuse("pip install liger-kernel", args=given(use_liger_kernel=True))
+    refuse("'lomo', which cannot be used: .*pip install lomo", args=given(optim="lomo"))
+    refuse("pip install grokadamw", args=given(optim="grokadamw"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse("would train alone", args=given())
     monkeypatch.undo()

@@ -44,11 +44,7 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     if file.exists():
         regular_size(file)
     try:
-        # files from before PyTorch 1.6 are not archives and cannot be mapped. zipfile.is_zipfile
-        # would take an archive that cannot be read for such a file
-        with file.open("rb") as opened:
-            mapped = opened.read(len(ARCHIVE_START)) == ARCHIVE_START
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=can_be_mapped(file))
     except FileNotFoundError:
         raise GrowthError(f"{file}: no such file") from None
     except OSError as error:
@@ -65,6 +61,18 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise GrowthError(f"{file}: holds a {type(state).__name__}, not an optimizer's state")
     return state
+
+
+def can_be_mapped(file: Path) -> bool:
+    """Whether a file is an archive: those from before PyTorch 1.6 are not.
+
+    `zipfile.is_zipfile` would take an archive that cannot be read for such a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        return opened.read(len(ARCHIVE_START)) == ARCHIVE_START
 
 
 def optimizer_file(path: Path) -> Path:

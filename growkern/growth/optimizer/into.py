@@ -21,7 +21,12 @@ from growkern.growth.optimizer.checks import (
     check_moments,
     check_planned_shape,
 )
-from growkern.growth.optimizer.file import read_optimizer
+from growkern.growth.optimizer.file import (
+    can_be_mapped,
+    optimizer_file,
+    read_optimizer,
+    release_pages,
+)
 from growkern.growth.optimizer.moments import MOMENTS, grow_moment, starts_at_zero
 from growkern.growth.optimizer.state import (
     State,
@@ -84,13 +89,15 @@ def grow_optimizer_into(
             "the model has no growth_plan: call growkern.grow_into first or give plan"
         )
     targets = list(_targets(plan, model, optimizer))
-    state = _open_state(plan, source, moments)
+    state, is_mapped = _open_state(plan, source, moments)
     _check_kind(optimizer, state)
     grown = {}
     for number, (task, parameter) in enumerate(targets):
         entry = _part_of_entry(plan, task, parameter, state, moments)
         if entry:
             grown[number] = entry
+        if is_mapped:
+            _release(task, state)
     # load_state_dict puts step counts and moments on the device and in the dtype PyTorch wants
     optimizer.load_state_dict({**optimizer.state_dict(), "state": grown})
 
@@ -116,6 +123,13 @@ def _part_of_entry(
     return entry
 
 
+def _release(task: Task, state: State) -> None:
+    """Free the pages of the mapped file that a target parameter was made of."""
+    for name in filter(None, (task.source, task.upper)):
+        for value in state.get(name, {}).values():
+            release_pages(value)
+
+
 # ------------------------------------------------------------------- checks
 
 
@@ -136,18 +150,18 @@ def _targets(
         yield task, parameter
 
 
-def _open_state(plan: GrowthPlan, source: Any, moments: str) -> State:
-    """The source's optimizer state, by parameter name."""
+def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, bool]:
+    """The source's optimizer state, by parameter name; and whether it is a file that is mapped."""
     path = Path(source) if isinstance(source, (str, Path)) else None
     read_stored = None if path is None else format_of(path).read_optimizer
     if path is not None and read_stored is not None:
         stored = read_stored(path, known_names(plan))
         check_entries(plan, stored)
-        return stored
+        return stored, False
     state_dict = source if path is None else read_optimizer(path)
     state = state_by_name(plan, state_dict)[1]
     check_decay(state_dict, moments)
-    return state
+    return state, path is not None and can_be_mapped(optimizer_file(path))
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -24,8 +24,9 @@ class DataSection:
             was written by `save_to_disk`, or holds files that `datasets.load_dataset` reads.
         dataset_config: the part of a data set that has several.
         revision: branch, tag or commit of a data set on the Hub.
-        split: of the data set, to train on; slices such as "train[:90%]" are allowed unless it is
-            streamed.
+        split: of the data set, to train on. Slices and sums such as "train[:90%]+extra" are
+            allowed. Of a stream only a directory of `save_to_disk` can be sliced: of other data the
+            number of records is not known before all are read.
         validation_split: of the data set, for evaluation; None means no evaluation.
         text_column: column of the records that holds their text.
         input_ids_column: column with token ids. The text is not used then.

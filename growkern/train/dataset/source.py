@@ -68,7 +68,7 @@ class Source:
         if self.is_text:
             return text_records(self.files)
         # of local files the library need not make a copy; it cannot take a slice of them without
-        is_whole = bool(self.files) and "[" not in self.split
+        is_whole = bool(self.files) and not is_slice(self.split)
         return self._opened(streaming=self.is_remote_stream or is_whole)
 
     def stream(self) -> Any:
@@ -110,14 +110,15 @@ class Source:
     def _saved(self, datasets: Any, *, streaming: bool) -> Any:
         with plain_errors(self.name):
             found = datasets.load_from_disk(self.dataset)
-        if isinstance(found, dict):
-            if self.split not in found:
-                raise GrowthError(
-                    f"{self.name} has no split {self.split!r}: it has {', '.join(found)}"
-                )
-            found = found[self.split]
-        elif self.split != "train":
-            raise GrowthError(f"{self.name} has no split {self.split!r}: it was saved without any")
+        splits = found if isinstance(found, dict) else {"train": found}
+        if is_slice(self.split):
+            with plain_errors(f"{self.name}, split {self.split!r},"):
+                found = _sliced(datasets, splits, self.split)
+        elif self.split in splits:
+            found = splits[self.split]
+        else:
+            has = f"it has {', '.join(found)}" if found is splits else "it was saved without any"
+            raise GrowthError(f"{self.name} has no split {self.split!r}: {has}")
         # as many parts as its files, so that processes and data workers can share them
         return found.to_iterable_dataset(num_shards=_parts(found)) if streaming else found
 
@@ -142,15 +143,19 @@ def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
         base: folder that relative paths begin in.
 
     Raises:
-        GrowthError: there is no such file or directory, or files of two kinds are mixed.
+        GrowthError: there is no such file or directory, or files of two kinds are mixed, or a
+            slice is to be streamed.
     """
     if data.dataset is None:
         return {
             "train": _of_files(base, "data.train", data.train),
             "validation": _of_files(base, "data.validation", data.validation),
         }
-    splits = {"train": data.split, "validation": data.validation_split}
-    return {name: _of_dataset(base, data, split) for name, split in splits.items()}
+    # the data for evaluation is cached in any case
+    return {
+        "train": _of_dataset(base, data, data.split, streamed=data.streaming),
+        "validation": _of_dataset(base, data, data.validation_split, streamed=False),
+    }
 
 
 def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
@@ -174,7 +179,9 @@ def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
     return Source(key, tuple(files), is_text=".txt" in loaders)
 
 
-def _of_dataset(base: Path, data: DataSection, split: str | None) -> Source | None:
+def _of_dataset(
+    base: Path, data: DataSection, split: str | None, *, streamed: bool
+) -> Source | None:
     if split is None:
         return None
     name, directory = str(data.dataset), base / str(data.dataset)
@@ -189,6 +196,12 @@ def _of_dataset(base: Path, data: DataSection, split: str | None) -> Source | No
             f"data.dataset {directory} is not a directory: give a directory or a name on the Hub, "
             "and files as data.train"
         )
+    is_remote = data.streaming and not files
+    if (is_remote or streamed) and is_slice(split) and not _is_saved(directory):
+        raise GrowthError(
+            f"the split {split!r} is a slice, which cannot be streamed: the number of records is "
+            "not known before all are read. Set data.streaming to false, or give a whole split"
+        )
     return Source(
         f"data.dataset {name!r}",
         files,
@@ -196,7 +209,7 @@ def _of_dataset(base: Path, data: DataSection, split: str | None) -> Source | No
         config=data.dataset_config,
         revision=data.revision,
         split=split,
-        is_remote_stream=data.streaming and not files,
+        is_remote_stream=is_remote,
     )
 
 
@@ -222,6 +235,20 @@ def text_records(files: Iterable[str | Path]) -> Iterator[dict[str, Any]]:
 
 def _is_saved(directory: Path) -> bool:
     return any((directory / name).is_file() for name in SAVED)
+
+
+def is_slice(split: str) -> bool:
+    """Whether a split is a part of one, such as "train[:50%]", or several joined by "+"."""
+    return "[" in split or "+" in split
+
+
+def _sliced(datasets: Any, splits: Mapping[str, Any], spec: str) -> Any:
+    sizes = {name: len(one) for name, one in splits.items()}
+    parts = [
+        splits[part.splitname].select(range(part.from_, part.to))
+        for part in datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
+    ]
+    return datasets.concatenate_datasets(parts)
 
 
 def _parts(dataset: Any) -> int:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
@@ -123,6 +124,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> N
             f"{directory} holds an optimizer of {len(groups)} parameter groups, this one has "
             f"{len(optimizer.param_groups)}"
         )
+    _make_room(model, optimizer, directory / OPTIMIZER)
     _load(_state(model, optimizer), directory / OPTIMIZER)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
@@ -151,12 +153,42 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
+def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
+    """Give the optimizer the tensors that a checkpoint has and it has not.
+
+    Only tensors that are there are loaded, and most optimizers make theirs in their first step.
+    """
+    with _plain_loading(directory):
+        stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    for name, p in model.named_parameters():
+        prefix = f"state.{name}."
+        for place, kept in stored.items():
+            key = place.removeprefix(prefix)
+            if not place.startswith(prefix) or not isinstance(kept, TensorStorageMetadata):
+                continue
+            dtype = kept.properties.dtype
+            like = kept.size == p.shape
+            if key not in optimizer.state[p]:
+                optimizer.state[p][key] = (
+                    torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                    if like
+                    else torch.zeros(kept.size, dtype=dtype)
+                )
+
+
 # ----------------------------------------------------------------------- files
 
 
 def _load(state: dict[str, Any], directory: Path) -> None:
-    try:
+    with _plain_loading(directory):
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+
+
+@contextlib.contextmanager
+def _plain_loading(directory: Path) -> Iterator[None]:
+    """While active, a failure to read becomes one line."""
+    try:
+        yield
     except (CheckpointException, RuntimeError, OSError, ValueError) as error:
         raise GrowthError(f"{directory} cannot be loaded: {_first_cause(error)}") from error
 

@@ -1,10 +1,13 @@
 """Creates the optimizer state of all parameters before the first step."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
+
+from growkern.growth.optimizer.adamw import GrowthAdamW
+from growkern.growth.optimizer.checks import COUNTS
 
 
 @torch.no_grad()
@@ -15,47 +18,35 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     and a sharded load fills the gap with step = 1. The parameters do not change.
 
     Args:
-        optimizer: Adam or AdamW. Other optimizers are left alone: for them a state of zeros is
-            not always the state before the first step.
+        optimizer: Adam, AdamW or GrowthAdamW. Others, also classes derived from these, are left
+            alone: for them a state of zeros is not always the state before the first step.
     """
-    if not isinstance(optimizer, Adam | AdamW):
+    if type(optimizer) not in (Adam, AdamW, GrowthAdamW):
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    with _no_movement(optimizer):
-        for p in parameters:
-            if p.requires_grad and not optimizer.state.get(p):
-                _step_alone(optimizer, p)
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-
-
-def _step_alone(optimizer: Optimizer, p: torch.nn.Parameter) -> None:
-    """Let the optimizer make its own state for one parameter, in a step of length 0.
-
-    The values themselves take part: a stand-in for `p.data` would not reach the local part of a
-    parameter that is sharded.
-    """
-    p.grad = torch.zeros_like(p)
-    # the class's step: a scheduler counts the calls of the instance's
-    type(optimizer).step(optimizer)
-    p.grad = None
-    for value in optimizer.state[p].values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-
-
-@contextlib.contextmanager
-def _no_movement(optimizer: Optimizer) -> Iterator[None]:
-    """While active, the steps of an optimizer change no parameter."""
-    still = {"lr": 0.0, "weight_decay": 0.0}
-    kept = [{name: group[name] for name in still} for group in optimizer.param_groups]
+    counts = COUNTS if isinstance(optimizer, GrowthAdamW) else COUNTS[:1]
     for group in optimizer.param_groups:
-        group.update(still)
-    try:
-        yield
-    finally:
-        for group, values in zip(optimizer.param_groups, kept, strict=True):
-            group.update(values)
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p):
+                optimizer.state[p] = _zero_state(group, p, counts)
+
+
+def _zero_state(
+    group: dict[str, Any], p: torch.Tensor, counts: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The state that the optimizer makes for a parameter in its first step, before it counts.
+
+    A step of length 0 would make it too. Its temporary tensors then leave gaps in the memory of a
+    process that are as large as the parameters.
+    """
+    on_device = group["capturable"] or group["fused"]
+    is_wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    count = torch.zeros(
+        (),
+        dtype=torch.float64 if is_wide else torch.float32,
+        device=p.device if on_device else "cpu",
+    )
+    moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+    return {
+        **{key: count.clone() for key in counts},
+        **{key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in moments},
+    }

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
@@ -14,9 +14,37 @@ from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of
 from growkern.train.config import OptimizerChoice
+from growkern.train.distributed.shard import is_sharded
 
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+# they treat every number on its own, so they train a part of a tensor as they train the whole
+ON_SHARDS = (*ADAMW, OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
+
+
+def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
+    """Check that the optimizer which `args` name can be made, and can train the model.
+
+    Args:
+        args: of the trainer.
+        sharded: whether every process holds a part of each parameter.
+
+    Raises:
+        GrowthError: its package is missing, its settings are wrong, or it needs whole parameters.
+    """
+    name = OptimizerNames(args.optim).value
+    if sharded and args.optim not in ON_SHARDS:
+        raise GrowthError(
+            f"optim is {name!r}, which needs whole parameters or was not tested with parts of "
+            f"them: use {', '.join(one.value for one in ON_SHARDS)}, or sharding = 'ddp'"
+        )
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())
+        # GaLore, APOLLO and LOMO look at the model, which Trainer passes later
+        if "model" not in why:
+            raise GrowthError(f"optim is {name!r}, which cannot be used: {why}") from error
 
 
 def plan_of_optimizer(
@@ -33,11 +61,13 @@ def plan_of_optimizer(
 
     Raises:
         GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not to
-            its present shapes, or beside another optimizer.
+            its present shapes, or beside another optimizer; or see `check_optimizer`.
     """
     if choice not in get_args(OptimizerChoice):
         allowed = get_args(OptimizerChoice)
         raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
+    if not _given(options):
+        check_optimizer(args, sharded=is_sharded(model))
     other = _other_optimizer(args, options)
     if choice == "adamw" or (choice == "auto" and other):
         return None
@@ -70,11 +100,19 @@ def _check_fits(model: Any, plan: GrowthPlan) -> None:
 
 def _other_optimizer(args: TrainingArguments, options: Mapping[str, Any]) -> str:
     """What asks for another optimizer than PyTorch's AdamW; empty if nothing does."""
+    given = _given(options)
+    if given:
+        return f"{given} is given"
+    return "" if args.optim in ADAMW else f"args.optim is {OptimizerNames(args.optim).value!r}"
+
+
+def _given(options: Mapping[str, Any]) -> str:
+    """The keyword argument that brings an optimizer; empty if none does."""
     for name in ("optimizers", "optimizer_cls_and_kwargs"):
         given = options.get(name)
         if given is not None and given[0] is not None:
-            return f"{name} is given"
-    return "" if args.optim in ADAMW else f"args.optim is {OptimizerNames(args.optim).value!r}"
+            return name
+    return ""
 
 
 def growth_optimizer(model: Any, plan: GrowthPlan, args: TrainingArguments) -> GrowthAdamW:

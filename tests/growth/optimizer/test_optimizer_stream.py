@@ -1,10 +1,12 @@
 """Optimizer state from file to file: the same as in memory, whole or not there, in a limit."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ import growkern
 from growkern.growth import grow as grow_module
 from growkern.growth.disk import checksums
 from growkern.growth.optimizer import archive as archive_module
-from growkern.growth.optimizer import stream
+from growkern.growth.optimizer import into, stream
 from growkern.growth.optimizer.archive import archive_size, write_archive
 from growkern.growth.optimizer.file import check_archive
 from growkern.publish import workplace
@@ -472,3 +474,33 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch):
     write_archive(state, source / "optimizer.pt", list)
     with pytest.raises(growkern.GrowthError, match="another byte order"):
         grow(source, tmp_path / "grown")
+
+
+def mapped_bytes(file):
+    """How much of a file is in the memory of this process."""
+    found, is_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_file = line.endswith(str(file))
+        elif is_file and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_growth_into_an_optimizer_keeps_no_pages_of_the_file(tmp_path, monkeypatch):
+    source = random_model("GPT2LMHeadModel", {**GPT2, "n_embd": 120, "n_layer": 6})
+    optimizer, file = torch.optim.AdamW(source.named_parameters()), tmp_path / "optimizer.pt"
+    for p in source.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), file)
+    target, seen, make = growkern.grow(source, n_embd=240), [], into._part_of_entry
+
+    def watched(*arguments):
+        entry = make(*arguments)
+        seen.append(mapped_bytes(file))
+        return entry
+
+    monkeypatch.setattr(into, "_part_of_entry", watched)
+    growkern.grow_optimizer_into(target, torch.optim.AdamW(target.parameters()), file)
+    assert 0 < max(seen) < file.stat().st_size / 4

@@ -102,12 +102,27 @@ def test_splits_and_their_slices(load, tmp_path):
     assert rows_of(data.validation) == plain_rows(TEXTS[20:], LENGTH)[0]
     with pytest.raises(GrowthError, match="no split 'dev': it has train, test"):
         load(dataset="saved", split="dev")
+    some = plain_rows(TEXTS[:10] + TEXTS[38:], LENGTH)[0]
+    data = load(dataset="saved", split="train[:25%]+test[-2:]", validation_split="test[:10%]")
+    assert rows_of(data.train) == some
+    assert rows_of(data.validation) == plain_rows(TEXTS[20:22], LENGTH)[0]
+    stream = load(
+        dataset="saved", split="train[:25%]+test[-2:]", streaming=True, shuffle_window=0
+    ).train
+    assert [next(rows)["input_ids"].tolist() for rows in [iter(stream)] for _ in some] == some
+    for wrong in ("train[:50", "dev[:50%]", "test[9:3]"):
+        with pytest.raises(GrowthError, match=r"cannot be loaded|fewer tokens than one row"):
+            load(dataset="saved", split=wrong)
     save(tmp_path, "directory")
     data = load(dataset="d", split="train[:10]", validation_split="validation")
     assert rows_of(data.train) == plain_rows(TEXTS[:10], LENGTH)[0]
     assert rows_of(data.validation) == plain_rows(TEXTS[20:], LENGTH)[0]
     with pytest.raises(GrowthError, match=r"cannot be loaded: .*dev"):
         load(dataset="d", split="dev")
+    with pytest.raises(GrowthError, match=r"'train\[:10\]' is a slice, which cannot be streamed"):
+        load(dataset="d", split="train[:10]", streaming=True)
+    # the data for evaluation is cached in any case
+    load(dataset="d", split="train", validation_split="train[:10]", streaming=True)
 
 
 # ------------------------------------------------------------------ token ids

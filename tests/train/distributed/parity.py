@@ -25,9 +25,7 @@ from growkern.train.sub_model import layer_stacks
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 
-BATCH, ROWS, EVAL_ROWS, STEPS, LAYERS = 8, 24, 10, 6, 4
-STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=3, seed=2)
-SCHEDULE = InheritanceSchedule(rate=0.8, end_step=5)
+BATCH, ROWS, EVAL_ROWS = 8, 24, 10
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,9 @@ class Case:
         teacher: "none", "whole" or "sharded".
         by_hand: whether `fully_shard` is called as a user would.
         replicas: of the model, with at least two ranks for each.
+        layers: of the model; a block of stage 1 is half of them.
+        steps: optimizer steps; the first half of them is stage 1.
+        optim: optimizer, in the names of transformers.
     """
 
     family: str
@@ -52,10 +53,22 @@ class Case:
     teacher: str = "none"
     by_hand: bool = False
     replicas: int = 1
+    layers: int = 4
+    steps: int = 6
+    optim: str = "adamw_torch"
+
+    @property
+    def stages(self):
+        return TwoStageConfig(self.layers // 2, stage1_steps=self.steps // 2, seed=3)
+
+    @property
+    def schedule(self):
+        return InheritanceSchedule(rate=0.8, end_step=self.steps - 1)
 
     @property
     def name(self):
         words = [self.family, self.dtype]
+        words += [self.optim] * (self.optim != "adamw_torch")
         words += ["accumulation"] * (self.accumulation > 1)
         words += ["checkpointing"] * self.checkpointing
         words += [f"{self.teacher} teacher"] * (self.teacher != "none")
@@ -117,21 +130,23 @@ def teacher_of(case):
 
 def trainer_for(folder, case, **options):
     ranks = dist.get_world_size() if is_group() else 1
-    model = prepared(model_of(case.family, LAYERS), case)
+    model = prepared(model_of(case.family, case.layers), case)
     beside = {}
     if case.teacher != "none":
-        beside = {"inheritance": SCHEDULE, "teacher": teacher_of(case)}
+        beside = {"inheritance": case.schedule, "teacher": teacher_of(case)}
     settings = {
-        "max_steps": STEPS, "per_device_train_batch_size": BATCH // ranks,
+        "max_steps": case.steps, "per_device_train_batch_size": BATCH // ranks,
         "per_device_eval_batch_size": BATCH // ranks, "use_cpu": True, "max_grad_norm": 0.5,
-        "gradient_accumulation_steps": case.accumulation, "weight_decay": 0.1,
+        "gradient_accumulation_steps": case.accumulation,
+        # the changes of the weights are compared with bfloat16, and decay would be most of them
+        "weight_decay": 0.0 if case.dtype == "bf16" else 0.1,
         # with 1e-8, a gradient that is all rounding moves its weight by a whole step
-        "adam_epsilon": 1e-4,
+        "adam_epsilon": 1e-4, "optim": case.optim,
     }  # fmt: skip
     if case.dtype == "bf16" and ranks == 1:
         settings["bf16"] = True
     return TwoStageTrainer(
-        model, arguments(folder, **settings | options), two_stage=STAGES, **beside,
+        model, arguments(folder, **settings | options), two_stage=case.stages, **beside,
         train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS),
     )  # fmt: skip
 
@@ -171,6 +186,7 @@ def result_of(model, before, counts, log, evaluation, flops):
         "eval_loss": evaluation,
         "flops": flops,
         "weights": after,
+        "moved": torch.cat([(after[name] - before[name]).flatten() for name in after]),
         "still": [name for name, weight in before.items() if torch.equal(weight, after[name])],
         "sharded": sum(isinstance(p, DTensor) for p in model.parameters()),
         "counts": dict(counts),
@@ -217,6 +233,11 @@ def differences(found, expected):
         for name, weight in found["weights"].items()
     )
     return {**logged, "weights": weights}
+
+
+def moved_apart(found, expected):
+    """The difference between the changes of all weights together, relative to the change."""
+    return float((found["moved"] - expected["moved"]).norm() / expected["moved"].norm())
 
 
 def main(folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -9,21 +10,42 @@ import torch
 
 from tests.forked_ranks import on_ranks
 from tests.train.distributed import parity
-from tests.train.distributed.parity import LAYERS, STAGES, Case, differences, found_in
+from tests.train.distributed.parity import Case, differences, found_in, moved_apart
+
+FAMILIES = ("bert", "gpt2", "llama", "t5")
+OPTIONS = ({"accumulation": 2}, {"checkpointing": True}, {"teacher": "sharded"})
+TOGETHER = {name: value for option in OPTIONS for name, value in option.items()}
+# Adam divides by the size of a gradient, so its steps do not tell how large an error was
+NARROW = {"dtype": "bf16", "optim": "sgd", "accumulation": 2}
+
+
+def small(family, **options):
+    return Case(family, **options, layers=2, steps=4)
+
 
 CASES = {
     2: [
+        *(small(family, **option) for family in FAMILIES for option in OPTIONS),
+        *(small(family, dtype="float32", **TOGETHER) for family in FAMILIES),
+        *(small(family, **NARROW) for family in FAMILIES),
         Case("bert", teacher="sharded", by_hand=True),
         Case("gpt2", accumulation=2, teacher="whole", by_hand=True),
-        Case("llama", checkpointing=True, teacher="sharded"),
-        Case("gpt2", dtype="float32", accumulation=2, checkpointing=True),
-        Case("bert", dtype="bf16", accumulation=2, by_hand=True),
-        Case("t5", accumulation=2, teacher="sharded"),
+        small("bert", dtype="bf16", optim="sgd", by_hand=True),
+        small("llama", optim="adagrad"),
+        small("llama", optim="rmsprop"),
     ],
-    4: [Case("bert", accumulation=2, replicas=2), Case("llama", teacher="sharded")],
+    4: [
+        *(small(family, **TOGETHER) for family in FAMILIES),
+        *(small(family, **NARROW) for family in FAMILIES),
+        Case("bert", accumulation=2, replicas=2),
+    ],
 }
-# bfloat16 rounds in other places when gradients of other rows are added first
-TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "bf16": 3e-2}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6}
+# Results that are rounded to bfloat16 on the way through two layers and back, with the head: about
+# 10 in each layer and direction. Each is off by 2**-9 / sqrt(3) of its value on average. The errors
+# of two runs add up like random numbers. Logits are below 1 here, so losses are off by no more
+ROUNDED = 50
+BF16 = math.sqrt(2 * ROUNDED) * 2**-9 / math.sqrt(3)
 ALL = [(number, i) for number, cases in CASES.items() for i in range(len(cases))]
 IDS = [f"{number}: {CASES[number][i].name}" for number, i in ALL]
 
@@ -49,6 +71,10 @@ def test_several_ranks_are_one(found, number, i, tmp_path):
     case = CASES[number][i]
     expected = found_in(tmp_path, case)
     apart = differences(found[number, i], expected)
+    if case.dtype == "bf16":
+        assert moved_apart(found[number, i], expected) <= BF16
+        assert max(apart["losses"], apart["Trainer's loss"]) <= BF16
+        return
     tolerance = TOLERANCES[case.dtype]
     assert apart.pop("Trainer's loss") <= max(tolerance, TOLERANCES["float32"])
     assert max(apart.values()) <= tolerance, apart
@@ -76,13 +102,14 @@ def test_blocks_that_do_not_run_cost_nothing(found, number, i):
     case, result = CASES[number][i], found[number, i]
     depths = [round(line["depth"]) for line in result["log"]]
     blocks = {name: n for (kind, name), n in result["counts"].items() if kind == "reduce"}
-    assert min(depths) < LAYERS
-    for block in range(LAYERS):
+    stages = case.stages
+    assert min(depths) < case.layers
+    for block in range(case.layers):
         names = [name for name in blocks if re.match(rf"\D*\.{block}\.", name)]
         assert len(names) == 1 + (case.family == "t5")
         gathers = trained = 0
         for step, depth in enumerate(depths):
-            lowest = depth - STAGES.layers_per_block if step < STAGES.stage1_steps else 0
+            lowest = depth - stages.layers_per_block if step < stages.stage1_steps else 0
             # an epoch of three micro-batches ends with a step of one
             batches = 1 if step % 2 else case.accumulation
             trained += lowest <= block < depth

@@ -7,10 +7,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from growkern import DistributedOptions, GrowthError, TwoStageTrainer, shard
+from growkern import DistributedOptions, GrowthError, TwoStageConfig, TwoStageTrainer, shard
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import all_finite, largest_entry, make_mesh
+from growkern.train.loop.optimizer import ON_SHARDS
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
@@ -37,6 +38,36 @@ def test_a_trainer_leaves_shards(mesh, tmp_path):
     assert held == {id(p) for p in model.parameters()}
     for name, weight in weights_of(model).items():
         assert torch.equal(weight, weights[name])
+
+
+@pytest.mark.parametrize("optim", [one.value for one in ON_SHARDS])
+def test_optimizers_train_shards_and_resume(mesh, tmp_path, optim):
+    """As the whole model. The checkpoint of stage 1 lacks the state of blocks that did not run."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
+
+    def trainer(model, folder="run"):
+        args = arguments(tmp_path / folder, use_cpu=True, max_steps=4, optim=optim, **saving)
+        return TwoStageTrainer(
+            model, args, two_stage=TwoStageConfig(1, 3, seed=2), train_dataset=Batches(8)
+        )
+
+    def model():
+        return build("llama", layers=3, tied=True).double()
+
+    whole, parts, resumed = model(), sharded(mesh, model()), sharded(mesh, model())
+    trainer(whole, "whole").train()
+    trainer(parts).train()
+    trainer(resumed).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    for name, weight in weights_of(parts).items():
+        torch.testing.assert_close(weight, whole.get_parameter(name), rtol=0, atol=1e-12)
+        assert torch.equal(weight, resumed.get_parameter(name).full_tensor()), name
+
+
+def test_optimizers_of_whole_parameters_are_refused(mesh, tmp_path):
+    args = arguments(tmp_path, use_cpu=True, optim="adafactor")
+    with pytest.raises(GrowthError, match="optim is 'adafactor', which needs whole parameters"):
+        TwoStageTrainer(sharded(mesh), args)
+    TwoStageTrainer(build("bert", layers=2), args)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "pure-bf16"])

@@ -294,5 +294,27 @@ def test_optimizer_state_leaves_sharded_weights_alone(one_rank):
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-2, 0.1)]
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}, {"foreach": True}])
+def test_optimizer_state_is_that_of_a_step(kind, options, wide):
+    p = torch.nn.Parameter(torch.randn(3, 5).bfloat16())
+    p.grad = torch.zeros_like(p)
+    stepped, ours = kind([p], **options), kind([p], **options)
+    if wide:
+        torch.set_default_dtype(torch.float64)
+    try:
+        stepped.step()
+        create_optimizer_state(ours)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected, found = (
+        {key: (value.dtype, value.device, value.shape) for key, value in one.state[p].items()}
+        for one in (stepped, ours)
+    )
+    assert found == expected
+    assert not any(value.any() for value in ours.state[p].values())
+
+
 def plain(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
