@@ -71,15 +71,11 @@ def _range(rows: Sequence[Row], key: str, digits: int) -> str:
 def growth_adamw(results: Path) -> str:
     """The README's table of GrowthAdamW beside PyTorch's fused AdamW."""
     document = quotable(results / "growth_adamw.json")
-    lines = [
-        [
-            f"{row['growth']}, {row['dtype']}, {row['optimizer']}",
-            f"{row['times fused AdamW']:.2f}",
-            f"{row['extra MiB']:.1f}",
-        ]
-        for row in document.get("rows", [])
-        if row["optimizer"].startswith("GrowthAdamW")
-    ]
+    lines = []
+    for row in document.get("rows", []):
+        if row["optimizer"].startswith("GrowthAdamW"):
+            case = f"{row['growth']}, {row['dtype']}, {row['optimizer']}"
+            lines.append([case, f"{row['times fused AdamW']:.2f}", f"{row['extra MiB']:.1f}"])
     threads = document.get("machine", {}).get("threads", "?")
     head = [
         f"a step over a GPT-2 of 2 layers x 768, {threads} threads",

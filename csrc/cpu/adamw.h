@@ -6,8 +6,8 @@
 
 namespace growkern {
 
-// the same fields in the same order as in growkern/ops/adamw/on_cpu.py. The first five pointers are of
-// `type`, the vectors are double for F64 and float otherwise.
+// the same fields in the same order as in growkern/ops/adamw/on_cpu.py. The first five pointers are
+// of `type`, the vectors are double for F64 and float otherwise.
 struct AdamwArgs {
     void* value;           // (M, N), contiguous, like the next four
     const void* gradient;

@@ -32,7 +32,7 @@ struct Numbers {
           sign(a.maximize ? A{-1} : A{1}) {}
 };
 
-// The factors of a row's columns. A vector whose pointer is null is one number, in the row's vector.
+// The factors of a row's columns. One whose pointer is null is a number in the vector of the rows.
 template <class A>
 struct Columns {
     const A *lr, *eps, *old, *centre;
@@ -48,7 +48,7 @@ struct Columns {
     }
 };
 
-// T: of the tensors. A: of the vectors and of the arithmetic. The flags say which vectors there are:
+// T: of the tensors. A: of the vectors and of the arithmetic. The flags say which vectors exist:
 // the loop is bound by memory, and reads no vector that it can do without.
 template <class T, class A, bool AMSGRAD, bool LR, bool EPS, bool OLD, bool CENTRED>
 void step_piece(const AdamwArgs& a, const Numbers<A>& x, int64_t row, int64_t from, int64_t n) {

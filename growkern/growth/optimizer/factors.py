@@ -50,4 +50,5 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         here(found.eps, dtype),
         here(found.old, torch.bool),
         here(found.centre, dtype),
+        found.muon,
     )
