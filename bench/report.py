@@ -68,6 +68,23 @@ def _range(rows: Sequence[Row], key: str, digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def growth_adamw(results: Path) -> str:
+    """The README's table of GrowthAdamW beside PyTorch's fused AdamW."""
+    document = quotable(results / "growth_adamw.json")
+    lines = []
+    for row in document.get("rows", []):
+        if row["optimizer"].startswith("GrowthAdamW"):
+            case = f"{row['growth']}, {row['dtype']}, {row['optimizer']}"
+            lines.append([case, f"{row['times fused AdamW']:.2f}", f"{row['extra MiB']:.1f}"])
+    threads = document.get("machine", {}).get("threads", "?")
+    head = [
+        f"a step over a GPT-2 of 2 layers x 768, {threads} threads",
+        "times AdamW(fused=True)",
+        "extra memory, MiB",
+    ]
+    return table(head, lines or [[NOTHING, "", ""]])
+
+
 SYMMETRY_HEAD = """# How growth tells copies apart
 
 `python -m bench.symmetry run` trains small models on the text of Python's standard library, grows
@@ -326,7 +343,12 @@ def aot_table(results: Path) -> str:
 
 # ----------------------------------------------------------------------- write
 
-BLOCKS = {"cpu-expand": cpu_expand, "gpu": gpu_table, "symmetry": symmetry_table}
+BLOCKS = {
+    "cpu-expand": cpu_expand,
+    "gpu": gpu_table,
+    "growth-adamw": growth_adamw,
+    "symmetry": symmetry_table,
+}
 
 
 def with_blocks(text: str, results: Path) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from growkern.growth.optimizer.into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.optimizer.moments import growth_lr_multipliers as growth_lr_multipliers
     from growkern.growth.optimizer.moments import moment_findings as moment_findings
+    from growkern.growth.optimizer.muon import GrowthMuon as GrowthMuon
     from growkern.growth.optimizer.state import grow_optimizer as grow_optimizer
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
@@ -72,6 +73,7 @@ _MODULE_OF = {
     "kl_mlm_loss": "growkern.ops.loss.kl_mlm_loss",
     "linear_kl_mlm_loss": "growkern.ops.loss.linear_kl_mlm_loss",
     "GrowthAdamW": "growkern.growth.optimizer.adamw",
+    "GrowthMuon": "growkern.growth.optimizer.muon",
     "topk_kl_mlm_loss": "growkern.ops.loss.topk_kl_mlm_loss",
     "CacheReport": "growkern.train.cached_teacher.write",
     "TeacherCache": "growkern.train.cached_teacher.store",

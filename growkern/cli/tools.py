@@ -36,13 +36,15 @@ def bench(
 ) -> None:
     """Run the benchmarks of the source tree. Other options are passed on to the benchmark."""
     root = Path(__file__).parents[2]
-    names = sorted(p.stem.removeprefix("bench_") for p in root.glob("bench/bench_*.py"))
+    files = {p.stem.removeprefix("bench_"): p for p in root.glob("bench/**/bench_*.py")}
+    names = sorted(files)
     if not names:
         raise GrowthError("an installed package has no bench/: run this in a source tree")
     if name is not None and name not in names:
         raise GrowthError(f"no benchmark {name!r}{nearest(name, names)}")
     for chosen in [name] if name else names:
-        command = [sys.executable, "-m", f"bench.bench_{chosen}", *context.args]
+        module = files[chosen].relative_to(root).with_suffix("")
+        command = [sys.executable, "-m", ".".join(module.parts), *context.args]
         code = exit_code(command, root)
         if code:
             raise typer.Exit(code)

@@ -149,13 +149,16 @@ class GrowthAdamW(torch.optim.AdamW):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         fused: dict[tuple[Any, Any, Rule, Uniform, float], list[Part]] = {}
+        rules: dict[float, Rule] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
             part, step, grown_for = self._count_step(group, p)
             if not part.value.numel():
                 continue
-            ratio, rule = self._new_entry_ratio(grown_for), rule_of(group, step)
+            if step not in rules:
+                rules[step] = rule_of(group, step)
+            ratio, rule = self._new_entry_ratio(grown_for), rules[step]
             uniform = self._uniform[p]
             share = self._share_of_step(p, ratio)
             if uniform is not None and share is not None and can_be_fused(part):
@@ -176,11 +179,14 @@ class GrowthAdamW(torch.optim.AdamW):
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(p)
         # missing if growth or another optimizer made this state
-        state.setdefault("growth_step", torch.tensor(0.0))
+        if "growth_step" not in state:
+            state["growth_step"] = torch.tensor(0.0)
         state["step"] += 1
         state["growth_step"] += 1
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        held = [torch.atleast_1d(local_tensor(x)) for x in (p, p.grad, *(state[k] for k in keys))]
+        held = [local_tensor(x) for x in (p, p.grad, *(state[k] for k in keys))]
+        if not p.ndim:
+            held = [x.reshape(1) for x in held]
         # the counts are on the CPU, so reading them does not wait for a GPU
         return Part(*held), state["step"].item(), state["growth_step"].item()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.optimizer.moments import MOMENTS
+from growkern.growth.optimizer.moments import MOMENTS, MUON
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
 from growkern.ops.expand.checks import DTYPES
@@ -25,6 +25,7 @@ CHOICES = ("grow", "old_slices", "reset")
 # the other entries of a state: the step count, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
+NO_RULE = "growkern grows only the state of Adam, AdamW and Muon"
 
 
 def check_moments(moments: str) -> None:
@@ -136,8 +137,18 @@ def _is_coupled(group: Mapping[str, Any]) -> bool:
     return group.get("decoupled_weight_decay") is False and bool(group.get("weight_decay"))
 
 
+def check_kind(group: Mapping[str, Any], name: str, entry: Any) -> None:
+    """Refuse the momentum of SGD, which the state of Muon looks like.
+
+    Raises:
+        GrowthError: the entry has a momentum, and its group is not of Muon.
+    """
+    if isinstance(entry, Mapping) and MUON in entry and "ns_coefficients" not in group:
+        raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
+
+
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not one of Adam, or does not fit its parameter.
+    """Refuse a state that is not one of Adam or Muon, or does not fit its parameter.
 
     Args:
         state: state of each source parameter, by the parameter's name.
@@ -162,13 +173,10 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
             if is_local or not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)
         elif key not in MOMENTS:
-            raise GrowthError(
-                f"{name}: no rule for the optimizer's {key!r}; growkern grows only the state of "
-                "Adam and AdamW"
-            )
+            raise GrowthError(f"{name}: no rule for the optimizer's {key!r}; {NO_RULE}")
         else:
             _check_moment(name, key, value, shape)
-    for key in NEEDED:
+    for key in () if MUON in entry else NEEDED:
         if key not in entry:
             what = "step count" if key == "step" else key
             raise GrowthError(

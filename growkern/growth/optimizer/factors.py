@@ -15,7 +15,10 @@ from growkern.growth.sharded.placement import local_part
 
 
 def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> EntryFactors:
-    """The factors of this process's part of a parameter, on its device and in its dtype.
+    """The factors of this process's part of a parameter, on its device.
+
+    They are float64 for parameters in float64, and float32 for all others: bfloat16 cannot
+    represent a third.
 
     Args:
         factors: of all parameters of the grown model, by name.
@@ -36,14 +39,16 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     check_planned_shape(name, p.shape, shape)
     part = local_part(name, p)
     device = p.to_local().device if isinstance(p, DTensor) else p.device
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
 
     def here(vectors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
         cut = (v.swapaxes(0, d)[part[d]].swapaxes(0, d) for d, v in enumerate(vectors))
         return tuple(v.to(device, dtype) for v in cut)
 
     return EntryFactors(
-        here(found.lr, p.dtype),
-        here(found.eps, p.dtype),
+        here(found.lr, dtype),
+        here(found.eps, dtype),
         here(found.old, torch.bool),
-        here(found.centre, p.dtype),
+        here(found.centre, dtype),
+        found.muon,
     )

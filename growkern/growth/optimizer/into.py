@@ -16,6 +16,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import (
+    NO_RULE,
     check_decay,
     check_entries,
     check_moments,
@@ -27,7 +28,7 @@ from growkern.growth.optimizer.file import (
     read_optimizer,
     release_pages,
 )
-from growkern.growth.optimizer.moments import MOMENTS, grow_moment, starts_at_zero
+from growkern.growth.optimizer.moments import MUON, grow_moment, starts_at_zero
 from growkern.growth.optimizer.state import (
     State,
     grown_step,
@@ -42,6 +43,9 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.sharded.grow_into import named_tensors, unwrapped
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
+
+# the moment that Adam has with amsgrad alone
+LARGEST = "max_exp_avg_sq"
 
 
 @torch.no_grad()
@@ -62,8 +66,9 @@ def grow_optimizer_into(
 
     Args:
         model: the grown model, as in `growkern.grow_into`.
-        optimizer: `torch.optim.Adam`, `AdamW` or `growkern.GrowthAdamW` over parameters of the
-            model. Its groups and their settings stay, its state is replaced.
+        optimizer: `torch.optim.Adam`, `AdamW` or `Muon`, or `growkern.GrowthAdamW` or `GrowthMuon`,
+            over all or some parameters of the model. Its groups and their settings stay, its state
+            is replaced.
         source: one of
 
             - the state dict of the source's optimizer, as in `growkern.grow_optimizer`;
@@ -89,7 +94,10 @@ def grow_optimizer_into(
             "the model has no growth_plan: call growkern.grow_into first or give plan"
         )
     targets = list(_targets(plan, model, optimizer))
-    state, is_mapped = _open_state(plan, source, moments)
+    used = {name for task, _ in targets for name in (task.source, task.upper)}
+    found, is_mapped = _open_state(plan, source, moments)
+    # a checkpoint may hold the states of several optimizers
+    state = {name: entry for name, entry in found.items() if name in used}
     _check_kind(optimizer, state)
     grown = {}
     for number, (task, parameter) in enumerate(targets):
@@ -110,7 +118,7 @@ def _part_of_entry(
     if not source:
         return {}
     is_zero, part = starts_at_zero(plan, task, moments), local_part(task.name, parameter)
-    entry = {"step": grown_step(task, source, is_zero)}
+    entry = grown_step(task, source, is_zero)
     for key in moments_in(source):
         entry[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if is_zero:
@@ -166,15 +174,20 @@ def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, boo
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise GrowthError(
-            f"the optimizer is a {kind}; growkern grows only the state of Adam and AdamW"
-        )
-    largest = list(MOMENTS)[-1]
-    has = any(largest in entry for entry in state.values())
-    for group in optimizer.param_groups:
+    is_muon = isinstance(optimizer, torch.optim.Muon)
+    if not is_muon and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise GrowthError(f"the optimizer is a {kind}; {NO_RULE}")
+    for name, entry in state.items():
+        if (MUON in entry) != is_muon:
+            other = "Muon" if MUON in entry else "Adam"
+            raise GrowthError(
+                f"the optimizer is a {kind}, but {name} has the state of {other}: give each "
+                "optimizer the parameters that it had in the source"
+            )
+    has = any(LARGEST in entry for entry in state.values())
+    for group in () if is_muon else optimizer.param_groups:
         if state and bool(group["amsgrad"]) != has:
             raise GrowthError(
                 f"the optimizer's amsgrad is {group['amsgrad']}, the source's state "
-                f"{'has' if has else 'lacks'} {largest}: make it with amsgrad={has}"
+                f"{'has' if has else 'lacks'} {LARGEST}: make it with amsgrad={has}"
             )

@@ -1,4 +1,4 @@
-"""Grows the moments of Adam, and finds factors for AdamW's learning rate.
+"""Grows the moments of Adam and Muon, and finds factors for their learning rates.
 
 With these learning-rate factors, growing before or after a step gives the same model.
 
@@ -23,27 +23,43 @@ Some models multiply by 1 + w (Gemma). Growth scales the sum by s: 1 + w_t = s (
 source's w decays to 0, the target's must decay
 
     from w_t to s - 1                                                                      (4)
+
+Muon's step is the polar factor of the momentum: one singular value, about 1, in every direction.
+Growth by c copies lengthens singular vectors by sqrt(c), so Muon divides by sqrt(c) per axis, where
+the weights want u. Its learning rate then needs, with n the size of the source's axis,
+
+    product over both axes of norm(u) / sqrt(n)                                            (5)
+
+which is sqrt(c_out / c_in) in even growth. Rules that adjust the rate to the matrix's shape are
+divided out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.ops.expand.op import expand
 
-# moment in the state of Adam and AdamW -> power of the gradient that it averages
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+# moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
+MUON = "momentum_buffer"
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, MUON: 1}
+# how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
+MUON_RULES: dict[str, Callable[[int, int], float]] = {
+    "none": lambda a, b: 1.0,
+    "original": lambda a, b: math.sqrt(max(1.0, a / b)),
+    "match_rms_adamw": lambda a, b: 0.2 * math.sqrt(max(a, b)),
+}
 # (name of a source tensor, per axis the entries that are needed) -> the tensor
 ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
@@ -60,12 +76,15 @@ class EntryFactors:
         eps: g of (2), float64, positive.
         old: bool; an entry existed in the source if it is true on all axes.
         centre: one vector that weight decay pulls towards, see (4); () if that is 0.
+        muon: of a matrix, the factor of Muon's learning rate by the name of `adjust_lr_fn`: (5)
+            over the growth of that rule. PyTorch's default, None, is "original". "none": (5).
     """
 
     lr: tuple[Tensor, ...]
     eps: tuple[Tensor, ...]
     old: tuple[Tensor, ...]
     centre: tuple[Tensor, ...] = ()
+    muon: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
@@ -73,7 +92,8 @@ def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
     (see `moment_findings`). Entries without a source get the mean factor of the others, and
-    negative shares get their magnitude. `growkern.GrowthAdamW` applies the factors.
+    negative shares get their magnitude. `growkern.GrowthAdamW` and `growkern.GrowthMuon` apply the
+    factors.
 
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.
@@ -102,7 +122,19 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
         tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(old)),
         centre,
+        _muon_factors(plan, task),
     )
+
+
+def _muon_factors(plan: GrowthPlan, task: Task) -> dict[str, float]:
+    """`EntryFactors.muon`; empty unless the tensor is a matrix."""
+    if len(task.shape) != 2:
+        return {}
+    maps = [axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)]
+    (a, b), (rows, cols) = task.shape, [m.source for m in maps]
+    copied = [m.scale[: len(m.scale) - m.extra] for m in maps]
+    scale = math.prod(float(u.norm()) for u in copied) / math.sqrt(rows * cols)
+    return {name: scale * rule(rows, cols) / rule(a, b) for name, rule in MUON_RULES.items()}
 
 
 def _filled(scale: Tensor) -> Tensor:
@@ -263,15 +295,25 @@ def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
 # ----------------------------------------------------------------- findings
 
 
-def moment_findings(plan: GrowthPlan) -> tuple[Finding, ...]:
+def moment_findings(plan: GrowthPlan, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
     """Which grown moments equal the averages of the target's own gradients, and which do not.
+
+    Args:
+        plan: of the growth.
+        optimizer: "adamw", or "muon" to hear about its steps, too.
 
     Returns:
         The first finding is about all moments, further ones about parts of the model. "exact": (2)
         and (3) hold. "approximate": the moments are start values that fold back to the source's.
         "changed": the target computes another function, or the moments start at zero.
+
+    Raises:
+        GrowthError: an unknown optimizer.
     """
-    return tuple(finding for part in (_overall, _exceptions) for finding in part(plan))
+    if optimizer not in ("adamw", "muon"):
+        raise GrowthError(f"optimizer={optimizer!r}{nearest(optimizer, ('adamw', 'muon'))}")
+    parts = [_overall, _exceptions, *([_steps_of_muon] if optimizer == "muon" else [])]
+    return tuple(finding for part in parts for finding in part(plan))
 
 
 def _overall(plan: GrowthPlan) -> list[Finding]:
@@ -315,3 +357,24 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if any(is_new(plan, task) for task in plan.tasks):
         found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
     return found
+
+
+def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
+    uneven = [
+        task.name
+        for task in plan.tasks
+        if len(task.shape) == 2
+        and any(
+            bool((vector != vector.flatten()[0]).any())
+            for factors in [_entry_factors(plan, task)]
+            for vector in (*factors.lr, *factors.eps)
+        )
+    ]
+    if uneven:
+        why = (
+            f"copies are uneven in {len(uneven)} matrices, first in {uneven[0]}: Muon's step there "
+            "is not the grown step, and its learning rate fits on average"
+        )
+        return [Finding("approximate", "steps of Muon", why)]
+    why = "every matrix takes the grown step, with the factors of growth_lr_multipliers"
+    return [Finding("exact", "steps of Muon", why)]

@@ -1,4 +1,4 @@
-"""`growkern.grow_optimizer`: grows the optimizer state of Adam or AdamW along with the weights.
+"""`growkern.grow_optimizer`: grows the state of Adam, AdamW or Muon along with the weights.
 
 The functions on names and entries also serve growth of optimizer files (`optimizer.stream`) and of
 sharded optimizers (`optimizer.into`).
@@ -21,6 +21,7 @@ from growkern.growth.optimizer.checks import (
     check_decay,
     check_entries,
     check_keys,
+    check_kind,
     check_moments,
     check_state_dict,
     count_of,
@@ -52,8 +53,9 @@ def grow_optimizer(
     weights that decay, then norms and biases.
 
     Args:
-        state_dict: `optimizer.state_dict()` of `torch.optim.AdamW`, or of `Adam` without weight
-            decay. A Trainer's:
+        state_dict: `optimizer.state_dict()` of `torch.optim.AdamW`, of `Muon`, or of `Adam` without
+            weight decay. An optimizer over some of the parameters needs their names, as in
+            `Muon([(name, p), ...])`; grow each of several optimizers by itself. A Trainer's:
             `torch.load("optimizer.pt", map_location="cpu", weights_only=True)`. DTensors are
             gathered one at a time, so all ranks must call this, and each gets the whole state.
             `growkern.grow_optimizer_into` gives each rank only its part.
@@ -120,7 +122,7 @@ def _grown_entry(
     if not source:
         return {}
     is_zero = starts_at_zero(plan, task, moments)
-    grown = {"step": grown_step(task, source, is_zero)}
+    grown = grown_step(task, source, is_zero)
     return grown | {key: make(state, task, key, is_zero) for key in moments_in(source)}
 
 
@@ -140,11 +142,13 @@ def moments_in(entry: Mapping[str, Any]) -> list[str]:
     return [key for key in MOMENTS if key in entry]
 
 
-def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> Tensor:
-    """The step count of a target parameter: its source's, or 0."""
+def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> dict[str, Tensor]:
+    """The step count of a target parameter: its source's, or 0. Muon has none."""
+    if "step" not in entry:
+        return {}
     step = entry["step"]
     step = count_of(task.source, step.read() if isinstance(step, StoredTensor) else step)
-    return torch.zeros_like(step) if is_zero else step.clone()
+    return {"step": torch.zeros_like(step) if is_zero else step.clone()}
 
 
 def reader_of(state: State, key: str) -> ReadEntries:
@@ -261,6 +265,7 @@ def state_by_name(
             entry = state.get(key, {})
             # PyTorch treats an empty state as no state
             if not isinstance(entry, Mapping) or entry:
+                check_kind(group, name, entry)
                 by_name[name] = entry
     check_entries(plan, by_name)
     return names, by_name

@@ -52,7 +52,7 @@ class Factors:
     """u, e, s and z of (2) in `op.py`: per axis one vector that is shaped to broadcast.
 
     Attributes:
-        lr: u, of the dtype of the weights.
+        lr: u, float64 for weights in float64, otherwise float32.
         eps: e.
         old: bool; an entry is old if it is true on all axes.
         centre: z, one vector along the only axis; () if it is 0.
@@ -75,8 +75,8 @@ class Factors:
     def matrix(self) -> dict[str, Tensor]:
         """The vectors of a matrix, by the names of `VECTORS`; a vector counts as one row.
 
-        Each is (M,) or (N,), contiguous, of the dtype of the weights. They are made once, because
-        every step needs them.
+        Each is (M,) or (N,), contiguous, of the dtype of `lr`. They are made once, because every
+        step needs them.
         """
         found = {}
         like = self.lr[0]
@@ -88,6 +88,22 @@ class Factors:
         centre = self.centre[0] if self.centre else torch.zeros_like(columns)
         found["col_centre"] = centre.reshape(-1).to(like.dtype).contiguous()
         return {name: found[name] for name in VECTORS}
+
+    @cached_property
+    def folded(self) -> dict[str, Tensor | None]:
+        """`matrix` for a kernel that reads only columns that differ.
+
+        A column vector of equal numbers is None, and the vector of the rows has their product. So
+        is a centre of zeros.
+        """
+        found: dict[str, Tensor | None] = dict(self.matrix)
+        for name in ("lr", "eps", "old"):
+            rows, columns = (self.matrix[f"{axis}_{name}"] for axis in ("row", "col"))
+            if bool((columns == columns[0]).all()):
+                found |= {f"row_{name}": rows * columns[0], f"col_{name}": None}
+        if not self.centre:
+            found["col_centre"] = None
+        return found
 
 
 # the vectors of `Factors.matrix`, in the order in which kernels take them

@@ -41,7 +41,7 @@ def adamw_step_on_cpu(
     tensors = [part.value, part.gradient, part.mean, part.square, part.largest]
     args = AdamwArgs(
         *(None if x is None else x.data_ptr() for x in tensors),
-        *(x.data_ptr() for x in factors.matrix.values()),
+        *(None if x is None else x.data_ptr() for x in factors.folded.values()),
         *part.sizes(),
         rule.lr,
         rule.beta1,

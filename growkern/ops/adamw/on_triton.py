@@ -46,18 +46,19 @@ def _adamw_kernel(
     col_old = tl.load(cols[OLD] + j, mask=in_cols, other=1.0)[None, :]
     centre = tl.load(cols[CENTRE] + j, mask=in_cols, other=0.0)[None, :]
 
-    g = tl.load(tensors[GRADIENT] + at, mask=here, other=0.0)
+    g = tl.load(tensors[GRADIENT] + at, mask=here, other=0.0).to(tl.float32)
     if MAXIMIZE:
         g = -g
-    m = tl.load(tensors[MEAN] + at, mask=here, other=0.0)
-    v = tl.load(tensors[SQUARE] + at, mask=here, other=0.0)
-    w = tl.load(tensors[VALUE] + at, mask=here, other=0.0)
+    m = tl.load(tensors[MEAN] + at, mask=here, other=0.0).to(tl.float32)
+    v = tl.load(tensors[SQUARE] + at, mask=here, other=0.0).to(tl.float32)
+    w = tl.load(tensors[VALUE] + at, mask=here, other=0.0).to(tl.float32)
     m += (g - m) * numbers[ADD1]
     v += (g * g - v) * numbers[ADD2]
     tl.store(tensors[MEAN] + at, m, mask=here)
     tl.store(tensors[SQUARE] + at, v, mask=here)
     if AMSGRAD:
-        v = tl.maximum(v, tl.load(tensors[LARGEST] + at, mask=here, other=0.0))
+        largest = tl.load(tensors[LARGEST] + at, mask=here, other=0.0).to(tl.float32)
+        v = tl.maximum(v, largest)
         tl.store(tensors[LARGEST] + at, v, mask=here)
     root = tl.sqrt(v * numbers[INVERSE2]) + numbers[EPS] * row_eps * col_eps
     step = row_lr * col_lr * numbers[INVERSE1] * m / root + numbers[WEIGHT_DECAY] * (w - centre)

@@ -9,7 +9,8 @@ the factors u, e, s and the centre z of an entry:
 
 u and e are products of one vector per axis. s is 1 for entries that are old on every axis, and
 `ratio` for the others. With amsgrad, (2) takes the largest v so far. All weights are read and
-written once: 28 bytes per entry in float32, as in PyTorch's fused AdamW.
+written once: 28 bytes per entry in float32, as in PyTorch's fused AdamW. bfloat16 is computed in
+float32, and rounded once when it is written.
 
 Reading order: this file, `factors.py`, then one backend: `on_cpu.py` with
 `csrc/cpu/adamw_body.cpp`, or `on_triton.py`.
@@ -43,7 +44,7 @@ def adamw_step(
         ratio: s of the entries that are not old.
         rule: the numbers of the step.
         backend: "reference", "cpu" or "triton"; None takes the best that does these tensors. The
-            kernels do float32 (the CPU float64 too), contiguous, with one or two axes.
+            kernels do float32 and bfloat16 (the CPU float64 too), contiguous, with one or two axes.
 
     Raises:
         GrowthError: the backend cannot run here, or does not do these tensors.
@@ -61,9 +62,9 @@ def _supported(part: Part) -> tuple[str, ...]:
         x.is_contiguous() and x.dtype == dtype for x in part.tensors()
     )
     found = ["reference"]
-    if fits and dtype in (torch.float32, torch.float64):
+    if fits and dtype in (torch.float32, torch.bfloat16, torch.float64):
         found.append("cpu")
-    if fits and dtype == torch.float32:
+    if fits and dtype in (torch.float32, torch.bfloat16):
         found.append("triton")
     return tuple(found)
 
@@ -80,6 +81,13 @@ def step_in_blocks(part: Part, factors: Factors, ratio: float, rule: Rule) -> No
 
 
 def _step_block(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+    if part.value.dtype not in (torch.float32, torch.float64):
+        wide = Part(*(x.float() for x in part.tensors()))
+        _step_block(wide, factors, ratio, rule)
+        for x, y in zip(part.tensors(), wide.tensors(), strict=True):
+            if x is not part.gradient:
+                x.copy_(y)
+        return
     gradient = -part.gradient if rule.maximize else part.gradient
     part.mean.lerp_(gradient, 1 - rule.beta1)
     square = part.square.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)

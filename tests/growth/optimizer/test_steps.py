@@ -66,7 +66,8 @@ def test_no_temporary_tensor_is_as_large_as_a_parameter(how, rewarm, backend, mo
         known |= {x.untyped_storage().data_ptr() for x in state.values()}
     with NewMemory(known) as watch:
         optimizer.step()
-    assert 0 < watch.largest <= 8 * (1 << 8)
+    # the kernel of a CPU makes none
+    assert watch.largest <= 8 * (1 << 8) and (backend == "cpu" or watch.largest)
 
 
 class NewMemory(Watch):

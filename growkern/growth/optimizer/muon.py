@@ -1,0 +1,122 @@
+"""`growkern.GrowthMuon`: Muon with step sizes that fit the matrices of a grown model.
+
+Muon steps along an odd polynomial of the momentum, which keeps singular vectors. Growth in even
+numbers scales all singular values alike, and Muon divides by their norm first. So the step of the
+grown model is the grown step times one number per matrix, (5) of `optimizer.moments`. This class
+divides by that number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import check_state_dict
+from growkern.growth.optimizer.factors import factors_of
+from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.plan.growth_plan import GrowthPlan
+
+# PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once
+_STEP = inspect.unwrap(torch.optim.Muon.step)
+
+
+class GrowthMuon(torch.optim.Muon):
+    """Muon with a learning rate of its own for every matrix of a grown model.
+
+    With `matched`, the learning rate is multiplied by the factor of `growth_lr_multipliers` for the
+    rule `adjust_lr_fn`. With the momentum of `growkern.grow_optimizer`, the target then takes the
+    steps that the source would have taken, up to the rounding of PyTorch's bfloat16 polynomial.
+    This holds for growth in even numbers with equal copies (`symmetry="none"`). With
+    symmetry="routing" or "noise", and in uneven growth, the grown momentum is a start value.
+    `moment_findings(plan, optimizer="muon")` says which case this is.
+
+    Muon takes matrices only. Use `GrowthAdamW` for the rest, and grow the state of each optimizer
+    by itself. The state is that of `torch.optim.Muon`.
+
+    Args:
+        params: named matrices of the grown model: pairs as in `model.named_parameters()`, or groups
+            of them.
+        plan: the model's `growth_plan`.
+        lr: learning rate, that of the source.
+        weight_decay: fraction per unit of learning rate, as in `torch.optim.Muon`.
+        matched: False: plain Muon.
+        options: momentum, nesterov, ns_coefficients, eps, ns_steps and adjust_lr_fn, as in
+            `torch.optim.Muon`.
+
+    Raises:
+        GrowthError: parameters without names, or a parameter that the plan does not know.
+
+    Source: derived; the steps of `torch.optim.Muon`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        plan: GrowthPlan,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        matched: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, weight_decay, **options)
+        self.plan, self.matched = plan, matched
+        factors = growth_lr_multipliers(plan)
+        self._factors: dict[Tensor, Mapping[str, float]] = {}
+        for group in self.param_groups:
+            if "param_names" not in group:
+                raise GrowthError("GrowthMuon needs named parameters: model.named_parameters()")
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                self._factors[p] = factors_of(factors, name, p).muon
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.Muon`; all settings of the groups take effect.
+
+        Raises:
+            GrowthError: the state is of another optimizer.
+        """
+        check_state_dict(state_dict)
+        for number, group in enumerate(state_dict["param_groups"]):
+            if "ns_coefficients" not in group:
+                raise GrowthError(
+                    f"the loaded group {number} is not of Muon: give each optimizer its own state"
+                )
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure` as in `torch.optim.Muon`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            self.param_groups = [part for group in groups for part in self._parts(group)]
+            _STEP(self)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group, split by the factors. Weight decay does not follow the factor."""
+        if not self.matched:
+            return [group]
+        parts: dict[float, list[Tensor]] = {}
+        for p in group["params"]:
+            factor = self._factors[p][group["adjust_lr_fn"] or "original"]
+            parts.setdefault(factor, []).append(p)
+        return [
+            {
+                **group,
+                "params": params,
+                "lr": group["lr"] * factor,
+                "weight_decay": group["weight_decay"] / factor,
+            }
+            for factor, params in parts.items()
+        ]
