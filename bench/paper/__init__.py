@@ -1,0 +1,1 @@
+"""The tables of bert2BERT and Knowledge Inheritance, at sizes that anyone can run."""

@@ -1,0 +1,112 @@
+"""Makes training runs, each once, and keeps what they found.
+
+A job is done when its row is in `rows.jsonl`. A job that was killed resumes from its last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.paper.settings import Setting
+from bench.paper.systems import Job, untrained_models, write_run_file
+from bench.shared.results import git_facts, machine
+from growkern.plot import read_curve
+from growkern.train.run import train
+
+ROWS = "rows.jsonl"
+
+
+class Workplace:
+    """The folder of all jobs, and the rows of those that are done.
+
+    Args:
+        folder: for text, models, run files and rows.
+        text: facts about the text.
+        say: shows a line of progress.
+    """
+
+    def __init__(self, folder: Path, text: dict[str, Any], say: Callable[[str], None]) -> None:
+        self.folder, self.text, self.say = folder, text, say
+        self.rows = read_rows(folder / ROWS)
+
+    def row(self, job: Job) -> dict[str, Any]:
+        """The row of a job, which is made if it is not there yet."""
+        if job.name not in self.rows:
+            for needed in job.needs:
+                self.row(needed)
+            self._make(job)
+        return self.rows[job.name]
+
+    def _make(self, job: Job) -> None:
+        for name, (size, layers) in untrained_models(job).items():
+            self._write_untrained(job.setting, name, size, job.seed, layers)
+        start = time.perf_counter()
+        train(write_run_file(job, self.folder), progress=False)
+        out = self.folder / job.name
+        curve = read_curve(out)
+        row = {
+            "name": job.name,
+            "setting": job.setting.name,
+            "system": job.system,
+            "seed": job.seed,
+            "rate": job.rate,
+            "source flops": sum(self.rows[one.name]["flops"][-1] for one in job.needs),
+            "steps": list(curve.steps),
+            "flops": list(curve.flops),
+            "losses": list(curve.losses),
+            "seconds": round(time.perf_counter() - start, 1),
+            "text": self.text,
+            "machine": machine(),
+            **git_facts(),
+        }
+        append_row(self.folder / ROWS, row)
+        self.rows[job.name] = row
+        for left in out.glob("checkpoint-*"):
+            shutil.rmtree(left)
+        self.say(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['seconds']:.0f} s")
+
+    def _write_untrained(
+        self, setting: Setting, name: str, size: Any, seed: int, layers: int | None
+    ) -> None:
+        target = self.folder / name
+        if (target / "tokenizer.json").is_file():
+            return
+        setting.untrained(size, seed, layers).save_pretrained(target)
+        for file in (self.folder / f"tokenizer-{setting.vocab}").iterdir():
+            # a copy that was interrupted lacks this file, which is copied last
+            if file.name != "tokenizer.json":
+                shutil.copy(file, target)
+        shutil.copy(self.folder / f"tokenizer-{setting.vocab}" / "tokenizer.json", target)
+
+
+def read_rows(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows so far by the names of their jobs. A torn last line is left out."""
+    rows = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[row["name"]] = row
+    return rows
+
+
+def append_row(file: Path, row: dict[str, Any]) -> None:
+    """Write a row to disk before the next job begins."""
+    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
+    with file.open("a") as out:
+        out.write(("\n" if torn else "") + json.dumps(row) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def best_rate(rows: Iterable[dict[str, Any]]) -> float:
+    """The learning rate of the run with the lowest final loss."""
+    return float(min(rows, key=lambda row: row["losses"][-1])["rate"])

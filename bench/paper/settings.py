@@ -1,0 +1,212 @@
+"""The sizes of models and runs. A setting fixes all but the system, the learning rate and the seed.
+
+The papers initialise weights with a standard deviation of 0.02 at width 768. At small widths 0.02
+is nearly zero, so that random rows disturb nothing. All models here begin with 0.02 sqrt(768 / w).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+
+VOCAB = 1024
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model: its layers, the width of its stream, and its attention heads."""
+
+    layers: int
+    width: int
+    heads: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers}x{self.width}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that all systems of a table share.
+
+    Attributes:
+        name: of the setting.
+        family: "gpt2" or "bert".
+        source: the small model.
+        target: the large model.
+        source_steps: optimizer steps of the source, at `source_rate`.
+        steps: optimizer steps of the large model, in all systems.
+        rate_steps: the same in the runs that choose a learning rate.
+        rates: the learning rates that every system chooses from.
+        warmup: steps in which the rate rises; then it falls linearly to 0.
+        batch: rows in a step.
+        length: tokens in a row.
+        eval_every: steps between two evaluations.
+        layers_per_block: l_b of the two stages.
+        stage1_share: share of the steps that are stage 1 (E_b = 5 of 40 epochs in the paper).
+        inheritance_share: share of the steps in which the source is a teacher.
+        vocab: tokens of the tokenizer.
+        validation_passes: how often the validation text is read. Each pass of a masked model has
+            other masks, so that a sixth of the tokens gives enough labels.
+    """
+
+    name: str
+    family: str
+    source: Size
+    target: Size
+    source_steps: int
+    steps: int
+    rate_steps: int
+    rates: tuple[float, ...]
+    source_rate: float
+    warmup: int
+    batch: int
+    length: int
+    eval_every: int
+    layers_per_block: int
+    stage1_share: float = 5 / 40
+    inheritance_share: float = 0.44
+    vocab: int = VOCAB
+    validation_passes: int = 1
+
+    def config(self, size: Size, layers: int | None = None) -> Any:
+        """The config of a model in transformers.
+
+        Args:
+            size: of the model.
+            layers: other than those of the size.
+        """
+        layers = layers or size.layers
+        std = 0.02 * math.sqrt(768 / size.width)
+        common = {"vocab_size": self.vocab, "initializer_range": std}
+        if self.family == "gpt2":
+            none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            ids = {"bos_token_id": 0, "eos_token_id": 0}
+            sizes = {"n_layer": layers, "n_embd": size.width, "n_head": size.heads}
+            return transformers.GPT2Config(
+                n_positions=self.length, **common, **none, **ids, **sizes
+            )
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        sizes = {"num_hidden_layers": layers, "hidden_size": size.width}
+        sizes |= {"num_attention_heads": size.heads, "intermediate_size": 4 * size.width}
+        return transformers.BertConfig(
+            max_position_embeddings=self.length, **common, **none, **sizes
+        )
+
+    def target_sizes(self) -> dict[str, int]:
+        """The sizes of the target by the names of its config, without those that stay."""
+        small, large = self.config(self.source), self.config(self.target)
+        names = ("n_layer", "n_embd", "n_head")
+        if self.family == "bert":
+            names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+        found = {name: (getattr(small, name), getattr(large, name)) for name in names}
+        return {name: new for name, (old, new) in found.items() if new != old}
+
+    @property
+    def layers_name(self) -> str:
+        """The config's name for the number of layers."""
+        return "n_layer" if self.family == "gpt2" else "num_hidden_layers"
+
+    def untrained(self, size: Size, seed: int, layers: int | None = None) -> Any:
+        """A model with random weights."""
+        transformers.set_seed(seed)
+        config = self.config(size, layers)
+        name = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}[self.family]
+        return getattr(transformers, name)(config)
+
+
+RATES = (1e-3, 2e-3, 4e-3)
+TINY_GPT = Setting(
+    name="tiny-gpt",
+    family="gpt2",
+    source=Size(4, 64, 4),
+    target=Size(4, 128, 8),
+    source_steps=6000,
+    steps=3000,
+    rate_steps=750,
+    rates=RATES,
+    source_rate=4e-3,
+    warmup=100,
+    batch=16,
+    length=64,
+    eval_every=100,
+    layers_per_block=1,
+)
+TINY_BERT = Setting(
+    name="tiny-bert",
+    family="bert",
+    source=Size(4, 64, 4),
+    target=Size(4, 128, 8),
+    source_steps=6000,
+    steps=3000,
+    rate_steps=750,
+    rates=RATES,
+    source_rate=4e-3,
+    warmup=100,
+    batch=16,
+    length=64,
+    eval_every=500,
+    layers_per_block=1,
+    validation_passes=4,
+)
+# for tests: it says nothing about the systems
+MICRO_GPT = replace(
+    TINY_GPT,
+    name="micro-gpt",
+    source=Size(4, 16, 2),
+    target=Size(4, 32, 4),
+    source_steps=8,
+    steps=16,
+    rate_steps=2,
+    warmup=1,
+    batch=2,
+    length=16,
+    eval_every=8,
+    vocab=300,
+)
+# one modern GPU
+SMALL_GPT = Setting(
+    name="small-gpt",
+    family="gpt2",
+    source=Size(6, 256, 4),
+    target=Size(6, 512, 8),
+    source_steps=10_000,
+    steps=8_000,
+    rate_steps=2_000,
+    rates=(5e-4, 1e-3, 2e-3),
+    source_rate=2e-3,
+    warmup=400,
+    batch=64,
+    length=256,
+    eval_every=200,
+    layers_per_block=2,
+    vocab=8192,
+)
+# bert2BERT, section 4: 40 epochs over 3,400 M words, 1.1 M steps at a batch of 512
+BASE_BERT = Setting(
+    name="base-bert",
+    family="bert",
+    source=Size(12, 512, 8),
+    target=Size(12, 768, 12),
+    source_steps=400_000,
+    steps=400_000,
+    rate_steps=40_000,
+    rates=(5e-5, 1e-4, 2e-4),
+    source_rate=1e-4,
+    warmup=10_000,
+    batch=512,
+    length=128,
+    eval_every=5_000,
+    layers_per_block=3,
+    vocab=30_522,
+)
+SETTINGS = {
+    ("micro", "gpt2"): MICRO_GPT,
+    ("tiny", "gpt2"): TINY_GPT,
+    ("tiny", "bert"): TINY_BERT,
+    ("small", "gpt2"): SMALL_GPT,
+    ("base", "bert"): BASE_BERT,
+}
