@@ -144,7 +144,7 @@ class Chunk:
         if self.computed != columns:
             for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
                 bias_V = head.bias[:0] if at_rows else head.bias[columns]
-                project(x_CH, head.weight[columns], bias_V, z_CV)
+                project(x_CH, head.weight[columns], bias_V, z_CV, self.settings.wide_products)
             self.computed = columns
         has_bias = at_rows and any(head.bias.numel() for head in self.heads)
         biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
