@@ -212,8 +212,8 @@ inline __m512 add_exactly(__m512 x, __m512 y, __m512& low) {
 
 // Runs end in different steps, so that their additions overlap with products of the others.
 template <int rows, int lines>
-inline void add_runs(int64_t steps, const float* a, const float* b, __m512 (&high)[rows * lines],
-                     __m512 (&low)[rows * lines]) {
+inline void add_runs(int64_t steps, const float* a, const float* b,
+                     __m512 (&high)[rows * lines], __m512 (&low)[rows * lines]) {
     using P = FloatsInDoubles;
     constexpr int64_t L = LINE<P>;
     __m512 run[rows * lines];

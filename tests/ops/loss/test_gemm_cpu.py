@@ -12,7 +12,15 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 # one of everything; past a tile of 8 x 48 or 4 x 32, a line of 16, 128 or 256 packed steps, a block
 # of 192 x 384 or 256 x 192
-SIZES = [(1, 1, 1), (7, 50, 3), (8, 48, 256), (33, 97, 259), (201, 400, 517), (5, 3, 600), (261, 17, 9)]
+SIZES = [
+    (1, 1, 1),
+    (7, 50, 3),
+    (8, 48, 256),
+    (33, 97, 259),
+    (201, 400, 517),
+    (5, 3, 600),
+    (261, 17, 9),
+]
 
 
 def both_layouts(rows, columns, dtype, rng):

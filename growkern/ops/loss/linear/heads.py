@@ -105,10 +105,38 @@ def held_rows(rows: int, head_widths: Sequence[int], row_bytes: int) -> tuple[in
         return rows, 0
     most = max(4 * head_widths[0], HELD_BYTES // row_bytes)
     held = -(-rows // -(-rows // most))
-    # logits of all heads then take at most as much as a float32 logit for half of the rows
-    chunk = held // (4 * len(head_widths)) // ROWS_OF_TILES * ROWS_OF_TILES
-    chunk = max(chunk, ROWS_OF_TILES)
+    # logits of all heads then take at most as much as a float32 logit for half of the rows, and
+    # less than dW, whose memory serves them: see `logit_memory`
+    chunk = min(held // 2, head_widths[0] - 1) // (2 * len(head_widths))
+    chunk = max(chunk // ROWS_OF_TILES * ROWS_OF_TILES, ROWS_OF_TILES)
     return chunk, -(-held // chunk) * chunk
+
+
+def logit_memory(
+    heads: int, numbers: int, like: Tensor, settings: Settings, free_VH: Tensor | None
+) -> list[Tensor]:
+    """Flat memory for so many logits of each head, and one more number.
+
+    Args:
+        heads: how many.
+        numbers: logits of one head.
+        like: a tensor of the device.
+        settings: the vocabulary and the dtype.
+        free_VH: dW, if nothing is written to it as long as there are logits: its memory serves
+            them, if it is large enough. It spares an eighth of the widest head's memory.
+    """
+    dtype = settings.logits_dtype
+    each = -(-(numbers + 1) // 64) * 64  # every head begins at a multiple of 256 bytes
+    if free_VH is not None:
+        flat = free_VH[: settings.sizes.vocab].reshape(-1)
+        ratio = dtype.itemsize // free_VH.element_size()
+        flat = flat[: flat.numel() // ratio * ratio].view(dtype)
+        if flat.numel() >= heads * each:
+            return [flat[k * each : k * each + numbers + 1] for k in range(heads)]
+    memory = [like.new_empty(numbers + 1, dtype=dtype) for _ in range(heads)]
+    for flat in memory:
+        advise_huge_pages(flat)
+    return memory
 
 
 def empty_outputs(
