@@ -202,8 +202,8 @@ inline void add_products(int64_t steps, const typename P::Step* a, const typenam
     }
 }
 
-// x + y, whose rounding error is added to `low` (Dekker). Where y is larger than x, a rounding error
-// of y remains, as of one more product.
+// x + y; its rounding error is added to `low` (Dekker). Where y is larger than x, a rounding error
+// of y remains, as of one more product
 inline __m512 add_exactly(__m512 x, __m512 y, __m512& low) {
     const __m512 sum = _mm512_add_ps(x, y);
     low = _mm512_add_ps(low, _mm512_sub_ps(y, _mm512_sub_ps(sum, x)));
@@ -252,7 +252,7 @@ inline __m512d sum_of(__m256 high, __m256 low) {
     return _mm512_add_pd(_mm512_cvtps_pd(high), _mm512_cvtps_pd(low));
 }
 
-// calls put(i, j, sum) for each `vectors` of the lines of each row
+// calls put(i, j, sum) for vector j of row i of a tile
 template <class P, int lines, class Put>
 inline void for_each_sum(int64_t steps, const typename P::Step* a, const typename P::Step* b,
                          Put put) {
