@@ -102,6 +102,8 @@ def finish_target(
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
     config.dtype = dtype
+    if large.short_cache:
+        config.use_cache = False
     finished = small.with_config(config)
     _validate(finished)
     return finished
@@ -246,7 +248,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         )
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
-    may_differ |= {"architectures", "_name_or_path", "dtype"}
+    may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name

@@ -166,7 +166,7 @@ def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
-    """Compare greedy generation with a cache of keys and values.
+    """Compare greedy generation, with a cache of keys and values unless the target has none.
 
     Args:
         tokens: the prompts, (batch, length) int64. They are cut so that the models have positions
@@ -180,13 +180,15 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     room = longest_of(plan.small)
     steps = min(STEPS, room - 1)
     prompts = tokens[:, : max(1, room - steps)]
+    # a target whose cache would be too short says in its config that it uses none
+    has_cache = plan.large.short_cache is None or bool(grown.config.use_cache)
     try:
-        old, chosen = _generated(source, prompts, steps)
+        old, chosen = _generated(source, prompts, steps, has_cache)
     except Exception:
         # transformers cannot generate with every model that has the method
         return {}
     try:
-        new, others = _generated(grown, prompts, steps)
+        new, others = _generated(grown, prompts, steps, has_cache)
     except Exception:
         return {"generation error": math.inf}
     count = min(old.shape[1], new.shape[1])
@@ -198,7 +200,9 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     return {"generation error": _relative(new[:, :count, :size][is_same], old[:, :count][is_same])}
 
 
-def _generated(model: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def _generated(
+    model: Any, prompts: Tensor, steps: int, has_cache: bool
+) -> tuple[Tensor, Tensor]:
     """Logits of every step, (batch, steps, vocabulary), and the tokens with their prompts."""
     prompts = prompts.to(model.device)
     how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "num_beams": 1}
@@ -206,7 +210,7 @@ def _generated(model: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]
         prompts,
         attention_mask=torch.ones_like(prompts),
         pad_token_id=0,
-        use_cache=True,
+        use_cache=has_cache,
         return_dict_in_generate=True,
         output_logits=True,
         **how,

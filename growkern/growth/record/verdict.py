@@ -89,6 +89,6 @@ def _bounds(plan: GrowthPlan, measure: str) -> list[float]:
 def _words(measure: str) -> str:
     return {
         OUTPUT_ERROR: "outputs differ",
-        GENERATION_ERROR: "cached generation differs",
+        GENERATION_ERROR: "generation differs",
         NEW_TOKENS: "new tokens raise the loss",
     }[measure]
