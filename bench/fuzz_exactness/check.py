@@ -12,9 +12,9 @@ import growkern
 from bench.fuzz_exactness.cases import ODD, Case
 from growkern.growth.plan.exactness import NEW_TOKENS
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.double import Float64
-from growkern.growth.record.outputs import generation_error, random_tokens, rounding_error
+from growkern.growth.record.outputs import generation_error, rounding_error
 from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
+from growkern.growth.source.runs import Float64, random_tokens
 from tests.growth.models import random_model
 
 OUTPUTS = (

@@ -27,7 +27,6 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.double import Float64, fits, in_float64
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.lineage import (
     contradictions,
@@ -41,10 +40,10 @@ from growkern.growth.record.outputs import (
     compare_outputs,
     load_model,
     load_source,
-    random_tokens,
     rounding_error,
 )
 from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
+from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
 
@@ -170,7 +169,7 @@ def _compare(
         source, grown: each opened, and as it was given.
     """
     if fits(source[0]) and fits(grown[0]):
-        old, new = in_float64(source[0]), in_float64(grown[0])
+        old, new = as_model(source[0]), as_model(grown[0])
         with Float64():
             outputs = compare_outputs(plan, old, new, tokens, labels)
             if plan.rounds_weights:

@@ -15,7 +15,6 @@ from growkern.growth.record.verdict import measured_level
 from growkern.growth.space import maps
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 from tests.growth.plan.test_families import BART, ROTARY, T5
-from tests.growth.plan.test_matrix import FAMILIES
 
 EXACT = 1e-12
 
@@ -292,40 +291,6 @@ def test_verify_accepts_a_change_that_was_asked_for():
     source = random_model("BartForConditionalGeneration", {**BART, "eos_token_id": 1})
     report = growkern.verify(source, growkern.grow(source, d_model=24, method="aki"))
     assert report.ok and report.level == "changed"
-
-
-@pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
-@pytest.mark.parametrize("class_name", ["BertModel", "RobertaModel"])
-def test_the_printed_bound_of_an_uneven_width_holds(class_name, std):
-    source = random_model(class_name, BERT, std=std)
-    for how in ({"hidden_size": 16}, {"hidden_size": 20, "carry": 0.1}):
-        grown = growkern.grow(source, **how)
-        (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
-        report = growkern.verify(source, grown)
-        error = report.outputs["relative error"]
-        assert said.level == "approximate" and f"{said.bound:.1e}" in said.why
-        assert report.ok and report.level == "approximate" and 1e-9 < error <= said.bound
-        # the number that is checked is the printed one
-        level, wrong = measured_level(
-            grown.growth_plan, {"relative error": 1.01 * said.bound}, torch.float64
-        )
-        assert level == "changed" and f"planned approximate within {said.bound:.1e}" in wrong
-
-
-def test_an_error_that_no_bound_holds_for_is_called_changed():
-    """ModernBERT's layers enlarge the error of the norm after its embeddings."""
-    source = random_model("ModernBertModel", FAMILIES["modernbert"][1], std=1.0)
-    grown = growkern.grow(source, hidden_size=20)
-    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
-    report = growkern.verify(source, grown)
-    assert said.level == "changed" and said.bound is None and "norms are off by" in said.why
-    assert not report.ok and report.outputs["relative error"] > 0.01
-    # so is a bound that says nothing
-    source = random_model("BertModel", BERT)
-    for name, weight in source.named_parameters():
-        if name.endswith("LayerNorm.weight"):
-            weight.data *= torch.linspace(-5, 5, len(weight))
-    assert {f.level for f in growkern.plan(source, hidden_size=20).findings} >= {"changed"}
 
 
 @pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
