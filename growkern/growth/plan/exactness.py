@@ -25,7 +25,8 @@ from growkern.growth.space.rotary import pair_step
 
 # measures of `growkern.verify`: the largest difference of an output over the largest output, the
 # rise of the loss by tokens that the source does not have, and the largest difference of a weight
-# that is folded back (Frobenius norm, relative to that of the source's weight)
+# that is folded back (Frobenius norm, relative to that of the source's weight, in which every copy
+# counts as at least the smallest normal number of float16)
 OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
 # how far a rotary pair at the last position turns too far in float32, in radians
@@ -265,6 +266,9 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     eps = torch.finfo(plan.dtype).eps
     bound = WEIGHT_ROUNDINGS * eps
     each = f"each weight by at most {eps / 2:.1g}; copies add up to it within {bound:.1g}"
+    if plan.dtype == torch.float16:
+        tiny = torch.finfo(torch.float16).tiny
+        each += f"; below {tiny:.2g} the error stays that of {tiny:.2g}"
     if names := plan.narrowed_tensors:
         wide = str(plan.source.dtypes[names[0]]).removeprefix("torch.")
         all_of_it = len(names) == len(plan.source.dtypes)
@@ -285,8 +289,7 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
     divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
     if is_widened and plan.dtype == torch.float16 and divides:
-        tiny = torch.finfo(torch.float16).tiny
-        why = f"divided weights below {tiny:.2g} lose digits; symmetry='routing' keeps all of them"
+        why = f"some weights are divided, {each}; symmetry='routing' divides none"
         return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]

@@ -310,6 +310,24 @@ def test_rounding_to_16_bits_is_held_against_a_rounded_source(dtype, std):
     assert "planned approximate" in measured_level(report.plan, larger, torch.float64)[1]
 
 
+@pytest.mark.parametrize(
+    "how", [{"hidden_size": 24}, {"hidden_size": 36, "symmetry": "none"}, {"hidden_size": 20}]
+)
+def test_the_bound_on_weights_holds_for_subnormals_of_float16(how):
+    """Numbers below 6.1e-5 have fewer digits: relative to them, no bound holds."""
+    source = random_model("LlamaForCausalLM", LLAMA, std=1e-6, dtype=torch.float16)
+    grown = growkern.grow(source, **{"symmetry": "none", **how})
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    assert said.measure == "weight error" and "below 6.1e-05 the error stays" in said.why
+    report = growkern.verify(source, grown)
+    assert report.ok and report.level == "approximate", report.failure
+    assert 1e-9 < max(g.fold_error or 0 for g in report.groups) <= said.bound
+    # a copy that is off by more than rounding is still seen
+    with torch.no_grad():
+        grown.model.layers[0].mlp.down_proj.weight[0, 0] += 1e-5
+    assert not growkern.verify(source, grown).ok
+
+
 OVERFLOWS = [{"symmetry": "routing", "routing": 3.0}, {"symmetry": "split"}]
 
 
