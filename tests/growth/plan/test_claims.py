@@ -210,12 +210,24 @@ REFUSED = [
         {"hidden_size": 16},
         r"nearest sizes that fit: hidden_size=12 or 20",
     ),
+    # no hidden size helps here, which must not keep the search from the head size
+    (LLAMA, {"hidden_size": 36, "head_dim": 9}, r"nearest sizes that fit: head_dim=8 or 10"),
+    (LLAMA, {"intermediate_size": 41, "head_dim": 9}, r"fit: head_dim=8 or 10"),
+    (
+        LLAMA,
+        {"hidden_size": 38, "num_key_value_heads": 6, "head_dim": 5},
+        r"; sizes that fit: hidden_size=36, .*num_key_value_heads=6, head_dim=6",
+    ),
+    # the hidden size follows the heads
+    (BERT, {"num_attention_heads": 5}, r"stays 4; sizes that fit: hidden_size=20, num_att.*=5"),
+    (BERT, {"num_attention_heads": 8}, r"stays 4; sizes that fit: hidden_size=32, num_att.*=8"),
 ]
 
 
 @pytest.mark.parametrize("sizes, how, message", REFUSED)
 def test_a_refusal_names_the_nearest_sizes(sizes, how, message):
     class_name = "ElectraModel" if "embedding_size" in sizes else "LlamaForCausalLM"
+    class_name = "BertModel" if sizes is BERT else class_name
     source = random_model(class_name, sizes)
     with pytest.raises(growkern.GrowthError, match=message) as refused:
         growkern.plan(source, **how)
