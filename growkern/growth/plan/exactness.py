@@ -14,14 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.plan.probe import output_bound
+from growkern.growth.plan.probe import angle_error, output_bound
 from growkern.growth.plan.vocabulary import (
     LARGEST_LOGIT,
     largest_capped,
     most_cost,
     predicts_tokens,
 )
-from growkern.growth.space.rotary import pair_step
 
 # measures of `growkern.verify`: the largest difference of an output over the largest output, the
 # rise of the loss by tokens that the source does not have, and the largest difference of a weight
@@ -29,7 +28,8 @@ from growkern.growth.space.rotary import pair_step
 # counts as at least the smallest normal number of float16)
 OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
-# how far a rotary pair at the last position turns too far in float32, in radians
+# how far a rotary pair at the last position turns too far in float32, in radians; for models that
+# are too large to measure how far that moves the outputs
 ANGLE_ERROR = "rotary angle"
 # a bound of OUTPUT_ERROR above this says nothing
 LARGEST_BOUND = 0.1
@@ -118,9 +118,15 @@ def _width(plan: Blueprint) -> list[Finding]:
     return [_measured(plan, what, why)]
 
 
+def _output_bound(plan: Blueprint) -> float | None:
+    """`output_bound`, computed once."""
+    bound: float | None = plan.cache.get("output bound", lambda: output_bound(plan))
+    return bound
+
+
 def _measured(plan: Blueprint, what: str, why: str) -> Finding:
-    """The statement on a part whose norms are slightly off."""
-    bound = plan.cache.get("output bound", lambda: output_bound(plan))
+    """The statement on a part whose norms or rotary positions are slightly off."""
+    bound = _output_bound(plan)
     if bound is None:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)
@@ -142,8 +148,7 @@ def _carries_exactly(plan: Blueprint) -> bool:
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
-    layout, family = plan.layout, plan.small.family
-    found = []
+    family, found = plan.small.family, []
     for heads in family.query_heads:
         old, new = plan.small.head_dim(heads), plan.large.head_dim(heads)
         if old == new:
@@ -152,17 +157,17 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
         if family.attention.positions != "rotary":
             why = "the new entries add 0 to every query-key product"
             found.append(Finding("exact", what, why))
-        elif pair_step(*layout.turning) is not None:
+        elif (error := angle_error(plan)) == 0:
             why = "every rotary pair moves to the pair with the same frequency"
             found.append(Finding("exact", what, why))
         else:
-            length = getattr(plan.small.config, "max_position_embeddings", 1)
-            error = length * torch.finfo(torch.float32).eps
             why = (
                 "rope_theta changes to keep every pair's frequency; float32 rounding turns the "
-                f"last of {length} positions too far by up to {error:.1e} radians"
+                f"last position too far by up to {error:.1e} radians"
             )
-            found.append(Finding("approximate", what, why, error, ANGLE_ERROR))
+            angle = Finding("approximate", what, why, error, ANGLE_ERROR)
+            is_too_large = _output_bound(plan) is None
+            found.append(angle if is_too_large else _measured(plan, what, why))
     return found
 
 

@@ -119,6 +119,17 @@ def test_a_config_edited_after_its_model_was_made_is_refused(
     growkern.plan(source if message is None else tmp_path, **deeper)
 
 
+def test_buffers_that_a_conversion_rounded_are_named(tmp_path):
+    """`bfloat16().float()` leaves rounded frequencies: the model is not its config's any more."""
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32).bfloat16()
+    growkern.plan(source, hidden_size=24)
+    source = source.float()
+    with pytest.raises(growkern.GrowthError, match=r"inv_freq is rounded to bfloat16.*or save the"):
+        growkern.plan(source, hidden_size=24)
+    source.save_pretrained(tmp_path)
+    growkern.plan(tmp_path, hidden_size=24)
+
+
 def test_hooks_of_the_source_are_warned_of():
     source = random_model("GPT2LMHeadModel", GPT2)
     # transformers hooks the blocks itself to return what they compute
