@@ -7,6 +7,7 @@ change to how tensors are built must be reflected here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -202,6 +203,8 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
         f"old tokens keep their logits; the {new - old} new ones raise the loss of any text by at "
         f"most {bound:.2g} nats"
     )
+    if (largest := largest_capped(plan.small)) < math.inf:
+        why += f", while logits stay below {largest:.0f} before the soft cap"
     return [Finding("approximate", what, why, bound, NEW_TOKENS)]
 
 

@@ -42,7 +42,7 @@ def _sharp(seed, sharpness, gamma=1.0):
     return source
 
 
-@pytest.mark.parametrize("seed, sharpness, gamma", [(0, 1, 1), (1, 1, 0.05), (6, 3, 1), (4, 10, 1)])
+@pytest.mark.parametrize("seed, sharpness, gamma", [(0, 1, 1), (1, 1, 0.05), (6, 3, 1), (7, 10, 1)])
 def test_the_bound_of_identity_blocks_is_measured_for_the_model(seed, sharpness, gamma):
     """A factor for all models was too small for sharp attention and for small norm weights."""
     source = _sharp(seed, sharpness, gamma)
