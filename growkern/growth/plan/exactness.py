@@ -132,7 +132,9 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)
     if not bound <= LARGEST_BOUND:
-        return Finding("changed", what, f"{why}; random texts move the outputs too far for a bound")
+        return Finding(
+            "changed", what, f"{why}; that moves the outputs too far or too unevenly for a bound"
+        )
     why = f"{why}; outputs by at most {bound:.1e}, measured on random texts"
     return Finding("approximate", what, why, bound)
 

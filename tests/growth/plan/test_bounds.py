@@ -67,6 +67,12 @@ def test_texts_that_move_the_outputs_far_more_than_others_leave_no_bound():
     assert said.level == report.level == "changed" and not report.ok
 
 
+def test_norms_over_two_coordinates_leave_no_bound():
+    sizes = {**BERT, "hidden_size": 2, "num_attention_heads": 1, "layer_norm_eps": 1e-2}
+    plan = growkern.plan(random_model("BertModel", sizes), num_hidden_layers=3, depth="identity")
+    assert plan.findings[-1].level == "changed"
+
+
 def test_a_source_that_cannot_be_run_has_no_bound():
     how = {"num_hidden_layers": 5, "depth": "identity"}
     with torch.device("meta"):
