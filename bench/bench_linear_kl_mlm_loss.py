@@ -70,6 +70,8 @@ def plain_float32(student, teacher, labels, alpha):
 
 # as plain PyTorch has them; for float32 heads the default may be float64
 growkern_float32 = partial(growkern, logits_dtype=torch.float32)
+# float64 products, too
+growkern_float64 = partial(growkern, logits_dtype=torch.float64)
 # the row kernel in CUDA C++
 growkern_cuda = partial(growkern, backend="cuda")
 
@@ -100,6 +102,8 @@ def losses(with_compile, dtype, bias=False):
     alone = {"growkern": growkern_labels, "plain": plain_labels}
     if dtype == torch.float32:
         both["growkern, float32 logits"] = growkern_float32
+        if DEVICE == "cpu":
+            both["growkern, float64 products"] = growkern_float64
     elif DEVICE == "cuda":
         both[CUDA_ROWS] = growkern_cuda
     if with_compile:

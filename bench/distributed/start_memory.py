@@ -28,7 +28,6 @@ from growkern.growth.sharded.placement import local_tensor
 from growkern.train.build import build_model
 from growkern.train.config import (
     DataSection,
-    GrowthSection,
     ModelSection,
     OutputSection,
     Run,
@@ -36,6 +35,7 @@ from growkern.train.config import (
 )
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.distributed.options import DistributedOptions
+from growkern.train.growth.step import GrowthStep
 from growkern.train.trainer import TwoStageTrainer
 
 SOURCE = {
@@ -88,7 +88,7 @@ def measure(folder: Path, kind: str) -> dict[str, Any]:
         DataSection(("none",)),
         TrainingSection(1),
         OutputSection("out"),
-        growth=GrowthSection(source="source", sizes=SIZES),
+        growth=GrowthStep(source="source", sizes=SIZES),
         distributed=DistributedOptions(sharding="fsdp"),
     )
     dist.barrier()

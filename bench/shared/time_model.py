@@ -64,7 +64,11 @@ def estimate(
     }
     if bias:
         moved |= {"db": 2 * logits}
-    memory = 8 * chunk * V + 2 * min(held, N) * V + (2 if products == 1 else 4 + 2) * V * H
+    dw = (2 if products == 1 else 4 + 2) * V * H
+    # logits are in the memory of dW if one product writes it, and they fit
+    in_dw = products == 1 and 8 * chunk * V <= dw
+    dz = 2 * V * (min(held, N) or (N if in_dw else 0))
+    memory = dz + dw + (0 if in_dw else 8 * chunk * V)
     passes = {name: size / BANDWIDTH for name, size in moved.items()}
     gemms = 2 * N * V * (3 * H + H_t) / FLOPS
     return Estimate(-(-N // chunk), products, gemms, passes, memory)

@@ -11,12 +11,13 @@ namespace growkern {
 struct GemmArgs {
     const void* a;
     const void* b;
-    void* c;  // float, double with F64 products; columns contiguous
+    void* c;  // columns contiguous
     int64_t m, n, k;
     int64_t a_m, a_k;  // strides; one of the two is 1
     int64_t b_k, b_n;
     int64_t c_m;
     int32_t a_type, b_type;
+    int32_t c_type;   // F32, or F64 with products in F64 or F32
     int32_t product;  // F32, F64, or BF16 (of factors in bfloat16)
     int32_t threads, isa;
     bool add;         // else c is overwritten

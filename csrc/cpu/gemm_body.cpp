@@ -2,35 +2,33 @@
 //
 // The output is dealt out in blocks. For some steps along k at a time, both factors are converted
 // and packed into lines: 64 bytes are one step along k of the 16 (or, of doubles, 8) neighbouring
-// rows of a or columns of b. Registers hold 8 rows by 3 lines of the output, 24 of 32: enough to
-// hide an addition's latency. A "step" of bfloat16 is two numbers: its instruction adds two
-// products.
+// rows of a or columns of b. Registers hold a tile of the output, 24 of 32: enough to hide an
+// addition's latency. A "step" of bfloat16 is two numbers: its instruction adds two products.
 #include "gemm.h"
 
 #include <atomic>
 #include <cstdlib>
+#include <type_traits>
 
 #include "simd.h"
 
 namespace growkern {
 namespace {
 
-constexpr int64_t STEPS = 128;       // three lines of b for so many are 24 KiB: they stay in L1
-// of a and of b: with the block of the output 576 KiB of floats, 672 KiB of doubles, for an L2 of
-// 1 MiB
-constexpr int64_t BLOCK_ROWS = 192, BLOCK_LINES = 24;
-constexpr int TILE_ROWS = 8, TILE_LINES = 3;
-
 inline int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // --------------------------------------------------------------- arithmetic
 
+// STEPS of LINES lines of b stay in L1. A block of the output has BLOCK_ROWS rows and BLOCK_LINES
+// lines: with its packed factors it fits into an L2 of 1 MiB. A tile has ROWS rows and LINES lines.
 struct Floats {
     using Step = float;  // what is packed
     using Sum = float;
     using Bits = uint32_t;
     using Vector = __m512;
     static constexpr int64_t PER_STEP = 1;
+    static constexpr int64_t STEPS = 128, BLOCK_ROWS = 192, BLOCK_LINES = 24;
+    static constexpr int ROWS = 8, LINES = 3, RUN = 0;
     static Vector zero() { return _mm512_setzero_ps(); }
     static Vector load(const Sum* x) { return _mm512_loadu_ps(x); }
     static void store(Sum* x, Vector v) { _mm512_storeu_ps(x, v); }
@@ -47,6 +45,8 @@ struct Doubles {
     using Bits = uint64_t;
     using Vector = __m512d;
     static constexpr int64_t PER_STEP = 1;
+    static constexpr int64_t STEPS = 128, BLOCK_ROWS = 192, BLOCK_LINES = 24;
+    static constexpr int ROWS = 8, LINES = 3, RUN = 0;
     static Vector zero() { return _mm512_setzero_pd(); }
     static Vector load(const Sum* x) { return _mm512_loadu_pd(x); }
     static void store(Sum* x, Vector v) { _mm512_storeu_pd(x, v); }
@@ -57,6 +57,22 @@ struct Doubles {
     }
 };
 
+// Factors and products of floats, sums of doubles. RUN products are added up as floats, so that a
+// rounding error is that of a sum of RUN terms and not of all k. A run is then added to two floats,
+// `high` and the rounding errors `low`: no multiplier takes part, and no number is converted.
+struct FloatsInDoubles {
+    using Step = float;
+    using Sum = double;
+    using Bits = uint32_t;
+    static constexpr int64_t PER_STEP = 1;
+    static constexpr int64_t STEPS = 256, BLOCK_ROWS = 256, BLOCK_LINES = 12;
+    static constexpr int ROWS = 4, LINES = 2, RUN = 4;
+    using Vector = __m512d;
+    static Vector load(const Sum* x) { return _mm512_loadu_pd(x); }
+    static void store(Sum* x, Vector v) { _mm512_storeu_pd(x, v); }
+    static Vector add(Vector x, Vector y) { return _mm512_add_pd(x, y); }
+};
+
 #if defined(__AVX512BF16__)
 struct Pairs {
     using Step = uint32_t;  // two neighbours along k
@@ -64,6 +80,8 @@ struct Pairs {
     using Bits = uint32_t;
     using Vector = __m512;
     static constexpr int64_t PER_STEP = 2;
+    static constexpr int64_t STEPS = 128, BLOCK_ROWS = 192, BLOCK_LINES = 24;
+    static constexpr int ROWS = 8, LINES = 3, RUN = 0;
     static Vector zero() { return _mm512_setzero_ps(); }
     static Vector load(const Sum* x) { return _mm512_loadu_ps(x); }
     static void store(Sum* x, Vector v) { _mm512_storeu_ps(x, v); }
@@ -110,7 +128,7 @@ inline void convert_line(const In* x, const In* next, int64_t n, typename P::Ste
     for (int64_t q = n; q < LINE<P>; ++q) line[q] = 0;
 }
 
-// packed[(group * STEPS + s) * LINE + q]: step s of the number q of a group, 0 past either end.
+// packed[(group * P::STEPS + s) * LINE + q]: step s of the number q of a group, 0 past either end.
 // `n` numbers `stride` apart, each of k numbers `k_stride` apart.
 template <class P, class In>
 void pack(const In* x, int64_t n, int64_t stride, int64_t k, int64_t k_stride,
@@ -119,7 +137,7 @@ void pack(const In* x, int64_t n, int64_t stride, int64_t k, int64_t k_stride,
     using Bits = typename P::Bits;
     constexpr int64_t L = LINE<P>;
     const int64_t steps = blocks_of(k, P::PER_STEP);
-    for (int64_t group = 0; group < n; group += L, packed += STEPS * L) {
+    for (int64_t group = 0; group < n; group += L, packed += P::STEPS * L) {
         const int64_t here = smaller(L, n - group);
         if (k_stride != 1) {
             for (int64_t s = 0; s < steps; ++s) {
@@ -129,10 +147,15 @@ void pack(const In* x, int64_t n, int64_t stride, int64_t k, int64_t k_stride,
             }
             continue;
         }
-        alignas(64) Step rows[L][STEPS];
+        alignas(64) Step rows[L][P::STEPS];
         const Bits* row[L];
         for (int64_t q = 0; q < L; ++q) {
-            convert<P>(x + (group + q) * stride, q < here ? k : 0, steps, rows[q]);
+            const In* from = x + (group + q) * stride;
+            if (std::is_same_v<In, Step> && q < here) {
+                row[q] = reinterpret_cast<const Bits*>(from);
+                continue;
+            }
+            convert<P>(from, q < here ? k : 0, steps, rows[q]);
             row[q] = reinterpret_cast<const Bits*>(rows[q]);
         }
         pack_lines(row, steps, reinterpret_cast<Bits*>(packed));
@@ -165,39 +188,116 @@ struct Tile {
 };
 
 template <class P, int lines>
-void multiply(int64_t steps, const typename P::Step* a, const typename P::Step* b,
-              const Tile<P>& tile) {
-    using Sum = typename P::Sum;
+inline void add_products(int64_t steps, const typename P::Step* a, const typename P::Step* b,
+                         typename P::Vector (&sum)[P::ROWS][lines]) {
     constexpr int64_t L = LINE<P>;
-    typename P::Vector sum[TILE_ROWS][lines];
-#pragma GCC unroll 8
-    for (int i = 0; i < TILE_ROWS; ++i)
-#pragma GCC unroll 3
-        for (int j = 0; j < lines; ++j) sum[i][j] = P::zero();
     for (int64_t s = 0; s < steps; ++s, a += L, b += L) {
         decltype(P::step(b)) line[lines];
 #pragma GCC unroll 3
-        for (int j = 0; j < lines; ++j) line[j] = P::step(b + j * STEPS * L);
+        for (int j = 0; j < lines; ++j) line[j] = P::step(b + j * P::STEPS * L);
 #pragma GCC unroll 8
-        for (int i = 0; i < TILE_ROWS; ++i)
+        for (int i = 0; i < P::ROWS; ++i)
 #pragma GCC unroll 3
             for (int j = 0; j < lines; ++j) sum[i][j] = P::multiply_add(a[i], line[j], sum[i][j]);
     }
-    if (tile.columns == lines * L && tile.rows == TILE_ROWS) {
+}
+
+// x + y; its rounding error is added to `low` (Dekker). Where y is larger than x, a rounding error
+// of y remains, as of one more product
+inline __m512 add_exactly(__m512 x, __m512 y, __m512& low) {
+    const __m512 sum = _mm512_add_ps(x, y);
+    low = _mm512_add_ps(low, _mm512_sub_ps(y, _mm512_sub_ps(sum, x)));
+    return sum;
+}
+
+// Runs end in different steps, so that their additions overlap with products of the others.
+template <int rows, int lines>
+inline void add_runs(int64_t steps, const float* a, const float* b,
+                     __m512 (&high)[rows * lines], __m512 (&low)[rows * lines]) {
+    using P = FloatsInDoubles;
+    constexpr int64_t L = LINE<P>;
+    __m512 run[rows * lines];
 #pragma GCC unroll 8
-        for (int i = 0; i < TILE_ROWS; ++i)
-#pragma GCC unroll 3
-            for (int j = 0; j < lines; ++j) {
-                Sum* c = tile.c + i * tile.stride + j * L;
-                P::store(c, tile.add ? P::add(P::load(c), sum[i][j]) : sum[i][j]);
+    for (int t = 0; t < rows * lines; ++t) run[t] = _mm512_setzero_ps();
+    const auto add = [&](int64_t at) {
+        __m512 line[lines];
+#pragma GCC unroll 4
+        for (int j = 0; j < lines; ++j) line[j] = _mm512_load_ps(b + j * P::STEPS * L + at);
+#pragma GCC unroll 8
+        for (int t = 0; t < rows * lines; ++t) {
+            run[t] = _mm512_fmadd_ps(_mm512_set1_ps(a[at + t / lines]), line[t % lines], run[t]);
+        }
+    };
+    const auto end = [&](int t) {
+        high[t] = add_exactly(high[t], run[t], low[t]);
+        run[t] = _mm512_setzero_ps();
+    };
+    int64_t s = 0;
+    for (; s + P::RUN <= steps; s += P::RUN, a += P::RUN * L, b += P::RUN * L) {
+#pragma GCC unroll 8
+        for (int k = 0; k < P::RUN; ++k) {
+            add(k * L);
+#pragma GCC unroll 8
+            for (int t = 0; t < rows * lines; ++t) {
+                if (t % P::RUN == k) end(t);
             }
+        }
+    }
+    for (; s < steps; ++s, a += L, b += L) add(0);
+#pragma GCC unroll 8
+    for (int t = 0; t < rows * lines; ++t) end(t);
+}
+
+inline __m512d sum_of(__m256 high, __m256 low) {
+    return _mm512_add_pd(_mm512_cvtps_pd(high), _mm512_cvtps_pd(low));
+}
+
+// calls put(i, j, sum) for vector j of row i of a tile
+template <class P, int lines, class Put>
+inline void for_each_sum(int64_t steps, const typename P::Step* a, const typename P::Step* b,
+                         Put put) {
+    if constexpr (P::RUN > 0) {
+        __m512 high[P::ROWS * lines], low[P::ROWS * lines];
+#pragma GCC unroll 8
+        for (int t = 0; t < P::ROWS * lines; ++t) high[t] = low[t] = _mm512_setzero_ps();
+        add_runs<P::ROWS, lines>(steps, a, b, high, low);
+#pragma GCC unroll 8
+        for (int t = 0; t < P::ROWS * lines; ++t) {
+            const int i = t / lines, j = t % lines * 2;
+            put(i, j, sum_of(_mm512_castps512_ps256(high[t]), _mm512_castps512_ps256(low[t])));
+            put(i, j + 1, sum_of(_mm512_extractf32x8_ps(high[t], 1),
+                                 _mm512_extractf32x8_ps(low[t], 1)));
+        }
+    } else {
+        typename P::Vector sum[P::ROWS][lines];
+#pragma GCC unroll 8
+        for (int i = 0; i < P::ROWS; ++i)
+#pragma GCC unroll 3
+            for (int j = 0; j < lines; ++j) sum[i][j] = P::zero();
+        add_products<P, lines>(steps, a, b, sum);
+#pragma GCC unroll 8
+        for (int i = 0; i < P::ROWS; ++i)
+#pragma GCC unroll 3
+            for (int j = 0; j < lines; ++j) put(i, j, sum[i][j]);
+    }
+}
+
+template <class P, int lines>
+void multiply(int64_t steps, const typename P::Step* a, const typename P::Step* b,
+              const Tile<P>& tile) {
+    using Sum = typename P::Sum;
+    constexpr int64_t L = LINE<P>, LANES = LINE_BYTES / sizeof(Sum);
+    if (tile.columns == lines * L && tile.rows == P::ROWS) {
+        for_each_sum<P, lines>(steps, a, b, [&](int i, int j, typename P::Vector sum) {
+            Sum* c = tile.c + i * tile.stride + j * LANES;
+            P::store(c, tile.add ? P::add(P::load(c), sum) : sum);
+        });
         return;
     }
-    alignas(64) Sum all[TILE_ROWS][lines * L];
-#pragma GCC unroll 8
-    for (int i = 0; i < TILE_ROWS; ++i)
-#pragma GCC unroll 3
-        for (int j = 0; j < lines; ++j) P::store(&all[i][j * L], sum[i][j]);
+    alignas(64) Sum all[P::ROWS][lines * L];
+    for_each_sum<P, lines>(steps, a, b, [&](int i, int j, typename P::Vector sum) {
+        P::store(&all[i][j * LANES], sum);
+    });
     for (int64_t i = 0; i < tile.rows; ++i) {
         Sum* c = tile.c + i * tile.stride;
         for (int64_t j = 0; j < tile.columns; ++j) c[j] = tile.add ? c[j] + all[i][j] : all[i][j];
@@ -208,17 +308,17 @@ template <class P>
 void multiply_block(int64_t steps, const typename P::Step* a, const typename P::Step* b,
                     const Tile<P>& block) {
     constexpr int64_t L = LINE<P>;
-    for (int64_t j = 0; j < block.columns; j += TILE_LINES * L) {
-        const int64_t columns = smaller(TILE_LINES * L, block.columns - j);
-        const auto* b_lines = b + j * STEPS;
-        for (int64_t i = 0; i < block.rows; i += TILE_ROWS) {
-            const auto* a_rows = a + i / L * L * STEPS + i % L;
+    for (int64_t j = 0; j < block.columns; j += P::LINES * L) {
+        const int64_t columns = smaller(P::LINES * L, block.columns - j);
+        const auto* b_lines = b + j * P::STEPS;
+        for (int64_t i = 0; i < block.rows; i += P::ROWS) {
+            const auto* a_rows = a + i / L * L * P::STEPS + i % L;
             const Tile<P> tile = {block.c + i * block.stride + j, block.stride,
-                                  smaller(TILE_ROWS, block.rows - i), columns, block.add};
-            switch (blocks_of(columns, L)) {
-                case 1: multiply<P, 1>(steps, a_rows, b_lines, tile); break;
-                case 2: multiply<P, 2>(steps, a_rows, b_lines, tile); break;
-                default: multiply<P, 3>(steps, a_rows, b_lines, tile);
+                                  smaller(P::ROWS, block.rows - i), columns, block.add};
+            switch (P::LINES - blocks_of(columns, L)) {
+                case 0: multiply<P, P::LINES>(steps, a_rows, b_lines, tile); break;
+                case 1: multiply<P, P::LINES - 1>(steps, a_rows, b_lines, tile); break;
+                default: multiply<P, 1>(steps, a_rows, b_lines, tile);
             }
         }
     }
@@ -227,24 +327,26 @@ void multiply_block(int64_t steps, const typename P::Step* a, const typename P::
 template <class P>
 int multiply_all(const GemmArgs& g) {
     using Step = typename P::Step;
-    constexpr int64_t L = LINE<P>, K = STEPS * P::PER_STEP;
-    int64_t width = BLOCK_LINES * L;
-    const int64_t m_blocks = blocks_of(g.m, BLOCK_ROWS);
+    constexpr int64_t L = LINE<P>, K = P::STEPS * P::PER_STEP;
+    int64_t width = P::BLOCK_LINES * L;
+    const int64_t m_blocks = blocks_of(g.m, P::BLOCK_ROWS);
     // narrow outputs too give every thread a block
-    while (m_blocks * blocks_of(g.n, width) < g.threads && width > TILE_LINES * L) width /= 2;
+    while (m_blocks * blocks_of(g.n, width) < g.threads && width > P::LINES * L) {
+        width = blocks_of(width / 2, L) * L;
+    }
     const int64_t n_blocks = blocks_of(g.n, width);
     std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(g.threads)
     {
-        // a whole number of lines, as LINE divides BLOCK_ROWS
-        void* room = std::aligned_alloc(64, (BLOCK_ROWS + width) * STEPS * sizeof(Step));
+        // a whole number of lines, as LINE divides BLOCK_ROWS and width
+        void* room = std::aligned_alloc(64, (P::BLOCK_ROWS + width) * P::STEPS * sizeof(Step));
         if (!room) failed = true;
         Step* a = static_cast<Step*>(room);
-        Step* b = a + BLOCK_ROWS * STEPS;
+        Step* b = a + P::BLOCK_ROWS * P::STEPS;
 #pragma omp for schedule(dynamic)
         for (int64_t block = 0; block < m_blocks * n_blocks; ++block) {
-            const int64_t i = block / n_blocks * BLOCK_ROWS, j = block % n_blocks * width;
-            const int64_t rows = smaller(BLOCK_ROWS, g.m - i), columns = smaller(width, g.n - j);
+            const int64_t i = block / n_blocks * P::BLOCK_ROWS, j = block % n_blocks * width;
+            const int64_t rows = smaller(P::BLOCK_ROWS, g.m - i), columns = smaller(width, g.n - j);
             for (int64_t k = 0; k < g.k && room; k += K) {
                 const int64_t depth = smaller(K, g.k - k);
                 pack<P>(g.a, g.a_type, i, rows, g.a_m, k, depth, g.a_k, a);
@@ -265,6 +367,7 @@ int multiply_all(const GemmArgs& g) {
 #define NAME(isa) NAME_OF(isa)
 
 int NAME(GROWKERN_ISA)(const GemmArgs& g) {
+    if (g.product == F32 && g.c_type == F64) return multiply_all<FloatsInDoubles>(g);
     if (g.product == F32) return multiply_all<Floats>(g);
     if (g.product == F64) return multiply_all<Doubles>(g);
 #if defined(__AVX512BF16__)

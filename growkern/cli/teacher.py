@@ -2,39 +2,79 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from growkern.cli.app import Source, app, silence_transformers
+from growkern.errors import GrowthError
 from growkern.units import human
+
+WITHOUT_RUN = "Without --run"
+Texts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 text files.")]
+RunFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Run file, in place of TEXT and of the options in the other box. It may name any data "
+        "that training reads, except a stream."
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="Softmax temperature; must equal inheritance.temperature of the run.",
+        rich_help_panel=WITHOUT_RUN,
+    ),
+]
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        help="Rows to store: labels | all (every token except padding).  \\[labels]",
+        rich_help_panel=WITHOUT_RUN,
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(help="data.sequence_length of the run.  \\[128]", rich_help_panel=WITHOUT_RUN),
+]
+Probability = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of tokens to mask; must equal the run's (masked models).  \\[0.15]",
+        rich_help_panel=WITHOUT_RUN,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Seed of the masks: training.seed of the run.  \\[0]", rich_help_panel=WITHOUT_RUN
+    ),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(help="Tokenizer.  \\[SRC]", rich_help_panel=WITHOUT_RUN)
+]
+Kind = Annotated[str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")]
+Epochs = Annotated[
+    int, typer.Option(help="Number of different maskings per block (masked models).")
+]
 
 
 @app.command()
 def cache_teacher(
     source: Source,
-    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="UTF-8 text files.")],
+    texts: Texts = None,
+    *,
     out: Annotated[Path, typer.Option(help="Directory of the new cache.")],
     k: Annotated[int, typer.Option("--k", help="Tokens stored per row.")],
-    temperature: Annotated[
-        float,
-        typer.Option(help="Softmax temperature; must equal inheritance.temperature of the run."),
-    ],
-    rows: Annotated[
-        str, typer.Option(help="Rows to store: labels | all (every token except padding).")
-    ] = "labels",
-    dtype: Annotated[
-        str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")
-    ] = "float16",
-    sequence_length: Annotated[int, typer.Option(help="data.sequence_length of the run.")] = 128,
-    masking_probability: Annotated[
-        float, typer.Option(help="Share of tokens to mask; must equal the run's (masked models).")
-    ] = 0.15,
-    seed: Annotated[int, typer.Option(help="Seed of the masks: training.seed of the run.")] = 0,
-    epochs: Annotated[
-        int, typer.Option(help="Number of different maskings per block (masked models).")
-    ] = 1,
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer; default: SRC.")] = None,
+    run: RunFile = None,
+    temperature: Temperature = None,
+    rows: Rows = None,
+    dtype: Kind = "float16",
+    sequence_length: Length = None,
+    masking_probability: Probability = None,
+    seed: Seed = None,
+    epochs: Epochs = 1,
+    tokenizer: Tokenizer = None,
     batch_size: Annotated[int, typer.Option(help="Blocks per call of the teacher.")] = 32,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache.")] = False,
 ) -> None:
@@ -42,34 +82,91 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from growkern.train import data
     from growkern.train.cached_teacher.write import cache_teacher as make
-    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
     silence_transformers()
-    data.check_probability(masking_probability)
-    model = load_language_model(source)
-    reader = load_tokenizer(tokenizer or source)
-    check_fits(source, reader, sequence_length)
+    of_run = {
+        "TEXT": texts or None,
+        "--temperature": temperature,
+        "--rows": rows,
+        "--sequence-length": sequence_length,
+        "--masking-probability": masking_probability,
+        "--seed": seed,
+        "--tokenizer": tokenizer,
+    }
+    given = {name: value for name, value in of_run.items() if value is not None}
+    if run is not None and given:
+        raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
+    read = _of_texts(source, given) if run is None else _of_run(source, run)
     report = make(
-        model,
-        data.pack_text(texts, reader, sequence_length),
-        out,
+        directory=out,
         k=k,
-        temperature=temperature,
-        rows=rows,
         dtype=dtype,
-        collator=data.CausalLMCollator(reader)
-        if is_causal(model)
-        else data.MaskedLMCollator(reader, masking_probability, seed),
         epochs=epochs,
-        tokenizer=reader,
         batch_size=batch_size,
         overwrite=overwrite,
         progress=sys.stderr.isatty(),
+        **read,
     )
     print(
         f"{report.directory}: {report.rows} rows of {report.tokens} tokens, "
         f"{human(report.bytes)}B, {report.bytes_per_row:.0f} bytes/row, "
         f"{report.bytes_per_token:.1f} bytes/token, {report.seconds:.1f} s"
     )
+
+
+def _of_texts(source: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `cache_teacher` that the command line gives."""
+    from growkern.train import data
+    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+
+    for name in ("TEXT", "--temperature"):
+        if name not in given:
+            raise GrowthError(f"give {name}, or a run file: --run FILE")
+    length, probability = given.get("--sequence-length", 128), given.get("--masking-probability")
+    probability = 0.15 if probability is None else probability
+    data.check_probability(probability)
+    model = load_language_model(source)
+    reader = load_tokenizer(given.get("--tokenizer", source))
+    check_fits(source, reader, length)
+    return {
+        "model": model,
+        "dataset": data.pack_text(given["TEXT"], reader, length),
+        "collator": data.CausalLMCollator(reader)
+        if is_causal(model)
+        else data.MaskedLMCollator(reader, probability, given.get("--seed", 0)),
+        "tokenizer": reader,
+        "temperature": given["--temperature"],
+        "rows": given.get("--rows", "labels"),
+    }
+
+
+def _of_run(source: Path, file: Path) -> dict[str, Any]:
+    """The arguments of `cache_teacher` for the run of a run file."""
+    from growkern.train.config import load_run
+    from growkern.train.dataset.load import load_data
+    from growkern.train.inheritance import check_tokenizers
+    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+
+    run, base = load_run(file), file.parent
+    if run.inheritance is None:
+        raise GrowthError(f"{file} has no [inheritance]: it trains without a teacher")
+    if run.data.streaming:
+        raise GrowthError(
+            f"{file} streams its data, whose rows do not repeat: set data.streaming to false"
+        )
+    reader = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
+    check_tokenizers(reader, [load_tokenizer(source)])
+    check_fits(source, reader, run.data.sequence_length)
+    model = load_language_model(source)
+    causal = is_causal(model)
+    # the rows without their weights, which the teacher does not see
+    found = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
+    return {
+        "model": model,
+        "dataset": found.train,
+        "collator": found.collator(reader, causal=causal, seed=run.training.seed),
+        "tokenizer": reader,
+        "temperature": run.inheritance.temperature,
+        "rows": run.inheritance.kl_rows,
+    }

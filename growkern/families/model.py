@@ -104,6 +104,17 @@ class ModelSpec:
         return sum(self.space_size(name) for name in spaces.split("|"))
 
     @property
+    def short_cache(self) -> tuple[str, int] | None:
+        """The config field that gives transformers' cache of keys and values its layers, and them.
+
+        None if the cache has room for all layers.
+        """
+        key = self.family.classes[self.class_name].cache
+        if key is None or self.size(key) >= max(map(self.size, self.family.stacks.values())):
+            return None
+        return self.family.config_field(key), self.size(key)
+
+    @property
     def norm_epsilon(self) -> float:
         """The number that norms add to the variance."""
         return self.family.norm.epsilon(self.config)

@@ -7,6 +7,7 @@ It relies on private parts of transformers: `_from_config`, `_init_weights` and 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 
 
@@ -101,6 +102,28 @@ def _marked_initialised(model: Any) -> Iterator[None]:
     finally:
         for parameter in marked:
             del parameter._is_hf_initialized
+
+
+def fit_cache(spec: ModelSpec, *configs: Any) -> None:
+    """Turn the cache of keys and values off where transformers makes it for too few layers.
+
+    Generation with such a cache raises an IndexError. A warning says that it is off.
+
+    Args:
+        configs: configs and generation configs of a model of `spec`; None is skipped.
+    """
+    cached = [c for c in configs if spec.short_cache and getattr(c, "use_cache", False)]
+    for config in cached:
+        config.use_cache = False
+    if cached:
+        field, layers = spec.short_cache or ("", 0)
+        warnings.warn(
+            f"transformers makes its cache of keys and values for {field}={layers} layers, and the "
+            "decoder of the grown model has more: use_cache is now False, so generation works but "
+            f"is slower; grow {field} too to keep the cache",
+            GrowthWarning,
+            stacklevel=3,
+        )
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
@@ -42,6 +43,7 @@ from growkern.train.loop.arguments import (
     training_arguments,
 )
 from growkern.train.loop.optimizer import check_optimizer
+from growkern.train.loss.models import is_two_stacks
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.identity import identity_of
@@ -68,6 +70,9 @@ def train(
     A file with several generations trains them in turn. Those that are finished are left alone.
 
     Under torchrun every process calls this function. Each batch is divided among the processes.
+    Losses and weights are those of one process up to rounding, with two exceptions. Every process
+    draws dropout masks of its own. And Adam makes steps of gradients that are nothing but rounding,
+    such as those of the biases of keys in attention, if its epsilon is smaller than they are.
     SIGINT and SIGTERM save a checkpoint and end the run.
 
     Args:
@@ -176,7 +181,8 @@ def _header(
     """The lines that describe a run before its first step."""
     training, data = run.training, run.data
     sequences = training.batch_size * training.accumulation
-    labelled = 1.0 if is_causal(trainer.model) else data.masking_probability
+    is_masked = not is_two_stacks(trainer.model) and not is_causal(trainer.model)
+    labelled = data.masking_probability if is_masked else 1.0
     flops = trainer.flops_per_step(sequences, data.sequence_length, labelled)
     dtype = str(stored_dtype(base / run.checkpoint)).removeprefix("torch.")
     lines = {
@@ -262,6 +268,7 @@ def build_trainer(
         tokenizer,
         base=base,
         row_weights=run.loss.row_weights if run.loss else None,
+        encoder_decoder=read_config(base / run.checkpoint, any_family=True).is_encoder_decoder,
         seed=run.training.seed,
         progress=progress,
     )
@@ -281,7 +288,9 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
-        data_collator=data.collator(tokenizer, causal=is_causal(model), seed=run.training.seed),
+        data_collator=data.collator(
+            tokenizer, causal=not data.pairs and is_causal(model), seed=run.training.seed
+        ),
         precision=run.training.precision,
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,

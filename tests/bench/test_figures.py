@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
+from bench.shared.loss_measure import plain
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -258,8 +259,10 @@ class MostMemory(TorchDispatchMode):
         return made
 
 
-def memory_of_a_sweep(N, V, H, H_t, monkeypatch):
+def memory_of_a_sweep(N, V, H, H_t, monkeypatch, **limits):
     """The most bytes that the GPU path takes beside its inputs."""
+    # of a GPU: tensors without memory have a device of their own
+    monkeypatch.setitem(gemm.BALANCE, ("meta", 2), gemm.BALANCE["cuda", 2])
     monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
     monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
@@ -272,7 +275,8 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch):
     labels, kind = made(N, dtype=torch.int64), made(N, dtype=torch.int32)
     rows = RowInputs(labels, kind, made(2, N, dtype=torch.float32))
     want = [True, True, False]
-    settings = Settings(Sizes(V, V), Maths(), False, False, want, torch.float32, "", "triton")
+    sizes = Sizes(V, V, **limits)
+    settings = Settings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
     with MostMemory([x for head in heads for x in head]) as found:
         _, _, *grads = linear_op.cleared_outputs(heads[0], rows.weights, False, want)
         linear_op.sweep(heads, rows, settings, [*grads[:2], None])
@@ -286,3 +290,28 @@ def test_the_model_counts_the_memory_that_the_sweep_takes(shape, monkeypatch):
     expected = time_model.estimate(shape).extra_bytes
     actual = memory_of_a_sweep(*shape, monkeypatch)
     assert expected <= actual <= 1.02 * expected + 8 * N * (H + H_t)
+
+
+def memory_of_plain(N, V, H, H_t):
+    def made(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    student, teacher = ([made(N, width), made(V, width)] for width in (H, H_t))
+    for x in student:
+        x.requires_grad_()
+    labels = torch.empty(N, dtype=torch.int64, device="meta")
+    with MostMemory([*student, *teacher]) as found:
+        plain(student, teacher, labels, 0.5).backward()
+    return found.peak
+
+
+def test_memory_of_the_widest_head_beside_plain(monkeypatch):
+    """dW is all that plain holds for 228 rows. Beside it there is dz, 2 of its 36 bytes."""
+    sizes = (128_256, 4096, 2048)
+
+    def ratio(rows):
+        return memory_of_a_sweep(rows, *sizes, monkeypatch) / memory_of_plain(rows, *sizes)
+
+    assert ratio(256) <= 1
+    assert ratio(2048) <= 0.18
+    assert ratio(4096) <= 1 / 8

@@ -21,7 +21,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
-from growkern.growth.models import untrained_model
+from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.formats import STATE_FILES, weight_files
 from growkern.growth.source.links import stays_in
@@ -133,5 +133,6 @@ def complete(
     copy_companions(source, directory)
     generation = read_generation(source)
     if made.can_generate() and generation is not None:
+        fit_cache(model, generation)
         # written by transformers and not copied, so that `save_pretrained` gives the same bytes
         generation.save_pretrained(directory)

@@ -331,8 +331,9 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
         reasons.append("uneven LayerNorm width: gradients pass through the extra coordinates")
     if reasons:
         return [Finding("approximate", "moments", "; ".join(reasons))]
+    but = ", but for the parts named below" if _exceptions(plan) else ""
     why = (
-        "every copy's gradient is a fixed share of its source's; clip gradients with "
+        f"every copy's gradient is a fixed share of its source's{but}; clip gradients with "
         "growth_clip_norm_, as their plain norm counts every copy"
     )
     return [Finding("exact", "moments", why)]
@@ -343,7 +344,10 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if "kv_heads" in family.config:
         old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
         if old != new:
-            why = f"{new} query heads share a key head; in the source it was {old}"
+            why = (
+                f"gradients of {new} query heads add up in a key head, in the source those of "
+                f"{old}, so a copy's gradient is no fixed share of its source's"
+            )
             found.append(Finding("approximate", "keys and values", why))
     if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
         why = "the new entries of keys are 0 but get gradients from the queries"

@@ -174,15 +174,12 @@ def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
 
 
 def _cache(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
-    family = plan.large.family
-    key = family.classes[plan.large.class_name].cache
-    layers = max(plan.large.size(size) for size in family.stacks.values())
-    if key is not None and layers > plan.large.size(key):
-        field = family.config_field(key)
+    if plan.large.short_cache:
+        field, layers = plan.large.short_cache
         yield (
-            f"transformers makes its cache of keys and values for {field}={plan.large.size(key)} "
-            f"layers, so generation fails with {layers} decoder layers: call generate with "
-            f"use_cache=False, or grow {field} too"
+            f"transformers makes its cache of keys and values for {field}={layers} layers, too few "
+            "for the decoder: the target gets use_cache=False, which makes generation slower; grow "
+            f"{field} too to keep the cache"
         )
 
 

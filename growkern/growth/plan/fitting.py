@@ -22,6 +22,7 @@ from growkern.growth.plan.target import (
     finish_target,
     resolve_target,
     sized_target,
+    turns_in_pairs,
 )
 
 Made = TypeVar("Made")
@@ -114,13 +115,13 @@ def _key_heads(small: ModelSpec, asked: dict[str, int], count: int) -> int | Non
 
 def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
     """The end of an error message: for every given size the nearest that fit with the others."""
-    found, tries = [], iter(range(MOST_TRIED))
+    found = []
     for key, value in asked.items():
         if key in small.family.stacks.values() or key == "vocab":
             continue
         below = range(value - 1, max(small.size(key), value - REACH) - 1, -1)
         sides = [
-            _first(small, asked, key, side, make, tries)
+            _first(small, asked, key, side, make)
             for side in (below, range(value + 1, value + REACH))
         ]
         near = [str(size) for size in sides if size is not None]
@@ -137,7 +138,8 @@ def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
     They change as few of the given sizes as possible, and then as little as possible.
     """
     family = small.family
-    connected = [key for key in ("stream", *family.query_heads, "kv_heads") if key in family.config]
+    known = ("stream", *family.query_heads, "kv_heads", "head_dim")
+    connected = [key for key in known if key in family.config]
     tries = iter(range(MOST_TRIED))
     for near in _near_sizes(small, asked, connected):
         for sizes in islice(_completions(small, near), FEW):
@@ -161,7 +163,7 @@ def _near_sizes(
     """Given sizes with some of the connected ones changed, the nearest first.
 
     Args:
-        connected: the hidden size and the numbers of heads, which must fit together.
+        connected: the hidden size, and the numbers and the size of heads, which must fit together.
     """
     given = [key for key in connected if key in asked]
     heads = [key for key in small.family.query_heads if key in asked]
@@ -171,17 +173,27 @@ def _near_sizes(
         near = {**asked, **dict(zip(given, values, strict=True))}
         count = max([near[key] for key in heads], default=1)
         if "stream" not in asked:
-            # the smallest hidden size that these heads divide
-            near["stream"] = -(-small.size("stream") // count) * count
+            # the smallest hidden size that these heads divide, and that leaves them their size
+            least = max(small.size("stream"), count * _least_head_dim(small))
+            near["stream"] = -(-least // count) * count
         fits = all(near["stream"] % near[key] == 0 for key in heads)
+        if "head_dim" in near:
+            fits &= turns_in_pairs(small, near["head_dim"])
         if fits and not ("kv_heads" in near and heads and count % near["kv_heads"]):
             found.append((_distance(asked, near, given), near))
     yield from (near for _, near in sorted(found, key=lambda pair: pair[0]))
 
 
+def _least_head_dim(small: ModelSpec) -> int:
+    """The size of heads that the hidden size of a target must have room for."""
+    family = small.family
+    return max(map(small.head_dim, family.query_heads)) if family.forces_head_dim else 1
+
+
 def _around(small: ModelSpec, asked: dict[str, int], key: str, reach: int) -> range:
     """Values of a size that are near the given one: hidden sizes lie further apart than heads."""
-    value, reach = asked[key], reach if key == "stream" else NEAR
+    # the next even number is always near
+    value, reach = asked[key], {"stream": reach, "head_dim": 1}.get(key, NEAR)
     return range(max(small.size(key), value - reach), value + reach + 1)
 
 
@@ -203,13 +215,9 @@ def _first(
     key: str,
     values: range,
     make: Callable[[ModelSpec], object],
-    tries: Iterator[int],
 ) -> int | None:
-    """The first of some values for one size that fits with the other given sizes.
-
-    Args:
-        tries: is used up by one per target that is tried; the search ends with it.
-    """
+    """The first of some values for one size that fits with the other given sizes."""
+    tries = iter(range(MOST_TRIED))
     for value in values:
         changed = {**asked, key: value}
         for sizes in _completions(small, changed):

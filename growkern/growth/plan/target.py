@@ -102,6 +102,8 @@ def finish_target(
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
     config.dtype = dtype
+    if large.short_cache:
+        config.use_cache = False
     finished = small.with_config(config)
     _validate(finished)
     return finished
@@ -150,13 +152,17 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
 
 def _check_turning(model: ModelSpec) -> None:
     """Refuse heads too small for their rotary pairs: transformers cannot run such a model."""
-    heads = model.family.query_heads[0]
-    head_dim = model.head_dim(heads)
-    if rotary_entries(model.turning_of(head_dim)) > head_dim:
+    head_dim = model.head_dim(model.family.query_heads[0])
+    if not turns_in_pairs(model, head_dim):
         raise UnfitError(
             f"head_dim={head_dim}: rotary positions turn the entries of a head in pairs, so "
             "head_dim must be even"
         )
+
+
+def turns_in_pairs(model: ModelSpec, head_dim: int) -> bool:
+    """True if heads of this size have room for their rotary pairs, or have none."""
+    return rotary_entries(model.turning_of(head_dim)) <= head_dim
 
 
 def _validate(large: ModelSpec) -> None:
@@ -246,7 +252,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         )
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
-    may_differ |= {"architectures", "_name_or_path", "dtype"}
+    may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name
@@ -300,14 +306,15 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
     if divides and (old == new or (new > old and heads in asked)):
         return
     stream_field, heads_field = family.config_field("stream"), family.config_field(heads)
-    allowed = stream // old * old
-    fix = (
-        f"the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
-        f"({allowed // old + 1} heads)"
-    )
+    allowed, fix = stream // old * old, ""
+    if "stream" in asked:
+        fix = (
+            f"; the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
+            f"({allowed // old + 1} heads)"
+        )
     if divides and new > old:
         fix += f"; or give {heads_field}={count} for a head_dim of {new}"
     raise UnfitError(
         f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "
-        f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}; {fix}"
+        f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}{fix}"
     )

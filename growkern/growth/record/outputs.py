@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
-from growkern.growth.models import untrained_model
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.source import loading
+from growkern.growth.source.runs import all_outputs, as_model, largest_difference, longest_of
 from growkern.growth.source.source import Source
 
 # tokens that are generated to compare the caches of both models
@@ -26,31 +24,9 @@ STEPS = 6
 ROUNDINGS = 2
 
 
-def random_tokens(source: Source) -> Tensor:
-    """Random ids that the source accepts, (4, at most 32) int64; the same on every call."""
-    rng = torch.Generator().manual_seed(0)
-    vocabulary = source.spec.size("vocab")
-    tokens = torch.randint(vocabulary, (4, min(32, longest(source))), generator=rng)
-    end = source.config.eos_token_id
-    if source.config.is_encoder_decoder and isinstance(end, int):
-        # classification heads need exactly one end token per row
-        tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
-        tokens[:, -1] = end
-    return tokens
-
-
 def longest(source: Source) -> int:
     """The longest input of the source, in tokens; 2^30 if there is no limit."""
     return longest_of(source.spec)
-
-
-def longest_of(model: ModelSpec) -> int:
-    """The longest input of a model, in tokens; 2^30 if there is no limit."""
-    known = model.family.config
-    if "positions" in known:
-        return model.size("positions") - known["positions"].reserved
-    # models with relative positions may have no limit
-    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
@@ -92,11 +68,7 @@ def load_source(source: Source, given: Any) -> Any:
     """
     if source.format is None or source.format.loads:
         return load_model(given)
-    model = untrained_model(source.spec, torch.float32)
-    state = {name: source.read(name).to(torch.float32) for name in source.dtypes}
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    return model.eval()
+    return as_model(source, torch.float32)
 
 
 @torch.no_grad()
@@ -117,7 +89,7 @@ def compare_outputs(
     """
     old, whole = _outputs(source, tokens), _outputs(grown, tokens)
     new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
-    result = {OUTPUT_ERROR: _relative(new, old)}
+    result = {OUTPUT_ERROR: largest_difference(new, old)}
     if old.shape[-1] == plan.small.size("vocab"):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
@@ -131,10 +103,6 @@ def compare_outputs(
     if source.can_generate():
         result |= generation_error(plan, source, grown, tokens)
     return result
-
-
-def _relative(new: Tensor, old: Tensor) -> float:
-    return ((new - old).abs().max() / old.abs().max()).item()
 
 
 @torch.no_grad()
@@ -158,7 +126,7 @@ def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        errors = [_relative(_outputs(moved, tokens), old)]
+        errors = [largest_difference(_outputs(moved, tokens), old)]
         if source.can_generate():
             errors += generation_error(plan, source, moved, tokens).values()
         worst = max(worst, *errors)
@@ -166,7 +134,7 @@ def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
-    """Compare greedy generation with a cache of keys and values.
+    """Compare greedy generation, with a cache of keys and values unless the target has none.
 
     Args:
         tokens: the prompts, (batch, length) int64. They are cut so that the models have positions
@@ -180,13 +148,15 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     room = longest_of(plan.small)
     steps = min(STEPS, room - 1)
     prompts = tokens[:, : max(1, room - steps)]
+    # a target whose cache would be too short says in its config that it uses none
+    has_cache = plan.large.short_cache is None or bool(grown.config.use_cache)
     try:
-        old, chosen = _generated(source, prompts, steps)
+        old, chosen = _generated(source, prompts, steps, has_cache)
     except Exception:
         # transformers cannot generate with every model that has the method
         return {}
     try:
-        new, others = _generated(grown, prompts, steps)
+        new, others = _generated(grown, prompts, steps, has_cache)
     except Exception:
         return {"generation error": math.inf}
     count = min(old.shape[1], new.shape[1])
@@ -195,10 +165,14 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     # the step at which the choice differs still has the same inputs
     is_same = differ.cumsum(1) - differ == 0
     size = old.shape[-1]
-    return {"generation error": _relative(new[:, :count, :size][is_same], old[:, :count][is_same])}
+    return {
+        "generation error": largest_difference(
+            new[:, :count, :size][is_same], old[:, :count][is_same]
+        )
+    }
 
 
-def _generated(model: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tuple[Tensor, Tensor]:
     """Logits of every step, (batch, steps, vocabulary), and the tokens with their prompts."""
     prompts = prompts.to(model.device)
     how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "num_beams": 1}
@@ -206,7 +180,7 @@ def _generated(model: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]
         prompts,
         attention_mask=torch.ones_like(prompts),
         pad_token_id=0,
-        use_cache=True,
+        use_cache=has_cache,
         return_dict_in_generate=True,
         output_logits=True,
         **how,
@@ -224,18 +198,5 @@ def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
-    """Logits, or hidden states of models without a head, float64 on the CPU."""
-    was_training = model.training
-    inputs = {"input_ids": tokens.to(model.device)}
-    if type(model).__name__ in MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
-        # multiple choice needs an axis of questions: take all rows as choices of one
-        inputs = {"input_ids": inputs["input_ids"][None]}
-    # a lone encoder also has is_encoder_decoder in its config, but no decoder
-    if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
-        inputs["decoder_input_ids"] = inputs["input_ids"]
-    output = model.eval()(**inputs)
-    model.train(was_training)
-    for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name).double().cpu()
-    raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")
+    """The main output of `all_outputs`."""
+    return next(iter(all_outputs(model, tokens).values()))

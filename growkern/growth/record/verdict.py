@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.exactness import ANGLE_ERROR, NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 
 GENERATION_ERROR = "generation error"
@@ -70,6 +70,8 @@ def measured_level(
 def _allowed(plan: GrowthPlan, errors: Mapping[str, float], noise: float) -> dict[str, float]:
     """The largest error of every measure that the plan allows."""
     output = sum(_bounds(plan, OUTPUT_ERROR)) + noise
+    if noise > rounding(torch.float64):
+        output += sum(_bounds(plan, ANGLE_ERROR))
     if plan.rounds_weights:
         # how far rounded weights move the outputs depends on the model: it is measured on the
         # source. The outputs of a model too large for that carry the rounding of its dtype anyway
@@ -89,6 +91,6 @@ def _bounds(plan: GrowthPlan, measure: str) -> list[float]:
 def _words(measure: str) -> str:
     return {
         OUTPUT_ERROR: "outputs differ",
-        GENERATION_ERROR: "cached generation differs",
+        GENERATION_ERROR: "generation differs",
         NEW_TOKENS: "new tokens raise the loss",
     }[measure]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.double import Float64, fits, in_float64
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.lineage import (
     contradictions,
@@ -41,10 +41,10 @@ from growkern.growth.record.outputs import (
     compare_outputs,
     load_model,
     load_source,
-    random_tokens,
     rounding_error,
 )
 from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
+from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
 
@@ -57,8 +57,8 @@ class TensorGroup:
         kind: the row, a name with the layer left open.
         count: number of tensors.
         replay_error: largest difference to the rebuilt tensors, relative to their largest element.
-        fold_error: largest relative difference (Frobenius norm) of a folded weight to the source's;
-            None if folding does not apply (norms, AKI, random weights).
+        fold_error: largest relative difference of a folded weight to the source's (`WEIGHT_ERROR`
+            of `plan.exactness`); None if folding does not apply (norms, AKI, random weights).
         worst: the tensor with the largest error.
         ok: True if rounding explains all errors.
     """
@@ -170,7 +170,7 @@ def _compare(
         source, grown: each opened, and as it was given.
     """
     if fits(source[0]) and fits(grown[0]):
-        old, new = in_float64(source[0]), in_float64(grown[0])
+        old, new = as_model(source[0]), as_model(grown[0])
         with Float64():
             outputs = compare_outputs(plan, old, new, tokens, labels)
             if plan.rounds_weights:
@@ -222,9 +222,8 @@ def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) 
         expected = build_tensor(plan, task, backend="reference")
         error, within = _replay_error(actual, expected)
         replay = max(replay, error)
-        folded = _folded(plan, task, actual)
-        if folded is not None:
-            fold_error = _relative(folded, plan.source.read(task.source).cpu().double())
+        fold_error = _fold_error(plan, task, actual)
+        if fold_error is not None:
             fold = max(fold or 0.0, fold_error)
             within &= fold_error <= _fold_tolerance(actual.dtype)
             error = max(error, fold_error)
@@ -242,7 +241,8 @@ def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     # allow 4 units in the last place, as products round twice, but only 1 for 16-bit types. In
     # bfloat16 that is up to 1 %, so the mean error is limited too: rounding moves few elements
     is_narrow = actual.dtype.itemsize == 2
-    allowed = (1 if is_narrow else 4) * eps * expected64.abs()
+    tiny = torch.finfo(actual.dtype).tiny
+    allowed = (1 if is_narrow else 4) * eps * expected64.abs().clamp(min=tiny)
     is_shifted = is_narrow and _relative(actual64, expected64) > eps / 4
     scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
@@ -260,12 +260,20 @@ def _fold_tolerance(dtype: torch.dtype) -> float:
     return (WEIGHT_ROUNDINGS if dtype.itemsize == 2 else 16) * torch.finfo(dtype).eps
 
 
-def _folded(plan: GrowthPlan, task: Task, grown: Tensor) -> Tensor | None:
-    """A grown weight folded back; None if not all of it comes from one source tensor."""
+def _fold_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
+    """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor."""
     origin = origin_of(plan, task)
     if origin.holds != "copies" or task.upper is not None or task.tensor.norm:
         return None
-    return fold_tensor(origin, lambda name: plan.layout.space(name, task.source_layer), grown)
+    space_of = partial(plan.layout.space, layer=task.source_layer)
+    folded = fold_tensor(origin, space_of, grown)
+    truth = plan.source.read(task.source).cpu().double()
+    if grown.dtype != torch.float16:
+        return _relative(folded, truth)
+    # a copy below the smallest normal number is rounded as coarsely as that number
+    tiny = torch.full_like(grown, torch.finfo(grown.dtype).tiny)
+    least = fold_tensor(origin, space_of, tiny).abs()
+    return ((folded - truth).norm() / torch.maximum(truth.abs(), least).norm()).item()
 
 
 def verify_table(report: VerifyReport) -> Group:

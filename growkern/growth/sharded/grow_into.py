@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.growth.models import materialise, persistent_buffers, restore_buffers
+from growkern.growth.models import fit_cache, materialise, persistent_buffers, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
@@ -105,6 +105,7 @@ def grow_into(
             work.then(bar.update)
         for work in works.values():
             work.run()
+    fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
     model.growth_plan = grown
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start)

@@ -2,9 +2,9 @@
 
 A cache is a directory with a name that follows from the data, the tokenizer and the settings:
 
-    input_ids.bin, labels.bin, weights.bin   the columns of all rows, one after the other
-    starts.bin                               int64: where each row starts, and the end
-    manifest.json                            size and checksum of each file, written last
+    input_ids.bin, labels.bin, ...   the columns of all rows, one after the other
+    starts.bin                       int64: where each row starts, and the end
+    manifest.json                    size and checksum of each file, written last
 
 It appears complete, by one rename. One that is not as it was written is made again. A cache may be
 deleted whenever no run uses it.
@@ -29,7 +29,7 @@ from growkern.publish.calls import delete, move
 from growkern.publish.lock import Lock, lock_file_of
 from growkern.publish.manifest import damage_of, read_manifest, write_manifest
 from growkern.publish.workplace import check_space
-from growkern.train.dataset.records import DTYPES, IDS, LABELS, WEIGHTS, Tokens
+from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
 from growkern.train.dataset.together import wait_together
 from growkern.whole import sync
 
@@ -45,6 +45,8 @@ ROWS_AT_ONCE = 256
 class TokenRows(Dataset[Tokens]):
     """The rows of a cache: `rows[i]` is {"input_ids": (S,) int32, ...}. Nothing is held in memory.
 
+    The labels of a pair have a length of their own.
+
     Args:
         directory: of the cache.
         weights: the key that weights of tokens get.
@@ -56,10 +58,9 @@ class TokenRows(Dataset[Tokens]):
 
     def _open(self) -> None:
         self.starts = np.memmap(self.directory / STARTS, np.dtype("<i8"), mode="r")
-        names = {IDS: IDS, LABELS: LABELS, **({WEIGHTS: self.weights} if self.weights else {})}
         self.columns = {
-            key: np.memmap(file, DTYPES[name], mode="r")
-            for name, key in names.items()
+            name: np.memmap(file, dtype, mode="r")
+            for name, dtype in DTYPES.items()
             if (file := _file_of(self.directory, name)).exists()
         }
 
@@ -73,7 +74,8 @@ class TokenRows(Dataset[Tokens]):
 
     def __getitem__(self, index: int) -> Tokens:
         start, stop = self.starts[index], self.starts[index + 1]
-        return {name: np.array(values[start:stop]) for name, values in self.columns.items()}
+        row = {name: np.array(values[start:stop]) for name, values in self.columns.items()}
+        return features_of(row, self.weights)
 
     def __getstate__(self) -> dict[str, Any]:
         # a data worker that is spawned maps the files itself

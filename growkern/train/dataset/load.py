@@ -26,7 +26,8 @@ from growkern.train.data import (
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, user_cache
 from growkern.train.dataset.fingerprint import digest_of
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks, cut_rows
+from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks
+from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import Source, find_sources, plain_errors
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.dataset.together import from_first
@@ -41,12 +42,14 @@ class TrainingData:
     Attributes:
         options: it was loaded with.
         row_weights: key of the weights of tokens in the batches; None: there are none.
+        pairs: whether the rows have two sides, for an encoder and a decoder.
         train: rows on disk, or a stream of them.
         validation: rows on disk; None without evaluation.
     """
 
     options: DataSection
     row_weights: str | None
+    pairs: bool
     train: TokenRows | TokenStream
     validation: TokenRows | None
 
@@ -55,13 +58,16 @@ class TrainingData:
 
         Args:
             tokenizer: of the run.
-            causal: whether the model predicts the next token; else tokens are masked.
+            causal: whether the model predicts the next token; else tokens are masked. Pairs are
+                not.
             seed: of the masks.
 
         Raises:
             GrowthError: the tokenizer has no mask token, which a masked model needs.
         """
         inner: Any = CausalLMCollator(tokenizer)
+        if self.pairs:
+            return ColumnCollator(inner, labels=True, weights=self.row_weights)
         has_labels = self.options.labels_column is not None
         if not causal and not has_labels:
             inner = MaskedLMCollator(tokenizer, self.options.masking_probability, seed)
@@ -96,12 +102,13 @@ class ColumnCollator:
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         batch = self.inner(features)
-        shape = batch["input_ids"].shape
         if self.labels:
-            labels_BS = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+            # those of pairs have lengths of their own
+            longest = max(len(feature[LABELS]) for feature in features)
+            labels_BS = torch.full((len(features), longest), IGNORE_INDEX, dtype=torch.int64)
             batch["labels"] = _filled(labels_BS, [feature[LABELS] for feature in features])
         if self.weights is not None:
-            weights_BS = torch.zeros(shape)
+            weights_BS = torch.zeros(batch["labels"].shape)
             values = [feature[self.weights] for feature in features]
             batch[self.weights] = _filled(weights_BS, values)
         return batch
@@ -119,6 +126,7 @@ def load_data(
     *,
     base: str | Path = ".",
     row_weights: str | None = None,
+    encoder_decoder: bool = False,
     seed: int = 0,
     progress: bool = True,
 ) -> TrainingData:
@@ -132,6 +140,7 @@ def load_data(
         tokenizer: of transformers.
         base: folder that relative paths begin in.
         row_weights: column with weights: a number per token, or one per record.
+        encoder_decoder: whether the model has an encoder and a decoder, so that rows are pairs.
         seed: of the order of a stream.
         progress: whether to show a progress bar.
 
@@ -150,7 +159,7 @@ def load_data(
     shows = progress and os.environ.get("RANK", "0") == "0"
 
     def cached(source: Source, weights: str | None) -> TokenRows:
-        settings = Settings.of(data, source, tokenizer, weights)
+        settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
         directory = location / from_first(lambda: _key(source, settings, tokenizer))
         rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
@@ -162,7 +171,7 @@ def load_data(
     assert train is not None, "the options name a training source"
     rows: TokenRows | TokenStream
     if data.streaming:
-        settings = Settings.of(data, train, tokenizer, row_weights)
+        settings = Settings.of(data, train, tokenizer, row_weights, pairs=encoder_decoder)
         rows = TokenStream(
             train.stream(),
             Reader(settings, tokenizer, train.name),
@@ -175,7 +184,7 @@ def load_data(
     else:
         rows = cached(train, row_weights)
     evaluation = None if validation is None else cached(validation, None)
-    return TrainingData(data, row_weights, rows, evaluation)
+    return TrainingData(data, row_weights, encoder_decoder, rows, evaluation)
 
 
 def describe_data(train: TokenRows | TokenStream, validation: TokenRows | None) -> str:

@@ -28,20 +28,23 @@ class DataSection:
             allowed. Of a stream only a directory of `save_to_disk` can be sliced: of other data the
             number of records is not known before all are read.
         validation_split: of the data set, for evaluation; None means no evaluation.
-        text_column: column of the records that holds their text.
+        text_column: column of the records that holds their text; of pairs, the text that is read.
+        target_column: for models of an encoder and a decoder: column with the text to be written.
+            Each record is a row, and both of its texts get the tokenizer's special tokens.
         input_ids_column: column with token ids. The text is not used then.
         labels_column: column with one label per token id, -100 for none. Without it the labels
-            are made as for text.
+            are made as for text. For models of an encoder and a decoder: column with the token ids
+            to be written, of any number.
         attention_mask_column: column with 1 per token and 0 for padding, which is left out.
         packing: join the records and cut them into rows of `sequence_length` tokens. False keeps
-            one row per record. None packs text, and keeps records of token ids.
+            one row per record. None packs text, and keeps pairs and records of token ids.
         streaming: tokenise while training, without a cache. The training data is read again from
             its start when it ends. The validation data is cached.
         shuffle_window: a stream collects so many rows and gives them in random order; 0 keeps the
             order of the data.
         cache: directory for tokenised data; None takes the environment variable GROWKERN_TOKENS,
             or else the user's cache.
-        sequence_length: tokens per row.
+        sequence_length: tokens per row; of pairs, the most tokens of either side.
         masking_probability: chance of a token to be masked. Causal models ignore it.
 
     Raises:
@@ -56,6 +59,7 @@ class DataSection:
     split: str = "train"
     validation_split: str | None = None
     text_column: str = "text"
+    target_column: str | None = None
     input_ids_column: str | None = None
     labels_column: str | None = None
     attention_mask_column: str | None = None
@@ -82,7 +86,12 @@ class DataSection:
                 raise GrowthError(
                     f"data.{name} belongs to token ids: give data.input_ids_column too"
                 )
-        if not self.pack and self.input_ids_column is None:
+        if self.target_column is not None and (self.input_ids_column or self.packing):
+            raise GrowthError(
+                "data.target_column is the other text of each record: it goes neither with token "
+                "ids (data.input_ids_column) nor with data.packing = true"
+            )
+        if not self.pack and self.input_ids_column is None and self.target_column is None:
             raise GrowthError("data.packing = false needs token ids: give data.input_ids_column")
         if not 2 <= self.sequence_length <= MOST:
             raise GrowthError(
@@ -99,4 +108,6 @@ class DataSection:
     @property
     def pack(self) -> bool:
         """Whether records are joined and cut into rows of one length."""
-        return self.input_ids_column is None if self.packing is None else self.packing
+        if self.packing is not None:
+            return self.packing
+        return self.input_ids_column is None and self.target_column is None

@@ -1,8 +1,7 @@
-"""Turns records into tokens, and tokens into rows."""
+"""Turns records into tokens."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,14 @@ from growkern.train.dataset.source import CONTINUED, TEXT, Source
 from growkern.train.head import IGNORE_INDEX
 
 # Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
-# float32 if the data has them
+# float32 if the data has them. The ids of a pair are those that are read and then those that are
+# written; its side is 0 and then 1
 Tokens = dict[str, np.ndarray]
-IDS, LABELS, WEIGHTS = "input_ids", "labels", "weights"
-DTYPES = {IDS: np.dtype("<i4"), LABELS: np.dtype("<i4"), WEIGHTS: np.dtype("<f4")}
+IDS, LABELS, WEIGHTS, SIDE = "input_ids", "labels", "weights", "side"
+DTYPES: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys((IDS, LABELS), np.dtype("<i4")),
+    **{WEIGHTS: np.dtype("<f4"), SIDE: np.dtype("i1")},
+}
 # records that are tokenised together: so many, or of so many characters
 RECORDS, CHARACTERS = 64, 1 << 20
 
@@ -29,9 +32,21 @@ def join(parts: Sequence[Tokens]) -> Tokens:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def cut(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
-    """Some of the tokens."""
-    return {name: values[start:stop] for name, values in tokens.items()}
+def features_of(row: Tokens, weights: str | None) -> Tokens:
+    """A row as collators get it. Of a pair, labels and weights are those that are written.
+
+    Args:
+        row: tokens.
+        weights: the key that weights of tokens get; None: they are left out.
+    """
+    kept = {name: values for name, values in row.items() if name not in (WEIGHTS, SIDE)}
+    if WEIGHTS in row and weights is not None:
+        kept[weights] = row[WEIGHTS]
+    if SIDE not in row:
+        return kept
+    written = row[SIDE] == 1
+    pair = {name: values[written] for name, values in kept.items()}
+    return pair | {LABELS: pair[IDS], IDS: kept[IDS][~written]}
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,9 @@ class Settings:
     """All that decides which tokens records become; plain values, so that workers can have them.
 
     Attributes:
-        text, input_ids, labels, attention_mask, weights: names of columns; None if there is none.
+        text, target, input_ids, labels, attention_mask, weights: names of columns; None if there
+            is none.
+        pairs: whether records have two sides, for an encoder and a decoder.
         vocabulary: number of ids.
         separator: tokens after each text.
         head: tokens that each row of text begins with.
@@ -48,6 +65,8 @@ class Settings:
     """
 
     text: str | None
+    target: str | None
+    pairs: bool
     input_ids: str | None
     labels: str | None
     attention_mask: str | None
@@ -60,7 +79,13 @@ class Settings:
 
     @classmethod
     def of(
-        cls, data: DataSection, source: Source, tokenizer: Any, row_weights: str | None
+        cls,
+        data: DataSection,
+        source: Source,
+        tokenizer: Any,
+        row_weights: str | None,
+        *,
+        pairs: bool = False,
     ) -> Settings:
         """The settings for the records of one source.
 
@@ -69,32 +94,56 @@ class Settings:
             source: of the records.
             tokenizer: of the run.
             row_weights: column with weights.
+            pairs: whether the model has an encoder and a decoder.
 
         Raises:
-            GrowthError: text files have no columns, or a row has no place for a token.
+            GrowthError: text files have no columns, a row has no place for a token, or the data
+                has not as many sides as the model.
         """
-        if source.is_text and (data.input_ids_column or row_weights):
+        column = data.input_ids_column or data.target_column or row_weights
+        if source.is_text and column:
             raise GrowthError(
-                f"{source.name} is plain text, which has no column "
-                f"{data.input_ids_column or row_weights!r}: give files of records or data.dataset"
+                f"{source.name} is plain text, which has no column {column!r}: give files of "
+                "records or data.dataset"
             )
+        _check_sides(data, pairs=pairs)
         of_text = data.input_ids_column is None
         column = TEXT if source.is_text else data.text_column
         found = cls(
             text=column if of_text else None,
+            target=data.target_column,
+            pairs=pairs,
             input_ids=data.input_ids_column,
             labels=data.labels_column,
             attention_mask=data.attention_mask_column,
             weights=row_weights,
             vocabulary=len(tokenizer),
-            separator=tuple(separator_of(tokenizer)) if of_text else (),
-            head=tuple(head_of(tokenizer)) if of_text else (),
+            separator=tuple(separator_of(tokenizer)) if of_text and not pairs else (),
+            head=tuple(head_of(tokenizer)) if of_text and not pairs else (),
             length=data.sequence_length,
             pack=data.pack,
         )
         if len(found.head) >= found.length:
             raise GrowthError(f"sequence_length is {found.length}: it must be at least 2")
         return found
+
+
+def _check_sides(data: DataSection, *, pairs: bool) -> None:
+    """Refuse data of one side for an encoder and a decoder, and of two for other models."""
+    if not pairs:
+        if data.target_column is not None:
+            raise GrowthError(
+                "data.target_column is for models of an encoder and a decoder: leave it out"
+            )
+        return
+    if data.target_column is None and data.labels_column is None:
+        raise GrowthError(
+            "a model of an encoder and a decoder needs what it reads and what it writes: give "
+            "data.text_column and data.target_column, or data.input_ids_column and "
+            "data.labels_column"
+        )
+    if data.pack:
+        raise GrowthError("data.packing = true would join the pairs of an encoder and a decoder")
 
 
 class Reader:
@@ -115,6 +164,8 @@ class Reader:
         Raises:
             GrowthError: a column is missing, has another type, or holds ids that do not exist.
         """
+        if self.settings.pairs:
+            return self._pairs(records)
         if self.settings.text is None:
             return [self._of_ids(record) for record in records]
         texts = [self._text(record) for record in records]
@@ -135,14 +186,49 @@ class Reader:
             )
         return record[name]
 
-    def _text(self, record: Mapping[str, Any]) -> str:
-        name = str(self.settings.text)
-        text = self._column(record, name, "data.text_column")
+    def _pairs(self, records: Sequence[Mapping[str, Any]]) -> list[Tokens]:
+        """The tokens of records with two sides."""
+        settings = self.settings
+        if settings.target is None:
+            sides = [(self._input_ids(one), self._labels(one)) for one in records]
+        else:
+            names = (
+                (str(settings.text), "data.text_column"),
+                (settings.target, "data.target_column"),
+            )
+            texts = [[self._text(one, *name) for one in records] for name in names]
+            read, written = (self.tokenizer(side, verbose=False)["input_ids"] for side in texts)
+            sides = [*zip(map(np.asarray, read), map(np.asarray, written), strict=True)]
+        return [self._pair(*both, one) for both, one in zip(sides, records, strict=True)]
+
+    def _ids_of(self, texts: list[str]) -> list[np.ndarray]:
+        """The tokens of whole texts, with the special ones."""
+        return [np.asarray(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
+
+    def _pair(self, read: np.ndarray, written: np.ndarray, record: Mapping[str, Any]) -> Tokens:
+        for side, ids in (("read", read), ("written", written)):
+            if not 0 < len(ids) <= self.settings.length:
+                raise GrowthError(
+                    f"{self.name} has a record with {len(ids)} tokens to be {side}: remove it, or "
+                    f"give a larger data.sequence_length than {self.settings.length}"
+                )
+        parts = [{IDS: read}, self._weighted({IDS: written}, record)]
+        if WEIGHTS in parts[1]:
+            parts[0][WEIGHTS] = np.zeros(len(read))
+        for number, part in enumerate(parts):
+            part[SIDE] = np.full(len(part[IDS]), number)
+        return {name: values.astype(DTYPES[name]) for name, values in join(parts).items()}
+
+    def _text(
+        self, record: Mapping[str, Any], name: str | None = None, key: str = "data.text_column"
+    ) -> str:
+        name = name or str(self.settings.text)
+        text = self._column(record, name, key)
         if not isinstance(text, str):
             hint = " (token ids belong in data.input_ids_column)" if _is_list(text) else ""
             raise GrowthError(
-                f"{self.name}: column {name!r} (data.text_column) holds a {type(text).__name__}, "
-                f"not a text{hint}"
+                f"{self.name}: column {name!r} ({key}) holds a {type(text).__name__}, not "
+                f"a text{hint}"
             )
         return text
 
@@ -156,21 +242,37 @@ class Reader:
             )
         return array.astype(np.int64)
 
+    def _input_ids(self, record: Mapping[str, Any]) -> np.ndarray:
+        """The ids that a record holds, without padding."""
+        name, mask = str(self.settings.input_ids), self.settings.attention_mask
+        ids = self._integers(record, name, "data.input_ids_column")
+        self._check_range(ids, name)
+        return ids if mask is None else ids[self._mask(record, mask, ids) != 0]
+
+    def _mask(self, record: Mapping[str, Any], name: str, ids: np.ndarray) -> np.ndarray:
+        mask = self._integers(record, name, "data.attention_mask_column")
+        self._check_length(mask, ids, name)
+        return mask
+
+    def _labels(self, record: Mapping[str, Any]) -> np.ndarray:
+        name = str(self.settings.labels)
+        labels = self._integers(record, name, "data.labels_column")
+        self._check_range(labels[labels != IGNORE_INDEX], name)
+        return labels
+
     def _of_ids(self, record: Mapping[str, Any]) -> Tokens:
         settings = self.settings
         ids = self._integers(record, str(settings.input_ids), "data.input_ids_column")
         self._check_range(ids, str(settings.input_ids))
         tokens = {IDS: ids.astype(DTYPES[IDS])}
         if settings.labels is not None:
-            labels = self._integers(record, settings.labels, "data.labels_column")
+            labels = self._labels(record)
             self._check_length(labels, ids, settings.labels)
-            self._check_range(labels[labels != IGNORE_INDEX], settings.labels)
             tokens[LABELS] = labels.astype(DTYPES[LABELS])
         tokens = self._weighted(tokens, record)
         if settings.attention_mask is None:
             return tokens
-        mask = self._integers(record, settings.attention_mask, "data.attention_mask_column")
-        self._check_length(mask, ids, settings.attention_mask)
+        mask = self._mask(record, settings.attention_mask, ids)
         return {name: values[mask != 0] for name, values in tokens.items()}
 
     def _weighted(self, tokens: Tokens, record: Mapping[str, Any]) -> Tokens:
@@ -234,67 +336,3 @@ def chunks(
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def cut_rows(
-    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int = 0
-) -> Iterator[tuple[Any, int, Tokens]]:
-    """Make rows of the tokens of records.
-
-    Args:
-        runs: the tokens of each record, and its place.
-        settings: of the rows.
-        offset: tokens of the first record that were used before.
-
-    Yields:
-        The place of the record in which a row ends, the number of its tokens that were used until
-        then, and the row. Tokens that fill no row are left at the end.
-
-    Raises:
-        GrowthError: a record that is not cut has more tokens than a row.
-    """
-    if settings.pack:
-        yield from _packed(runs, settings, offset)
-        return
-    for place, tokens in runs:
-        count = len(tokens[IDS])
-        if count > settings.length:
-            raise GrowthError(
-                f"a record has {count} token ids, more than data.sequence_length "
-                f"{settings.length}: give a larger one, or data.packing = true to cut it"
-            )
-        if count > offset:
-            yield place, count, tokens
-        offset = 0
-
-
-def _packed(
-    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int
-) -> Iterator[tuple[Any, int, Tokens]]:
-    body = settings.length - len(settings.head)
-    # (place, tokens, tokens used) of the records that are not used up
-    waiting: deque[tuple[Any, Tokens, int]] = deque()
-    count = 0
-    for place, tokens in runs:
-        waiting.append((place, tokens, offset))
-        count += len(tokens[IDS]) - offset
-        offset = 0
-        while count >= body:
-            parts, missing = [_head(settings, tokens)], body
-            while missing:
-                at, first, used = waiting.popleft()
-                part = cut(first, used, used + missing)
-                used, missing = used + len(part[IDS]), missing - len(part[IDS])
-                parts.append(part)
-                if used < len(first[IDS]):
-                    waiting.appendleft((at, first, used))
-            count -= body
-            yield at, used, join(parts)
-
-
-def _head(settings: Settings, like: Tokens) -> Tokens:
-    head = np.asarray(settings.head, DTYPES[IDS])
-    fill = {LABELS: IGNORE_INDEX, WEIGHTS: 1}
-    return {
-        name: head if name == IDS else np.full(len(head), fill[name], DTYPES[name]) for name in like
-    }

@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from growkern.errors import GrowthError
 from growkern.train.data import PASS, Collator
-from growkern.train.dataset.records import Reader, Settings, Tokens, chunks, cut_rows
+from growkern.train.dataset.records import Reader, Settings, Tokens, chunks, features_of
+from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import need_datasets, plain_errors
 
 # keys of a row and of a batch
@@ -138,9 +139,7 @@ class TokenStream(IterableDataset[dict[str, Any]]):
         """The rows from a place on, each with the place behind it."""
         runs = self._runs(start)
         for place, used, row in cut_rows(runs, self.settings, start.offset):
-            if self.weights is not None:
-                row[self.weights] = row.pop("weights")
-            yield replace(place, offset=used), row
+            yield replace(place, offset=used), features_of(row, self.weights)
 
     def _runs(self, start: Place) -> Iterator[tuple[Place, Tokens]]:
         """The tokens of the records from a place on, pass after pass."""

@@ -12,6 +12,9 @@ from growkern.errors import GrowthError
 class DistributedOptions:
     """How a model is spread over the processes of torchrun.
 
+    The number of processes changes results by rounding only, as `growkern.train.run.train` says.
+    Dropout is the exception: every process draws its own.
+
     Args:
         sharding: "ddp": every process holds the whole model. "fsdp": every process holds a part of
             each parameter, gradient and optimizer state (FSDP2). Each block is a group of its own;

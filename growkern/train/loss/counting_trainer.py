@@ -41,10 +41,10 @@ NO_DATA = "Batch does not contain any data"
 class CountingTrainer(Trainer):
     """A trainer that counts the rows of each batch in the collator.
 
-    Several processes compute what one process would, at the end of an epoch too: examples that
-    accelerate repeats there are dropped. A data set without a length is read again from its start
-    when it ends, until `args.max_steps`. Its last batches are left out if they do not fill an
-    accumulated batch.
+    Without dropout, several processes compute what one process would, up to rounding. This holds
+    at the end of an epoch too: examples that accelerate repeats there are dropped. A data set
+    without a length is read again from its start when it ends, until `args.max_steps`. Its last
+    batches are left out if they do not fill an accumulated batch.
     """
 
     data_collator: Any

@@ -10,8 +10,17 @@ from tests.ops.loss.loss_inputs import relative_error
 pytestmark = pytest.mark.usefixtures("several_threads")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
-# one of everything; past a tile of 8 x 48, a line of 16, 128 packed steps, a block of 192 x 384
-SIZES = [(1, 1, 1), (7, 50, 3), (8, 48, 256), (33, 97, 259), (201, 400, 517), (5, 3, 600)]
+# one of everything; past a tile of 8 x 48 or 4 x 32, a line of 16, 128 or 256 packed steps, a block
+# of 192 x 384 or 256 x 192
+SIZES = [
+    (1, 1, 1),
+    (7, 50, 3),
+    (8, 48, 256),
+    (33, 97, 259),
+    (201, 400, 517),
+    (5, 3, 600),
+    (261, 17, 9),
+]
 
 
 def both_layouts(rows, columns, dtype, rng):
@@ -22,17 +31,18 @@ def both_layouts(rows, columns, dtype, rng):
 @pytest.mark.skipif(not multiplies(F16, F32), reason="the processor has no AVX-512")
 @pytest.mark.parametrize("M, N, K", SIZES)
 @pytest.mark.parametrize(
-    "a_dtype, b_dtype, dtype, bar",
+    "a_dtype, b_dtype, dtype, bar, wide",
     [
-        (BF16, BF16, F32, 2e-6),
-        (F16, F16, F32, 2e-6),
-        (F32, F16, F32, 2e-6),
-        (F32, F32, F64, 1e-14),
-        (BF16, BF16, F64, 1e-14),
+        (BF16, BF16, F32, 2e-6, True),
+        (F16, F16, F32, 2e-6, True),
+        (F32, F16, F32, 2e-6, True),
+        (F32, F32, F64, 1e-14, True),
+        (F32, F32, F64, 6e-8, False),
+        (BF16, BF16, F64, 1e-14, False),
     ],
     ids=str,
 )
-def test_is_the_product_in_float64(a_dtype, b_dtype, dtype, bar, M, N, K):
+def test_is_the_product_in_float64(a_dtype, b_dtype, dtype, bar, wide, M, N, K):
     rng = torch.Generator().manual_seed(0)
     # what is not part of the output must not be written
     place = torch.full((M + 1, N + 5), 7.0, dtype=dtype)
@@ -41,9 +51,21 @@ def test_is_the_product_in_float64(a_dtype, b_dtype, dtype, bar, M, N, K):
             truth = a.double() @ b.double()
             for add in (False, True):
                 out = place[:M, 2 : N + 2].fill_(torch.nan if not add else 7.0)
-                gemm_on_cpu(a, b, out, add=add)
+                gemm_on_cpu(a, b, out, add=add, wide_products=wide)
                 assert relative_error(out, truth + 7.0 * add) <= bar
                 assert (place[M] == 7).all() and (place[:, [0, 1, -3, -2, -1]] == 7).all()
+
+
+@pytest.mark.skipif(not multiplies(F16, F32), reason="the processor has no AVX-512")
+@pytest.mark.parametrize("least", [-1.0, 0.0])
+def test_float32_products_lose_no_more_in_a_long_sum(least):
+    """Errors are those of sums of 4 products, at any depth. With `least` 0 all have one sign."""
+    rng = torch.Generator().manual_seed(0)
+    a = torch.empty(16, 8193).uniform_(least, 1, generator=rng)
+    b = torch.empty(8193, 40).uniform_(least, 1, generator=rng)
+    out = torch.empty(16, 40, dtype=F64)
+    gemm_on_cpu(a, b, out, wide_products=False)
+    assert relative_error(out, a.double() @ b.double()) <= 5e-8
 
 
 @pytest.mark.skipif(not multiplies(F16, F32), reason="the processor has no AVX-512")

@@ -258,13 +258,16 @@ def count_products(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["linear", "top-k"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("held", [1 << 30, 3 * 2 * 64 * 8], ids=["all rows", "in parts"])
-def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, monkeypatch, fresh_probes):
+@pytest.mark.parametrize(
+    "held, H", [(1 << 30, 6), (3 * 2 * 64 * 8, 6), (1 << 30, 32)], ids=["all", "in parts", "wide"]
+)
+def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, H, monkeypatch, fresh_probes):
     """dz of all rows is held: dW and dX are written once, rounded once and never read again.
 
-    Too many rows to hold are taken in parts of 24, whose sums are float32.
+    Too many rows to hold are taken in parts of 24, whose sums are float32. With width 32 the logits
+    lie in the memory of dW, if one product writes it.
     """
-    N, V, H = 70, 50, 6
+    N, V = 70, 60
     products(monkeypatch, mm=True, addmm=True)
     for module in (gemm, op_module):
         monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
@@ -272,7 +275,14 @@ def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, monkeypatch, fres
     sizes = {"LEAST_HELD": 16, "HELD_BYTES": held, "ROWS_OF_TILES": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(heads_module, name, value)
-    seen = count_products(monkeypatch)
+    seen, places, make = count_products(monkeypatch), [], op_module.logit_memory
+
+    def noted(*arguments):
+        memory, free = make(*arguments), arguments[-1]
+        places.append(free is not None and memory[0].data_ptr() == free.data_ptr())
+        return memory
+
+    monkeypatch.setattr(op_module, "logit_memory", noted)
     student, teacher = heads_with_nan(N, V, H, 5)
     student = [x.detach().to(dtype).requires_grad_() for x in student]
     loss_of, beside = teacher_of(kind, N, V, [x.to(dtype) for x in teacher])
@@ -281,6 +291,7 @@ def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, monkeypatch, fres
     loss = loss_of(*student, *beside, labels, temperature=2.0, backend="cpu")
     actual = torch.autograd.grad(1024 * loss, student)
     own = torch.float32 if dtype == torch.float16 else dtype
+    assert places == [H == 32 and own == torch.bfloat16]
     if held == 1 << 30:
         assert seen == [(N, H, True, own), (V, H, True, own)]
     else:
@@ -445,9 +456,9 @@ def test_heads_with_biases_take_no_pass_of_their_own(backend, monkeypatch):
     given, found = [x.requires_grad_() for x in heads[0]], []
     project, seen = op_module.project, []
 
-    def spied(x, weight, bias, z):
+    def spied(x, weight, bias, z, *rest):
         seen.append(bias.numel())
-        project(x, weight, bias, z)
+        project(x, weight, bias, z, *rest)
 
     monkeypatch.setattr(op_module, "project", spied)
     for each in (backend, "reference"):

@@ -186,6 +186,8 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
 
     # what the float32 GEMMs of dX and dW leave
     assert worst(torch.float64) <= 2e-6 < 1e-5 < worst(torch.float32)
+    if device == "cpu":
+        assert worst(None) <= 1e-5
 
 
 @pytest.mark.parametrize("where, dtype", [("cpu", torch.float64), ("meta", torch.float32)])

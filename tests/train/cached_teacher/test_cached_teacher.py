@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
+from growkern.cli.commands import app
 from growkern.train.data import MaskedLMCollator
 from growkern.train.run import train
 from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
+from tests.train.dataset.data import write_jsonl
 from tests.train.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
@@ -120,10 +123,6 @@ def test_tokenizers_are_compared(tmp_path):
 
 def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
     """The commands' own path: the text, the masks and the seed of the run find their rows."""
-    from typer.testing import CliRunner
-
-    from growkern.cli.commands import app
-
     text = str(workplace / "text")
     arguments = ["cache-teacher", str(workplace / "teacher"), f"{text}/a.txt", f"{text}/b.txt"]
     arguments += ["--out", str(workplace / "kept"), "--k", str(VOCAB), "--temperature", "2"]
@@ -142,3 +141,40 @@ def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
     (workplace / "kept.toml").write_text(text.replace("[output]", 'paths = ["teacher"]\n[output]'))
     with pytest.raises(GrowthError, match="either paths"):
         train(workplace / "kept.toml", progress=False)
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_cache_is_made_of_the_data_of_a_run_file(workplace):  # noqa: F811
+    """Records of token ids: the run finds its rows, its masks and its temperature."""
+    ids = torch.randint(5, VOCAB, (12, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    write_jsonl(workplace / "ids.jsonl", [{"ids": one, "quality": 2.0} for one in ids])
+    text = (workplace / "run.toml").read_text()
+    text = text.replace('train = ["text/*.txt"]', 'train = ["ids.jsonl"]\ninput_ids_column = "ids"')
+    text = text.replace('validation = ["text/a.txt"]', 'cache = "tokens"')
+    text = text.replace("end_step = 4", "end_step = 4\ntemperature = 1.5")
+    text = text.replace("[training]", '[loss]\nrow_weights = "quality"\n[training]\nseed = 3')
+    (workplace / "run.toml").write_text(text)
+    text = text.replace('paths = ["teacher"]', 'cache = "kept"').replace('"out"', '"out2"')
+    (workplace / "kept.toml").write_text(text)
+    arguments = ["cache-teacher", workplace / "teacher", "--run", workplace / "kept.toml"]
+    arguments += ["--out", workplace / "kept", "--k", VOCAB, "--dtype", "float32", "--epochs", "2"]
+    run_app(*arguments)
+    live = train(workplace / "run.toml", progress=False)
+    kept = train(workplace / "kept.toml", progress=False)
+    assert kept.training_loss == pytest.approx(live.training_loss, rel=1e-5)
+    for more, match in (
+        (["--temperature", 2], "--run FILE says what --temperature would"),
+        (["--seed", 0], "--run FILE says what --seed would"),
+    ):
+        with pytest.raises(GrowthError, match=match):
+            run_app(*arguments, *more)
+    stream = text.replace('cache = "tokens"', "streaming = true")
+    (workplace / "kept.toml").write_text(stream.replace('cache = "kept"', 'paths = ["teacher"]'))
+    with pytest.raises(GrowthError, match="streams its data, whose rows do not repeat"):
+        run_app(*arguments)
+    with pytest.raises(GrowthError, match="give TEXT, or a run file"):
+        run_app(*arguments[:2], *arguments[4:])
+
+
+def run_app(*words):
+    app([str(word) for word in words], standalone_mode=False)

@@ -59,19 +59,20 @@ class Settings(NamedTuple):
     group: str  # name of the process group with the other columns; "": none
     backend: str
     drop_tail: bool = False  # of the top-k loss: tail="renormalise"
+    wide_products: bool = False  # float64 logits from float64 products, see `project`
 
 
 def as_arguments(settings: Settings) -> list[Any]:
     """The arguments of a custom op: sizes, maths, switches, want, logits_dtype, group, backend."""
-    sizes, maths, parts, per_row, want, *others, drop_tail = settings
-    return [list(sizes), list(maths), [parts, per_row, drop_tail], want, *others]
+    sizes, maths, parts, per_row, want, *others, drop_tail, wide = settings
+    return [list(sizes), list(maths), [parts, per_row, drop_tail, wide], want, *others]
 
 
 def from_arguments(arguments: Sequence[Any]) -> Settings:
     """The inverse of `as_arguments`."""
-    sizes, maths, (parts, per_row, drop_tail), want, dtype, group, backend = arguments
+    sizes, maths, (parts, per_row, *others), want, dtype, group, backend = arguments
     numbers = Sizes(*sizes), Maths(*maths)
-    return Settings(*numbers, parts, per_row, want, dtype, group, backend, drop_tail)
+    return Settings(*numbers, parts, per_row, want, dtype, group, backend, *others)
 
 
 # ------------------------------------------------------------------- sizes and outputs
@@ -104,10 +105,38 @@ def held_rows(rows: int, head_widths: Sequence[int], row_bytes: int) -> tuple[in
         return rows, 0
     most = max(4 * head_widths[0], HELD_BYTES // row_bytes)
     held = -(-rows // -(-rows // most))
-    # logits of all heads then take at most as much as a float32 logit for half of the rows
-    chunk = held // (4 * len(head_widths)) // ROWS_OF_TILES * ROWS_OF_TILES
-    chunk = max(chunk, ROWS_OF_TILES)
+    # logits of all heads then take at most as much as a float32 logit for half of the rows, and
+    # less than dW, whose memory serves them: see `logit_memory`
+    chunk = min(held // 2, head_widths[0] - 1) // (2 * len(head_widths))
+    chunk = max(chunk // ROWS_OF_TILES * ROWS_OF_TILES, ROWS_OF_TILES)
     return chunk, -(-held // chunk) * chunk
+
+
+def logit_memory(
+    heads: int, numbers: int, like: Tensor, settings: Settings, free_VH: Tensor | None
+) -> list[Tensor]:
+    """Flat memory for so many logits of each head, and one more number.
+
+    Args:
+        heads: how many.
+        numbers: logits of one head.
+        like: a tensor of the device.
+        settings: the vocabulary and the dtype.
+        free_VH: dW, if nothing is written to it as long as there are logits: its memory serves
+            them, if it is large enough. It spares an eighth of the widest head's memory.
+    """
+    dtype = settings.logits_dtype
+    each = -(-(numbers + 1) // 64) * 64  # every head begins at a multiple of 256 bytes
+    if free_VH is not None:
+        flat = free_VH[: settings.sizes.vocab].reshape(-1)
+        ratio = dtype.itemsize // free_VH.element_size()
+        flat = flat[: flat.numel() // ratio * ratio].view(dtype)
+        if flat.numel() >= heads * each:
+            return [flat[k * each : k * each + numbers + 1] for k in range(heads)]
+    memory = [like.new_empty(numbers + 1, dtype=dtype) for _ in range(heads)]
+    for flat in memory:
+        advise_huge_pages(flat)
+    return memory
 
 
 def empty_outputs(
@@ -166,10 +195,11 @@ def settings_of(
     total = shard.vocab or vocab
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
+    wide_products = logits_dtype == torch.float64
     logits_dtype = check_logits_dtype(logits_dtype, student.hidden, bool(options.teacher_weights))
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, logits_dtype,
-        shard.group, backend, drop_tail,
+        shard.group, backend, drop_tail, wide_products,
     )  # fmt: skip
 
 
@@ -219,8 +249,8 @@ def check_logits_dtype(
             f"got {asked}"
         )
     if asked is None and has_teacher and student_NH.device.type == "cpu":
-        # Error of the KL gradient at 1 % drift, relative to float64: 8e-5 after a GEMM in float32.
-        # After a GEMM in float64 it is 1e-5. A GPU stays with float32: by data sheets its float64
+        # Error of the KL gradient at 1 % drift, relative to float64: 8e-5 after a GEMM in float32,
+        # 5e-6 with the sums of `project`. A GPU stays with float32: by data sheets its float64
         # takes 1.3 times as long on an H200. On other GPUs it takes up to 64 times as long
         asked = torch.float64 if least == student_NH.dtype else None
     return asked or least

@@ -42,6 +42,7 @@ from growkern.ops.loss.linear.heads import (
     from_arguments,
     heads_of,
     held_rows,
+    logit_memory,
 )
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
@@ -144,7 +145,7 @@ class Chunk:
         if self.computed != columns:
             for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
                 bias_V = head.bias[:0] if at_rows else head.bias[columns]
-                project(x_CH, head.weight[columns], bias_V, z_CV)
+                project(x_CH, head.weight[columns], bias_V, z_CV, self.settings.wide_products)
             self.computed = columns
         has_bias = at_rows and any(head.bias.numel() for head in self.heads)
         biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
@@ -211,17 +212,15 @@ def sweep(
     student, (W, N) = heads[0], weight_WN.shape
     x_NH, vocab = student.hidden, settings.sizes.vocab
     rows_R, R = live_rows(kind_N, settings.sizes.max_rows)
-    C, size, G = _row_counts(heads, R, settings, any(grad is not None for grad in grads))
+    C, size, G = _row_counts(heads, R, settings, grads)
     tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
     shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
-    memory = [x_NH.new_empty(math.prod(shape) + 1, dtype=settings.logits_dtype) for _ in heads]
-    for flat in memory:
-        advise_huge_pages(flat)
     held = HeldRows(min(G, R), shape[1], x_NH) if G else None
-    on_gpu, dw_dtype = not may_ask(x_NH.device), acc_torch_dtype(x_NH)
+    on_gpu, dw_dtype, free = not may_ask(x_NH.device), acc_torch_dtype(x_NH), None
     if on_gpu and max(C, G) >= R and x_NH.dtype == torch.bfloat16:
         # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
-        dw_dtype = gemm_dtype(x_NH)
+        dw_dtype, free = gemm_dtype(x_NH), grads[1] if held is not None else None
+    memory = logit_memory(len(heads), math.prod(shape), x_NH, settings, free)
     sums = GradientSums(grads, vocab if R else 0, on_gpu, dw_dtype)
     # ranks add up float32 numbers
     sums.rounds_dx = held is not None and not settings.group
@@ -250,18 +249,19 @@ def sweep(
 
 
 def _row_counts(
-    heads: Sequence[Head], R: int, settings: Settings, wanted: bool
+    heads: Sequence[Head], R: int, settings: Settings, grads: Sequence[Tensor | None]
 ) -> tuple[int, int, int]:
     """Rows per chunk, columns per tile, and rows whose dz is held for one product (0: none)."""
-    x_NH, sizes = heads[0].hidden, settings.sizes
-    widths = [head.hidden.shape[1] for head in heads]
+    x_NH, sizes, widths = heads[0].hidden, settings.sizes, [h.hidden.shape[1] for h in heads]
     C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
-    whole = max(sizes.vocab, 1)
+    whole, wanted = max(sizes.vocab, 1), any(grad is not None for grad in grads)
     is_narrow = x_NH.element_size() == 2 and gemm_dtype(x_NH) == x_NH.dtype
     if may_ask(x_NH.device) or not (wanted and is_narrow) or size or sizes.chunk_bytes:
         return C, size or whole, 0
     C, held = held_rows(R, widths, x_NH.element_size() * row_columns(whole, x_NH.device))
-    return max(C, 1), whole, held
+    # with dz apart, dW's memory is free for the logits
+    fits = len(heads) * C * settings.logits_dtype.itemsize <= widths[0] * x_NH.element_size()
+    return max(C, 1), whole, held or (R if fits and grads[1] is not None else 0)
 
 
 # ---------------------------------------------------------------------------- op

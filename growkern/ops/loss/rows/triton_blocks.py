@@ -62,6 +62,17 @@ def against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
 
 
 @jit
+def pull_of(q, p, r, centre, BETA: tl.constexpr, ACC: tl.constexpr):
+    """(5), or (8) with the divergence's factor, without 1 / T, given r = log(q / p)."""
+    if BETA == 0:
+        # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
+        return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
+    log_qm, _ = against_mixture(r, BETA, ACC)
+    share: tl.constexpr = 1 if BETA == 1 else 1 - BETA
+    return tl.where(q > 0, share * q * (log_qm - centre), 0.0)
+
+
+@jit
 def exponentials(x, T_INV: tl.constexpr):
     """exp(x) and exp(x / T). At T = 2, the usual temperature, the first is a square."""
     e_t = tl.exp(x * T_INV)

@@ -8,10 +8,10 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of 
 from growkern.ops.backend.launch import jit, tl
 from growkern.ops.loss.rows.triton_blocks import (
     against_mixture,
-    expm1,
     exponentials,
     first_of,
     load_logits,
+    pull_of,
     raise_max,
     store_gradient,
     zero_row,
@@ -169,20 +169,33 @@ def _ratio(s, u, numbers, k: tl.constexpr, MATHS: tl.constexpr):
 
 
 @jit
-def _add_divergences(
-    sums, rows, biases, numbers, v, V,
+def _ratios(
+    rows, biases, numbers, v, V,
     MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Centre and spread of each teacher with one more block of columns."""
+    """q of a block of columns, and `_ratio` for each teacher."""
     s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)
     m, inv_d_t = numbers[0]
     q = tl.exp((s - m) * MATHS[INV_T]) * inv_d_t
     made = ()
     for k in tl.static_range(1, len(rows)):
         u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
-        p, r = _ratio(s, u, numbers, k, MATHS)
+        made += (_ratio(s, u, numbers, k, MATHS),)  # type: ignore[assignment]
+    return q, made
+
+
+@jit
+def _add_divergences(
+    sums, rows, biases, numbers, v, V,
+    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Centre and spread of each teacher with one more block of columns."""
+    q, ratios = _ratios(rows, biases, numbers, v, V, MASKED, MATHS, ACC)
+    made = ()
+    for k in tl.static_range(len(sums)):
+        p, r = ratios[k]
         log_qm, log_pm = against_mixture(r, MATHS[BETA], ACC)
-        centre, spread = sums[k - 1]
+        centre, spread = sums[k]
         centre += tl.sum(tl.where(q > 0, q * log_qm, 0.0), axis=0)
         spread += tl.sum(tl.where(p > 0, p * log_pm, 0.0), axis=0)
         made += ((centre, spread),)  # type: ignore[assignment]
@@ -216,33 +229,19 @@ def _second_reading(
 
 
 @jit
-def _pull(q, p, r, centre, MATHS: tl.constexpr, ACC: tl.constexpr):
-    """(5), or (8) with the divergence's factor, without 1 / T."""
-    if MATHS[BETA] == 0:
-        # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
-        return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
-    log_qm, _ = against_mixture(r, MATHS[BETA], ACC)
-    share: tl.constexpr = 1 if MATHS[BETA] == 1 else 1 - MATHS[BETA]
-    return tl.where(q > 0, share * q * (log_qm - centre), 0.0)
-
-
-@jit
 def _add_offsets(
     offsets, rows, biases, numbers, v, V,
     MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The sum of q - p for each teacher with one more block of columns."""
-    s = _logits(rows, biases, 0, v, V, MASKED, MATHS, ACC)
-    m, inv_d_t = numbers[0]
-    q = tl.exp((s - m) * MATHS[INV_T]) * inv_d_t
+    q, ratios = _ratios(rows, biases, numbers, v, V, MASKED, MATHS, ACC)
     made = ()
-    for k in tl.static_range(1, len(rows)):
-        u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
-        p, r = _ratio(s, u, numbers, k, MATHS)
-        pull = _pull(q, p, r, 0.0, MATHS, ACC)
+    for k in tl.static_range(len(offsets)):
+        p, r = ratios[k]
+        pull = pull_of(q, p, r, 0.0, MATHS[BETA], ACC)
         if MASKED:
             pull = tl.where(v < V, pull, 0.0)
-        made += (offsets[k - 1] + tl.sum(pull, axis=0),)  # type: ignore[assignment]
+        made += (offsets[k] + tl.sum(pull, axis=0),)  # type: ignore[assignment]
     return made
 
 
@@ -298,7 +297,7 @@ def _write_block(
         u = _logits(rows, biases, k, v, V, MASKED, MATHS, ACC)
         p, r = _ratio(s, u, numbers, k, MATHS)
         has_kl, dkl, centre = pulls[k - 1]
-        pull = dkl * _pull(e_t * inv_d_t, p, r, centre, MATHS, ACC)
+        pull = dkl * pull_of(e_t * inv_d_t, p, r, centre, MATHS[BETA], ACC)
         # not a factor of 0: a row without the KL term may hold NaN
         g += tl.where(has_kl, pull, 0.0)
     if CAP != 0:

@@ -1,0 +1,114 @@
+"""Runs a source as a model of transformers, in float64 where a real difference must stand out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
+
+from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
+from growkern.growth.models import untrained_model
+from growkern.growth.source.source import Source
+
+# parameters of a model that may be copied to float64
+LARGEST = 50_000_000
+# outputs of models, the main one first
+OUTPUTS = (
+    *("logits", "prediction_logits", "start_logits", "last_hidden_state"),
+    *("end_logits", "seq_relationship_logits", "mc_logits"),
+)
+
+
+class Float64(TorchFunctionMode):
+    """Redirects casts to float32 to float64: models cast norms, rotary tables and softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            return args[0].to(torch.float64)
+        if func is torch.Tensor.to:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def fits(source: Source, most: int = LARGEST) -> bool:
+    """True if `as_model` may copy this model: it is small, plain, and not spread over ranks."""
+    if sum(map(_numbers, source.spec.shapes.values())) > most:
+        return False
+    first = source.read(next(iter(source.dtypes)))
+    return not isinstance(first, DTensor) and not first.is_meta
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
+    """A source as a model in this dtype and in evaluation mode, on the source's device."""
+    model = untrained_model(source.spec, dtype)
+    state = {name: source.read(name).to(dtype) for name in source.dtypes}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model.to(source.device).eval()
+
+
+def longest_of(model: ModelSpec) -> int:
+    """The longest input of a model, in tokens; 2^30 if there is no limit."""
+    known = model.family.config
+    if "positions" in known:
+        return model.size("positions") - known["positions"].reserved
+    # models with relative positions may have no limit
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
+
+
+def random_tokens(source: Source, seed: int = 0, count: int = 4) -> Tensor:
+    """Random ids that the source accepts, (count, at most 32) int64; always the same for a seed."""
+    rng = torch.Generator().manual_seed(seed)
+    vocabulary = source.spec.size("vocab")
+    length = min(32, longest_of(source.spec))
+    tokens = torch.randint(vocabulary, (count, length), generator=rng)
+    end = source.config.eos_token_id
+    if source.config.is_encoder_decoder and isinstance(end, int):
+        # classification heads need exactly one end token per row
+        tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
+        tokens[:, -1] = end
+    return tokens
+
+
+def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """The outputs of a model by name, float64 on the CPU, the main one first.
+
+    The main one are logits, or hidden states of a model without a head.
+
+    Args:
+        tokens: ids, (batch, length) int64.
+
+    Raises:
+        GrowthError: there are none.
+    """
+    was_training = model.training
+    inputs = {"input_ids": tokens.to(model.device)}
+    if type(model).__name__ in MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
+        # multiple choice needs an axis of questions: take all rows as choices of one
+        inputs = {"input_ids": inputs["input_ids"][None]}
+    # a lone encoder also has is_encoder_decoder in its config, but no decoder
+    if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    output = model.eval()(**inputs)
+    model.train(was_training)
+    found = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
+    if not found:
+        raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")
+    return {name: x.double().cpu() for name, x in found.items()}
+
+
+def largest_difference(new: Tensor, old: Tensor) -> float:
+    """The largest absolute difference of outputs over the largest output."""
+    return ((new - old).abs().max() / old.abs().max()).item()

@@ -1,0 +1,104 @@
+"""The bounds of plans on the outputs: they hold for other texts, and are measured for the model."""
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern.growth.record.verdict import measured_level
+from tests.growth.models import BERT, random_model, relative_error
+from tests.growth.plan.test_matrix import FAMILIES
+
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("class_name", ["BertModel", "RobertaModel"])
+def test_the_printed_bound_of_an_uneven_width_holds(class_name, std):
+    source = random_model(class_name, BERT, std=std)
+    for how in ({"hidden_size": 16, "carry": 0.5}, {"hidden_size": 20, "carry": 0.1}):
+        grown = growkern.grow(source, **how)
+        (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+        report = growkern.verify(source, grown)
+        error = report.outputs["relative error"]
+        assert said.level == "approximate" and f"{said.bound:.1e}" in said.why
+        assert report.ok and report.level == "approximate" and 1e-9 < error <= said.bound
+        # the number that is checked is the printed one
+        level, wrong = measured_level(
+            grown.growth_plan, {"relative error": 1.01 * said.bound}, torch.float64
+        )
+        assert level == "changed" and f"planned approximate within {said.bound:.1e}" in wrong
+
+
+def _sharp(seed, sharpness, gamma=1.0):
+    """A RoBERTa whose attention picks few tokens, and with norm weights around `gamma`."""
+    source = random_model("RobertaModel", BERT, seed=seed, num_hidden_layers=4, layer_norm_eps=1e-5)
+    with torch.no_grad():
+        for name, weight in source.named_parameters():
+            if name.endswith(("query.weight", "key.weight")):
+                weight *= sharpness
+            elif name.endswith("LayerNorm.weight"):
+                weight *= gamma
+    return source
+
+
+@pytest.mark.parametrize("seed, sharpness, gamma", [(0, 1, 1), (1, 1, 0.05), (6, 3, 1), (7, 10, 1)])
+def test_the_bound_of_identity_blocks_is_measured_for_the_model(seed, sharpness, gamma):
+    """A factor for all models was too small for sharp attention and for small norm weights."""
+    source = _sharp(seed, sharpness, gamma)
+    grown = growkern.grow(source, num_hidden_layers=6, depth="identity")
+    (said,) = (f for f in grown.growth_plan.findings if f.level == "approximate")
+    errors = []
+    for text in range(8):
+        tokens = torch.randint(3, 50, (4, 16), generator=torch.Generator().manual_seed(text))
+        report = growkern.verify(source, grown, tokens=tokens)
+        assert report.ok and report.level == "approximate", report.failure
+        errors.append(report.outputs["relative error"])
+    assert max(errors) <= said.bound
+    # nor is it far too large where texts do not differ
+    assert gamma == 1 or max(errors) > said.bound / 20
+
+
+def test_texts_that_move_the_outputs_far_more_than_others_leave_no_bound():
+    source = _sharp(2, 10)
+    grown = growkern.grow(source, num_hidden_layers=6, depth="identity")
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    report = growkern.verify(source, grown)
+    assert said.level == report.level == "changed" and not report.ok
+
+
+def test_norms_over_two_coordinates_leave_no_bound():
+    sizes = {**BERT, "hidden_size": 2, "num_attention_heads": 1, "layer_norm_eps": 1e-2}
+    plan = growkern.plan(random_model("BertModel", sizes), num_hidden_layers=3, depth="identity")
+    assert plan.findings[-1].level == "changed"
+
+
+def test_a_source_that_cannot_be_run_has_no_bound():
+    how = {"num_hidden_layers": 5, "depth": "identity"}
+    with torch.device("meta"):
+        source = transformers.RobertaModel(_sharp(0, 1).config)
+    (said,) = (f for f in growkern.plan(source, **how).findings if f.level != "exact")
+    assert said.level == "changed" and "cannot be run here" in said.why
+
+
+def test_extra_coordinates_of_norms_with_equal_weights_are_exact():
+    config = transformers.BertConfig(**BERT)
+    source = transformers.BertModel(config).double().eval()
+    grown = growkern.grow(source, hidden_size=20)
+    assert grown.growth_plan.exact and relative_error(source, grown) <= EXACT
+
+
+def test_an_error_that_no_bound_holds_for_is_called_changed():
+    """ModernBERT's layers enlarge the error of the norm after its embeddings."""
+    source = random_model("ModernBertModel", FAMILIES["modernbert"][1], std=1.0)
+    grown = growkern.grow(source, hidden_size=20)
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    report = growkern.verify(source, grown)
+    assert said.level == "changed" and said.bound is None and "enlarge this" in said.why
+    assert not report.ok and report.outputs["relative error"] > 0.01
+    # so is a bound that says nothing
+    source = random_model("BertModel", BERT)
+    for name, weight in source.named_parameters():
+        if name.endswith("LayerNorm.weight"):
+            weight.data *= torch.linspace(-5, 5, len(weight))
+    assert {f.level for f in growkern.plan(source, hidden_size=20).findings} >= {"changed"}
