@@ -17,7 +17,7 @@ Confidence = Annotated[float, typer.Option(help="Of the interval.")]
 def evaluate(
     model: Model,
     more: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE...]", help="More files, as --text.")
+        list[str] | None, typer.Argument(metavar="FILE...", help="More files, as --text.")
     ] = None,
     *,
     text: Annotated[
