@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.options import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
+    from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
+    from growkern.train.evaluation.evaluate import evaluate as evaluate
+    from growkern.train.evaluation.finetune import FinetuneReport as FinetuneReport
+    from growkern.train.evaluation.finetune import finetune as finetune
     from growkern.train.growth.step import GrowthStep as GrowthStep
     from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
@@ -84,6 +88,10 @@ _MODULE_OF = {
     "DistributedOptions": "growkern.train.distributed.options",
     "shard": "growkern.train.distributed.shard",
     "decay_groups": "growkern.growth.optimizer.adamw",
+    "EvaluationReport": "growkern.train.evaluation.evaluate",
+    "evaluate": "growkern.train.evaluation.evaluate",
+    "FinetuneReport": "growkern.train.evaluation.finetune",
+    "finetune": "growkern.train.evaluation.finetune",
     "InheritanceSchedule": "growkern.train.inheritance",
     "GrowthStep": "growkern.train.growth.step",
     "LossOptions": "growkern.train.loss.options",

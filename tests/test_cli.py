@@ -78,6 +78,8 @@ def test_help_is_quick_and_names_every_command():
         "replay",
         "train",
         "cache-teacher",
+        "eval",
+        "finetune",
         "plot",
         "demo",
         "bench",
@@ -206,6 +208,65 @@ def test_a_cache_that_cannot_be_made_is_one_line(run, checkpoint, tmp_path, chan
     result = run("cache-teacher", checkpoint, tmp_path / "a.txt", *options, *change)
     assert_bad_input(result, *words)
     assert not (tmp_path / "c").exists()
+
+
+# ------------------------------------------------------------------ eval, finetune
+
+
+def test_eval_prints_the_loss_as_table_and_as_json(run, checkpoint, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("a small model grows " * 40)
+    options = ["--sequence-length", 8, "--cache", tmp_path / "cache", "--seed", 3]
+    # a shell puts all files of a pattern behind one --text
+    files = ["--text", tmp_path / "a.txt", tmp_path / "b.txt"]
+    code, table, _ = run("eval", checkpoint, *files, *options)
+    assert code == 0 and "masked-LM loss" in table and "perplexity" not in table
+    code, out, _ = run("eval", checkpoint, *files, *options, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["low"] < found["loss"] < found["high"]
+    assert f"{found['loss']:.4f}" in table
+    again = run("eval", checkpoint, "--text", tmp_path / "[ab].txt", *options, "--json")
+    assert json.loads(again[1]) == found
+    expected = growkern.evaluate(
+        checkpoint,
+        text=files[1:],
+        seed=3,
+        sequence_length=8,
+        cache=str(tmp_path / "cache"),
+        progress=False,
+    )
+    assert expected.to_dict() == found
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["nothing to read", "--text"]),
+        (["--text", "none.txt"], ["no text file matches none.txt"]),
+        (["--text", "README.md", "--sequence-length", 9999], ["positions", "--sequence-length"]),
+        (["--text", "README.md", "--batch-size", 0], ["batch_size is 0"]),
+        (["--text", "README.md", "--masking-probability", 2], ["masking_probability is 2"]),
+    ],
+    ids=str,
+)
+def test_an_evaluation_that_cannot_be_made_is_one_line(run, checkpoint, options, words):
+    assert_bad_input(run("eval", checkpoint, *options), *words)
+
+
+def test_finetune_prints_accuracies_as_table_and_as_json(run, checkpoint, tmp_path):
+    for name, words in (("a", "small model "), ("b", "grows a ")):
+        (tmp_path / f"{name}.txt").write_text(words * 200)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    options = ["--sequence-length", 8, "--seeds", 2, "--epochs", 1, "--learning-rate", 1e-3]
+    code, table, err = run("finetune", checkpoint, *files, *options)
+    assert code == 0 and "chance" in table and "50.0 %" in table, err
+    code, out, _ = run("finetune", checkpoint, *files, *options, "--json")
+    found = json.loads(out)
+    assert code == 0 and len(found["accuracies"]) == 2
+    assert f"{100 * found['accuracy']:.1f} %" in table
+    assert_bad_input(run("finetune", checkpoint, files[0]), "two or more sources")
+    assert_bad_input(run("finetune", checkpoint, *files, "--seeds", 0), "seeds is 0")
+    assert_bad_input(run("finetune", tmp_path, *files), "no tokenizer files")
 
 
 # ------------------------------------------------------------------ plan, grow, verify

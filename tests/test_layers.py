@@ -81,6 +81,7 @@ PARTS = {
         "config",
         "build",
         "cached_teacher",
+        "evaluation",
         "loop",
         "checks",
         "safety",

@@ -1,0 +1,230 @@
+"""`growkern.evaluate`: the loss of a language model on held-out text, with its uncertainty."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from growkern.errors import GrowthError
+from growkern.train.data import Collator, evaluation_collator
+from growkern.train.dataset.load import load_data
+from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import find_sources
+from growkern.train.evaluation.interval import check_confidence, ratio_interval
+from growkern.train.head import IGNORE_INDEX
+from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Result of `growkern.evaluate`; print `report.table()`.
+
+    Attributes:
+        causal: whether the model predicts the next token (True) or masked tokens (False).
+        loss: mean negative log-likelihood over all labels, nats.
+        low, high: confidence interval of the loss, Student's t over blocks; NaN for one block.
+        confidence: of the interval, in (0, 1).
+        labels: number of tokens that were predicted.
+        blocks: number of rows of the data.
+        seed: of the masks.
+    """
+
+    causal: bool
+    loss: float
+    low: float
+    high: float
+    confidence: float
+    labels: int
+    blocks: int
+    seed: int
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss) of a causal model; None for a masked one, whose loss is of chosen tokens."""
+        return math.exp(min(self.loss, 700.0)) if self.causal else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; NaN becomes None."""
+        found = {**vars(self), "perplexity": self.perplexity}
+        return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in found.items()}
+
+    def table(self) -> Any:
+        """The report as a rich table."""
+        from rich.table import Table
+
+        shares = f"{100 * self.confidence:g} % interval, t over {self.blocks} blocks"
+        table = Table("", "value", shares)
+
+        def add(name: str, value: float, ends: Sequence[float]) -> None:
+            words = "-" if math.isnan(ends[0]) else " to ".join(f"{x:.4f}" for x in ends)
+            table.add_row(name, f"{value:.4f}", words)
+
+        ends = self.low, self.high
+        add("loss, nats per label" if self.causal else "masked-LM loss, nats", self.loss, ends)
+        if self.perplexity is not None:
+            add("perplexity", self.perplexity, [math.exp(min(x, 700.0)) for x in ends])
+        table.add_row("labels", str(self.labels), "")
+        return table
+
+
+def evaluate(
+    model: Any,
+    *,
+    text: str | Path | Sequence[str | Path] = (),
+    tokenizer: Any | None = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    confidence: float = 0.95,
+    progress: bool = True,
+    **data: Any,
+) -> EvaluationReport:
+    """The mean loss of a language model over text, with a confidence interval.
+
+    Masked models predict masked tokens. The masks depend only on the seed and the text, so two
+    models with the same tokenizer are asked for the same tokens. Causal models predict every token
+    but the first of a block.
+
+    The interval is Student's t over blocks of `sequence_length` tokens. It takes blocks as
+    independent. Blocks of one document are alike, so it is too narrow for few, long documents.
+
+    Args:
+        model: a ...ForMaskedLM or ...ForCausalLM model, or its checkpoint directory. A model runs
+            on its own device, a directory on a GPU if there is one.
+        text: files or glob patterns, as `data.train` of a run file.
+        tokenizer: of transformers, or its directory; None takes that of the checkpoint directory.
+        seed: of the masks.
+        batch_size: blocks per call of the model.
+        confidence: of the interval, in (0, 1).
+        progress: whether to show progress bars.
+        data: options of `growkern.DataSection`: `dataset` in place of `text`, its columns,
+            `sequence_length`, `masking_probability` and so on.
+
+    Raises:
+        GrowthError: options, model or data do not fit together, or the loss is not finite.
+    """
+    check_confidence(confidence)
+    if batch_size < 1:
+        raise GrowthError(f"batch_size is {batch_size}: it must be positive")
+    section = _section([text] if isinstance(text, (str, Path)) else text, data)
+    if section.dataset is None:
+        # a file that is missing is named before the model is loaded
+        find_sources(section, Path())
+    directory = Path(model) if isinstance(model, (str, Path)) else None
+    reader = tokenizer_of(tokenizer, directory)
+    if directory is not None:
+        model = load_language_model(directory)
+        check_fits(directory, reader, section.sequence_length)
+        model.to(torch.accelerator.current_accelerator() or "cpu")
+    causal = is_causal(model)
+    loaded = load_data(section, reader, progress=progress)
+    collator = evaluation_collator(loaded.collator(reader, causal=causal, seed=seed))
+    rows: Any = loaded.train
+    batches = _batches(rows, collator, batch_size, progress)
+    sums, counts = _sums(model, batches, causal)
+    if not sum(counts):
+        raise GrowthError("no token has a label: give more text, or a larger masking_probability")
+    if not math.isfinite(math.fsum(sums)):
+        raise GrowthError("the loss is not finite: the model gives NaN or infinite logits")
+    loss, (low, high) = ratio_interval(sums, counts, confidence)
+    return EvaluationReport(causal, loss, low, high, confidence, sum(counts), len(sums), seed)
+
+
+def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:
+    """The options of the data: the text takes the place of the training files."""
+    fields = DataSection.__dataclass_fields__.keys()
+    reserved = {"train", "validation", "validation_split", "streaming", "shuffle_window"}
+    for name in data:
+        if name not in fields - reserved:
+            raise GrowthError(f"evaluate has no option {name!r}: see growkern.DataSection")
+    if not text and data.get("dataset") is None:
+        raise GrowthError("there is nothing to read: give text (--text FILE) or dataset")
+    if text and data.get("dataset") is not None:
+        raise GrowthError("text is given beside dataset: give one of them")
+    return DataSection(train=tuple(map(str, text)), **data)
+
+
+def tokenizer_of(tokenizer: Any | None, directory: Path | None) -> Any:
+    """A tokenizer of transformers: given, or of a directory, or of the model's directory.
+
+    Raises:
+        GrowthError: there is none.
+    """
+    if tokenizer is None and directory is None:
+        raise GrowthError("a model without a directory needs its tokenizer: give tokenizer")
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        return load_tokenizer(Path(tokenizer or directory))  # type: ignore[arg-type]
+    return tokenizer
+
+
+def _batches(
+    rows: Any, collator: Collator, batch_size: int, progress: bool
+) -> Iterator[dict[str, Any]]:
+    """All rows in their order."""
+    bar = tqdm(total=len(rows), desc="evaluating", unit=" blocks", disable=not progress)
+    with bar:
+        for start in range(0, len(rows), batch_size):
+            chosen = range(start, min(start + batch_size, len(rows)))
+            yield collator([rows[i] for i in chosen])
+            bar.update(len(chosen))
+
+
+def _sums(
+    model: Any, batches: Iterator[dict[str, Any]], causal: bool
+) -> tuple[list[float], list[int]]:
+    """Per block: the sum of the losses of its labels, and their number."""
+    sums: list[float] = []
+    counts: list[int] = []
+    with _evaluating(model), torch.no_grad():
+        for batch in batches:
+            here = {key: x.to(model.device) for key, x in batch.items()}
+            losses_B, counts_B = block_losses(model, here, causal)
+            sums += losses_B.tolist()
+            counts += counts_B.tolist()
+    return sums, counts
+
+
+def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
+    """The sum of the losses and the number of labels of every row of a batch.
+
+    Args:
+        model: in evaluation mode.
+        batch: labels (B, S) and the inputs of the model.
+        causal: whether a position predicts the label of the next one.
+
+    Returns:
+        Sums (B,) float64 and counts (B,) int64. Logits below float32 are widened first.
+    """
+    labels_BS = batch["labels"]
+    logits_BSV = model(**{key: x for key, x in batch.items() if key != "labels"}).logits
+    if causal:
+        labels_BS, logits_BSV = labels_BS[:, 1:], logits_BSV[:, :-1]
+    labelled_BS = labels_BS != IGNORE_INDEX
+    logits_NV = logits_BSV[labelled_BS]
+    if logits_NV.dtype != torch.float64:
+        logits_NV = logits_NV.float()
+    losses_N = F.cross_entropy(logits_NV, labels_BS[labelled_BS], reduction="none").double()
+    row_N = labelled_BS.nonzero()[:, 0]
+    sums_B = losses_N.new_zeros(len(labels_BS)).index_add_(0, row_N, losses_N)
+    return sums_B, labelled_BS.sum(1)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode without a cache of keys and values; both are put back."""
+    training, use_cache = model.training, getattr(model.config, "use_cache", None)
+    model.eval()
+    model.config.use_cache = False
+    try:
+        yield
+    finally:
+        model.train(training)
+        model.config.use_cache = use_cache

@@ -1,0 +1,324 @@
+"""`growkern.finetune`: how well a model learns to tell texts apart, over several seeds.
+
+The task is made of local text: a passage is given, the source that it comes from is asked for. A
+grown model and one from scratch can so be compared on a downstream task without a download.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from growkern.errors import GrowthError
+from growkern.train.data import matching_files, pack_text
+from growkern.train.evaluation.evaluate import tokenizer_of
+from growkern.train.evaluation.interval import check_confidence, ratio_interval
+from growkern.train.load import check_fits, load_language_model
+
+# share of the passages of each source that is kept for the test, from the end of the source
+TEST_SHARE = 0.2
+# parameters that a language model may lack: the classifier starts with random ones
+NEW = "pooler."
+
+
+@dataclass(frozen=True)
+class FinetuneReport:
+    """Result of `growkern.finetune`; print `report.table()`.
+
+    Attributes:
+        accuracy: mean over the seeds, a share in 0 .. 1.
+        low, high: confidence interval of the mean, Student's t over the seeds; NaN for one seed.
+        confidence: of the interval, in (0, 1).
+        accuracies: of each seed, from `seed` on.
+        chance: accuracy of guessing: every source has as many passages.
+        sources: names of the sources.
+        train, test: number of passages of all sources together.
+        seed: the first one.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    confidence: float
+    accuracies: tuple[float, ...]
+    chance: float
+    sources: tuple[str, ...]
+    train: int
+    test: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; NaN becomes None."""
+        found = vars(self)
+        return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in found.items()}
+
+    def table(self) -> Any:
+        """The report as a rich table."""
+        from rich.table import Table
+
+        table = Table("", "accuracy")
+        for number, accuracy in enumerate(self.accuracies, self.seed):
+            table.add_row(f"seed {number}", f"{100 * accuracy:.1f} %")
+        table.add_row("mean", f"{100 * self.accuracy:.1f} %")
+        if not math.isnan(self.low):
+            ends = f"{100 * self.low:.1f} to {100 * self.high:.1f} %"
+            seeds = len(self.accuracies)
+            table.add_row(f"{100 * self.confidence:g} % interval, t over {seeds} seeds", ends)
+        table.add_row("chance", f"{100 * self.chance:.1f} %")
+        table.add_row("passages, training and test", f"{self.train} and {self.test}")
+        return table
+
+
+def finetune(
+    model: Any,
+    text: Sequence[str | Path],
+    *,
+    tokenizer: Any | None = None,
+    seeds: int = 3,
+    seed: int = 0,
+    epochs: float = 3.0,
+    batch_size: int = 16,
+    learning_rate: float = 5e-5,
+    sequence_length: int = 128,
+    passages: int = 500,
+    confidence: float = 0.95,
+    progress: bool = True,
+) -> FinetuneReport:
+    """Fine-tune a model on the task which source a passage comes from, and test it.
+
+    Each source is cut into passages. The last fifth of each is the test, so no test passage lies
+    between training passages. All sources give equally many. `transformers.Trainer` trains all
+    weights under a new classifier, with dropout as in the config and a rate that falls to 0. Per
+    seed the classifier, the order and the dropout differ; passages stay the same. With the same
+    seeds, two models with one tokenizer see the same passages in the same order. The same call
+    gives the same numbers on the same machine.
+
+    Args:
+        model: a language model with an encoder or a decoder, or its checkpoint directory. It is not
+            changed.
+        text: two or more sources: each a file, a folder (all files in it) or a glob pattern.
+        tokenizer: of transformers, or its directory; None takes that of the checkpoint directory.
+        seeds: number of runs.
+        seed: of the first run; the others count on.
+        epochs: passes over the training passages.
+        batch_size: passages per step.
+        learning_rate: of AdamW, at its highest.
+        sequence_length: tokens per passage.
+        passages: most passages of a source, spread evenly over it.
+        confidence: of the interval over the seeds, in (0, 1).
+        progress: whether to show a progress bar.
+
+    Raises:
+        GrowthError: options, model and text do not fit together, or a text cannot be read.
+    """
+    check_confidence(confidence)
+    _check_numbers(locals(), "seeds", "epochs", "batch_size", "learning_rate", "passages")
+    sources = _sources([text] if isinstance(text, (str, Path)) else text)
+    directory = Path(model) if isinstance(model, (str, Path)) else None
+    reader = tokenizer_of(tokenizer, directory)
+    if directory is not None:
+        model = load_language_model(directory, torch.float32)
+        check_fits(directory, reader, sequence_length)
+    train, test = _task(sources, reader, sequence_length, passages)
+    with tempfile.TemporaryDirectory() as scratch, _global_state():
+        arguments = {
+            "output_dir": scratch,
+            "num_train_epochs": epochs,
+            "per_device_train_batch_size": batch_size,
+            "per_device_eval_batch_size": batch_size,
+            "learning_rate": learning_rate,
+        }
+        steps = math.ceil(len(train) / batch_size * epochs)
+        with tqdm(total=seeds * steps, desc="fine-tuning", disable=not progress) as bar:
+            accuracies = [
+                _accuracy(model, len(sources), train, test, arguments, seed + k, bar)
+                for k in range(seeds)
+            ]
+    accuracy, (low, high) = ratio_interval(accuracies, [1.0] * seeds, confidence)
+    names = tuple(sources)
+    return FinetuneReport(
+        accuracy, low, high, confidence, tuple(accuracies),
+        1 / len(names), names, len(train), len(test), seed,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------- task
+
+
+def _check_numbers(options: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if not 0 < options[name] < math.inf:
+            raise GrowthError(f"{name} is {options[name]}: it must be positive")
+
+
+def _sources(text: Sequence[str | Path]) -> dict[str, list[Path]]:
+    """The files of every source, by its name."""
+    sources: dict[str, list[Path]] = {}
+    for name in map(str, text):
+        if name in sources:
+            raise GrowthError(f"{name} is given twice: sources must differ")
+        pattern = f"{name}/**/*" if Path(name).is_dir() else name
+        sources[name] = [Path(name)] if Path(name).is_file() else matching_files(Path(), pattern)
+    if len(sources) < 2:
+        raise GrowthError("there is nothing to tell apart: give two or more sources of text")
+    return sources
+
+
+class Passages(torch.utils.data.Dataset[dict[str, Any]]):
+    """Passages with the number of their source.
+
+    Args:
+        tokens_NS: (N, S) int32, one passage per row.
+        labels_N: (N,) int64, the source of each.
+    """
+
+    def __init__(self, tokens_NS: np.ndarray, labels_N: np.ndarray) -> None:
+        self.tokens_NS, self.labels_N = tokens_NS.astype(np.int64), labels_N
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.tokens_NS[index], "labels": self.labels_N[index]}
+
+
+def _task(
+    sources: dict[str, list[Path]], tokenizer: Any, length: int, most: int
+) -> tuple[Passages, Passages]:
+    """The passages for training and for the test."""
+    found = {name: pack_text(files, tokenizer, length).tokens_NS for name, files in sources.items()}
+    short = min(found, key=lambda name: len(found[name]))
+    count = min(most, len(found[short]))
+    tests = math.ceil(TEST_SHARE * count)
+    if count - tests < 1:
+        raise GrowthError(
+            f"{short} has {len(found[short])} passages of {length} tokens, and passages is {most}: "
+            "at least 2 are needed: give more text or a smaller sequence_length"
+        )
+    parts: list[list[np.ndarray]] = [[], []]
+    for tokens_NS in found.values():
+        tokens_NS = tokens_NS[np.linspace(0, len(tokens_NS) - 1, count).round().astype(int)]
+        parts[0].append(tokens_NS[: count - tests])
+        parts[1].append(tokens_NS[count - tests :])
+    made = []
+    for part in parts:
+        labels_N = np.repeat(np.arange(len(part)), len(part[0]))
+        made.append(Passages(np.concatenate(part), labels_N))
+    return made[0], made[1]
+
+
+# ---------------------------------------------------------------- training
+
+
+class _Bar(transformers.TrainerCallback):
+    """Moves a progress bar with every step."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+
+def _accuracy(
+    model: Any,
+    sources: int,
+    train: Passages,
+    test: Passages,
+    arguments: dict[str, Any],
+    seed: int,
+    bar: Any,
+) -> float:
+    """Train a classifier with one seed; the share of test passages that it gets right."""
+    transformers.set_seed(seed)
+    args = TrainingArguments(
+        **arguments,
+        seed=seed,
+        data_seed=seed,
+        lr_scheduler_type="linear",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        classifier_of(model, sources),
+        args,
+        train_dataset=train,
+        eval_dataset=test,
+        data_collator=transformers.default_data_collator,
+        callbacks=[_Bar(bar)],
+    )
+    # it prints every result
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    logits_NC = trainer.predict(test).predictions
+    logits_NC = logits_NC[0] if isinstance(logits_NC, tuple) else logits_NC
+    return float((logits_NC.argmax(-1) == test.labels_N).mean())
+
+
+def classifier_of(model: Any, sources: int) -> Any:
+    """A model for sequence classification with the weights of a language model below its head.
+
+    Args:
+        model: the language model; its weights are copied to float32.
+        sources: number of classes.
+
+    Raises:
+        GrowthError: the model has an encoder and a decoder, transformers has no such classifier, or
+            it needs other weights.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise GrowthError(f"{name} has an encoder and a decoder: give a model with one of them")
+    config = copy.deepcopy(model.config)
+    config.num_labels = sources
+    try:
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise GrowthError(f"transformers has no sequence classifier for {name}") from error
+    found = _body(model).state_dict()
+    wanted = _body(classifier).state_dict()
+    lacking = [key for key in wanted if key not in found and NEW not in key]
+    if lacking:
+        raise GrowthError(f"the classifier for {name} needs {lacking[0]}, which the model lacks")
+    _body(classifier).load_state_dict({k: x for k, x in found.items() if k in wanted}, strict=False)
+    # decoders are read at the last token that is no padding, and no passage has any
+    classifier.config.pad_token_id = -1
+    return classifier
+
+
+def _body(model: Any) -> nn.Module:
+    """The part below the head."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+@contextlib.contextmanager
+def _global_state() -> Iterator[None]:
+    """Deterministic algorithms of PyTorch. Afterwards all generators are as they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.use_deterministic_algorithms(before, warn_only=warns)
