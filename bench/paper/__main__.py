@@ -22,6 +22,7 @@ from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
 from bench.paper.tables import report
 from bench.shared.results import RESULTS, write
+from growkern.cli.app import silence_transformers
 
 FOLDER = Path("runs/paper")
 TABLES = {"table2": "bert", "table5": "gpt2"}
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=FOLDER, help=f"default: {FOLDER}")
     parser.add_argument("--save", action="store_true", help="write to bench/results")
     options = parser.parse_args()
+    silence_transformers()
     if options.table != "report":
         setting = SETTINGS.get((options.size, TABLES[options.table]))
         if setting is None:

@@ -13,6 +13,8 @@ from typing import Any
 import transformers
 
 VOCAB = 1024
+# ids of `growkern.demo.corpus.train_tokenizer`
+PADDING, SEPARATOR = 0, 3
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Setting:
         common = {"vocab_size": self.vocab, "initializer_range": std}
         if self.family == "gpt2":
             none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            ids = {"bos_token_id": 0, "eos_token_id": 0}
+            ids = {"bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR, "pad_token_id": PADDING}
             sizes = {"n_layer": layers, "n_embd": size.width, "n_head": size.heads}
             return transformers.GPT2Config(
                 n_positions=self.length, **common, **none, **ids, **sizes
@@ -160,9 +162,9 @@ MICRO_GPT = replace(
     target=Size(4, 32, 4),
     source_steps=8,
     steps=16,
-    rate_steps=2,
+    rate_steps=8,
+    rates=(1e-3, 4e-3),
     warmup=1,
-    batch=2,
     length=16,
     eval_every=8,
     vocab=300,
