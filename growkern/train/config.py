@@ -2,8 +2,8 @@
 
 The sections of the file and their keys:
 
-    [model]        path, tokenizer                          (path: not with [growth])
-    [data]         train, validation or dataset, split, ...; text_column, sequence_length, ...
+    [model]        path, tokenizer, generator               (path: not with [growth])
+    [data]         train, validation or dataset, split, ...; objective, sequence_length, ...
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
     [output]       directory, report_to, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
@@ -129,10 +129,21 @@ class ModelSection:
     Args:
         path: checkpoint directory; None with [growth].
         tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
+        generator: directory of ELECTRA's generator, beside a discriminator in `path`.
+        shared_embeddings: whether the generator uses the embeddings of the discriminator.
+
+    Raises:
+        GrowthError: embeddings are shared without a generator.
     """
 
     path: str | None = None
     tokenizer: str | None = None
+    generator: str | None = None
+    shared_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared_embeddings and self.generator is None:
+            raise GrowthError("shared_embeddings is given without generator: give both")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from growkern.growth.source.config import read_config
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.loading import load_model
 
+# classes that predict masked tokens, and something else
+PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
 # the largest, of 260,000 tokens, have 35 MB; a tokenizer config with all of them has 8 MB
 MOST_TOKENIZER_BYTES, MOST_BYTES = 200_000_000, 32_000_000
 
@@ -165,7 +167,7 @@ def is_causal(model: Any) -> bool:
     """
     names = {cls.__name__ for cls in type(model).__mro__}
     causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-    masked = bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
+    masked = bool(names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), *PRETRAINING})
     if model.config.is_encoder_decoder or not (causal or masked):
         raise GrowthError(
             f"{type(model).__name__} is neither a masked nor a causal language model: "
