@@ -42,7 +42,11 @@ from growkern.train.loop.arguments import (
     reports_of,
     training_arguments,
 )
-from growkern.train.loop.objective import choose_objective, labelled_share
+from growkern.train.loop.objective import (
+    check_generator_tokenizer,
+    choose_objective,
+    labelled_share,
+)
 from growkern.train.loop.optimizer import check_optimizer
 from growkern.train.loss.models import is_two_stacks
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
@@ -258,6 +262,8 @@ def build_trainer(
     generator = [base / run.model.generator] if run.model.generator else []
     for directory in (base / run.checkpoint, *generator, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
+    for directory in generator:
+        check_generator_tokenizer(tokenizer, directory)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)

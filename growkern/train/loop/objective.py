@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
 from growkern.train.config import Run
 from growkern.train.dataset.options import DataSection
+from growkern.train.inheritance import tokenizer_fingerprint
+from growkern.train.load import has_tokenizer, load_tokenizer
 from growkern.train.loss.side import SIDE_LOSSES, check_side
 from growkern.train.objectives.electra import check_pair
 from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
@@ -62,6 +65,21 @@ def _check_generator(run: Run, directory: Path, discriminator: Any) -> None:
     if "ElectraForMaskedLM" not in (config.architectures or ()):
         raise GrowthError(f"model.generator {directory} is not an ElectraForMaskedLM: give one")
     check_pair(config, discriminator, shared_embeddings=run.model.shared_embeddings)
+
+
+def check_generator_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Check that a generator reads the tokens of the run, if it has a tokenizer.
+
+    Raises:
+        GrowthError: it has another one.
+    """
+    if not has_tokenizer(directory):
+        return
+    if tokenizer_fingerprint(load_tokenizer(directory)) != tokenizer_fingerprint(tokenizer):
+        raise GrowthError(
+            f"the generator {directory} has another tokenizer than the run: every token must have "
+            "the same id in both"
+        )
 
 
 def labelled_share(data: DataSection) -> tuple[float, int | None]:

@@ -1,134 +1,21 @@
-"""Real text, tokenizers and tiny models for each objective."""
+"""Run files, rows and batches of each objective, on real text and tiny models."""
 
 import functools
-import sysconfig
-from pathlib import Path
 
-import tokenizers
-import torch
-import transformers
+import numpy as np
 
-from growkern.train.run import train
+from examples.objectives import LENGTH, MODELS, TEXTS, make_model, make_tokenizer
+from growkern import DataSection
+from growkern.train.data import TokenBlocks
+from growkern.train.dataset.load import TrainingData
 
-# modules of Python with much prose in them
-MODULES = ("argparse.py", "decimal.py" if False else "typing.py", "tarfile.py", "doctest.py")
-LENGTH = 48
-BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-SPECIAL = {
-    "bert": dict(
-        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT, strict=True)
-    ),
-    "t5": {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"},
-    "bart": {
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "cls_token": "<s>",
-        "eos_token": "</s>",
-        "sep_token": "</s>",
-        "mask_token": "<mask>",
-    },
-    "gpt2": {"eos_token": "</s>", "unk_token": "<unk>"},
-}
-SENTINELS = [f"<extra_id_{i}>" for i in range(20)]
-
-
-@functools.cache
-def texts() -> list[str]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return [(folder / name).read_text()[:60_000] for name in MODULES]
-
-
-@functools.cache
-def tokenizer(kind: str):
-    """A byte-pair tokenizer of 400 tokens, with the special tokens of a family."""
-    special = SPECIAL[kind]
-    extra = SENTINELS if kind == "t5" else []
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=special["unk_token"]))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[*dict.fromkeys(special.values()), *extra],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts(), trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-
-
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-def build(name: str, **options):
-    """A model of a class, with the vocabulary of its tokenizer and without dropout."""
-    torch.manual_seed(0)
-    kind = {"Bert": "bert", "Elec": "bert", "T5Fo": "t5", "Bart": "bart", "GPT2": "gpt2"}[name[:4]]
-    vocab_size, pad = len(tokenizer(kind)), tokenizer(kind).pad_token_id
-    if kind == "t5":
-        config = transformers.T5Config(
-            vocab_size=vocab_size,
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_heads=2,
-            num_layers=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=pad,
-            pad_token_id=pad,
-            **options,
-        )
-    elif kind == "bart":
-        both = {
-            f"{part}_{key}": value
-            for part in ("encoder", "decoder")
-            for key, value in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))
-        }
-        config = transformers.BartConfig(
-            vocab_size=vocab_size,
-            d_model=32,
-            max_position_embeddings=64,
-            dropout=0.0,
-            decoder_start_token_id=tokenizer(kind).eos_token_id,
-            pad_token_id=pad,
-            **both,
-            **options,
-        )
-    elif kind == "gpt2":
-        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=64, **none, **options
-        )
-    else:
-        cls = transformers.ElectraConfig if name.startswith("Electra") else transformers.BertConfig
-        config = cls(vocab_size=vocab_size, **{**SIZES, **options})
-    return getattr(transformers, name)(config)
-
-
-# objective -> class, tokenizer
-MODELS = {
-    "mlm": ("BertForMaskedLM", "bert"),
-    "mlm+nsp": ("BertForPreTraining", "bert"),
-    "clm": ("GPT2LMHeadModel", "gpt2"),
-    "span_corruption": ("T5ForConditionalGeneration", "t5"),
-    "denoising": ("BartForConditionalGeneration", "bart"),
-    "rtd": ("ElectraForPreTraining", "bert"),
-}
 RUN = """
 [model]
 path = "model"
 {model}
 [data]
 train = ["text/*.txt"]
-validation = ["text/0.txt"]
+validation = ["held_out.txt"]
 sequence_length = {length}
 cache = "tokens"
 {data}
@@ -136,50 +23,62 @@ cache = "tokens"
 steps = {steps}
 batch_size = 8
 learning_rate = 3e-3
-warmup_steps = 5
 log_every = 1
 save_every = {save_every}
-{more}
+{training}
 [output]
 directory = "out"
 tensorboard = false
+{more}
 """
 
 
-def place_of(directory: Path, objective: str, *, more: str = "", data: str = "", steps: int = 50):
-    """Write the inputs of a run to a directory; its run file."""
+@functools.cache
+def tokenizer(kind):
+    return make_tokenizer(kind)
+
+
+def model_of(objective, **options):
     name, kind = MODELS[objective]
-    models = {"model": build(name, **({"embedding_size": 16} if objective == "rtd" else {}))}
+    return make_model(name, tokenizer(kind), **options)
+
+
+def place_of(directory, objective, *, model="", data="", training="", more="", steps=50):
+    """Write the inputs of a run to a directory.
+
+    Returns:
+        The run file.
+    """
+    kind = MODELS[objective][1]
+    models = {"model": model_of(objective)}
     if objective == "rtd":
-        sizes = {"embedding_size": 16, "hidden_size": 16, "intermediate_size": 32}
-        models["generator"] = build("ElectraForMaskedLM", **sizes)
-    for folder, model in models.items():
-        model.save_pretrained(directory / folder)
+        models["generator"] = make_model("ElectraForMaskedLM", tokenizer(kind), width=16)
+        model = f'generator = "generator"\n{model}'
+    for folder, one in models.items():
+        one.save_pretrained(directory / folder)
         tokenizer(kind).save_pretrained(directory / folder)
     (directory / "text").mkdir()
-    for i, text in enumerate(texts()):
-        (directory / "text" / f"{i}.txt").write_text(text)
-    text = RUN.format(
-        model='generator = "generator"' if objective == "rtd" else "",
-        length=LENGTH,
-        data=data,
-        steps=steps,
-        save_every=steps // 2,
-        more=more,
-    )
+    for file in TEXTS:
+        (directory / "text" / f"{file.stem}.txt").write_text(file.read_text())
+    (directory / "held_out.txt").write_text(TEXTS[0].read_text()[:6000])
+    parts = {"model": model, "data": data, "training": training, "more": more}
+    text = RUN.format(length=LENGTH, steps=steps, save_every=max(1, steps // 2), **parts)
     (directory / "run.toml").write_text(text)
     return directory / "run.toml"
 
 
-def rows_of(kind: str, length: int):
-    """Rows of token ids without special tokens at their ends."""
-    from growkern.train.data import TokenBlocks
-
-    ids = tokenizer(kind)(texts()[0], add_special_tokens=False)["input_ids"]
-    import numpy as np
-
+@functools.cache
+def rows_of(kind, length):
+    """Rows of real text without special tokens."""
+    ids = tokenizer(kind)(TEXTS[0].read_text(), add_special_tokens=False)["input_ids"]
     count = len(ids) // length
     return TokenBlocks(np.asarray(ids[: count * length], np.int32).reshape(count, length))
 
 
-__all__ = ["MODELS", "build", "place_of", "rows_of", "texts", "tokenizer", "train"]
+def data_of(objective, **options):
+    """Rows for an objective, and the collator that a run would use."""
+    kind = MODELS[objective][1]
+    section = DataSection(train=("text",), objective=objective, sequence_length=LENGTH, **options)
+    rows = rows_of(kind, section.row_length)
+    collator = TrainingData(section, None, rows, None).collator(tokenizer(kind), seed=3)
+    return rows, collator
