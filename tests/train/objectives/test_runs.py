@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from examples import objectives as example
 from examples.objectives import MODELS, make_model
 from growkern import GrowthError, ReplacedTokenDetection, grow
 from growkern.plot import read_curve
@@ -234,3 +235,10 @@ def test_a_tokenizer_without_sentinels_is_refused(tmp_path):
     with pytest.raises(GrowthError, match="needs a tokenizer with the tokens <extra_id_0>"):
         train(run, progress=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("objective", MODELS)
+def test_the_example_trains_with_every_objective(objective, tmp_path):
+    trainer = example.train(objective, tmp_path)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert np.mean(losses[-5:]) < NOISE * np.mean(losses[:5])
