@@ -30,6 +30,7 @@ from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
 from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.load import ModelSection
 from growkern.train.loss.options import LossOptions
 from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
@@ -120,30 +121,6 @@ class TwoStageConfig:
     def part_of(self, depth: int) -> Part:
         """The part that trains when so many layers run."""
         return Part(depth, self.layers_per_block, self.embeddings)
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The model to train.
-
-    Args:
-        path: checkpoint directory; None with [growth].
-        tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
-        generator: directory of ELECTRA's generator, beside a discriminator in `path`.
-        shared_embeddings: whether the generator uses the embeddings of the discriminator.
-
-    Raises:
-        GrowthError: embeddings are shared without a generator.
-    """
-
-    path: str | None = None
-    tokenizer: str | None = None
-    generator: str | None = None
-    shared_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        if self.shared_embeddings and self.generator is None:
-            raise GrowthError("shared_embeddings is given without generator: give both")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def check_side(
         ):
             if found:
                 raise GrowthError(
-                    f"replaced-token detection trains two models, which {name} does not know: "
+                    f"replaced-token detection trains two models, which does not fit {name}: "
                     f"leave out {sections}"
                 )
     if side is not None and cached:

@@ -162,7 +162,7 @@ REFUSED = {
         {"data": 'objective = "clm"'},
         "BertForMaskedLM is trained with 'mlm'",
     ),
-    "two stages": ("rtd", {"more": STAGES}, r"two stages cannot do: leave out \[two_stage\]"),
+    "two stages": ("rtd", {"more": STAGES}, r"does not fit two stages: leave out \[two_stage\]"),
     "cached pairs": ("mlm+nsp", {"more": CACHE}, "not for pairs of passages: give the paths"),
     "cached decoder": ("denoising", {"more": CACHE}, "no decoder's predictions"),
     "a generator too many": (
@@ -215,7 +215,7 @@ def test_a_discriminator_without_its_generator_is_refused(tmp_path):
         train(run, progress=False)
     grown = text.replace('path = "model"', "") + GROWN
     run.write_text(grown)
-    with pytest.raises(GrowthError, match="grow both with growkern grow"):
+    with pytest.raises(GrowthError, match=r"\[growth\], and grow both with growkern grow"):
         train(run, progress=False)
 
 
