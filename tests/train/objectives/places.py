@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import torch
 
 from examples.objectives import LENGTH, MODELS, TEXTS, make_model, make_tokenizer
 from growkern import DataSection
@@ -50,6 +51,7 @@ def place_of(directory, objective, *, model="", data="", training="", more="", s
         The run file.
     """
     kind = MODELS[objective][1]
+    torch.manual_seed(0)
     models = {"model": model_of(objective)}
     if objective == "rtd":
         models["generator"] = make_model("ElectraForMaskedLM", tokenizer(kind), width=16)

@@ -8,7 +8,13 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.objectives import MODELS, make_model
-from growkern import GrowthError, InheritanceSchedule, ReplacedTokenDetection, TwoStageConfig
+from growkern import (
+    GrowthError,
+    InheritanceSchedule,
+    ReplacedTokenDetection,
+    TwoStageConfig,
+    inherited_loss,
+)
 from growkern import TwoStageTrainer as Trainer
 from growkern.train.flops import ModelCost, cost_of
 from growkern.train.objectives.electra import draw
@@ -299,6 +305,11 @@ def test_models_that_are_no_pair_are_refused():
     ReplacedTokenDetection(other, discriminator)
     with pytest.raises(GrowthError, match=r"embedding_size \(8 and 16\).*shared_embeddings out"):
         ReplacedTokenDetection(other, discriminator, shared_embeddings=True)
+
+
+def test_a_loop_of_ones_own_is_told_of_the_second_loss():
+    with pytest.raises(GrowthError, match="second loss, which inherited_loss would leave out"):
+        inherited_loss(model_of("mlm+nsp"), None, batch_of("mlm+nsp"))
 
 
 def test_batches_without_the_targets_are_refused(tmp_path):

@@ -16,8 +16,12 @@ from safetensors.torch import load_file
 from examples import objectives as example
 from examples.objectives import MODELS, make_model
 from growkern import GrowthError, ReplacedTokenDetection, grow
+from growkern.errors import GrowthWarning
 from growkern.plot import read_curve
+from growkern.publish.manifest import differences
+from growkern.train.load import has_tokenizer
 from growkern.train.run import train
+from growkern.train.safety.export import export
 from tests.train.objectives.places import data_of, model_of, place_of, tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +83,21 @@ def test_resumed_equals_straight_bit_for_bit(objective, tmp_path):
     for file, weights in straight.items():
         for name, value in load_file(out / file).items():
             assert torch.equal(value, weights[name]), (file, name)
+
+
+def test_an_export_and_a_second_save_hold_both_models(tmp_path):
+    run, out = place_of(tmp_path, "rtd", steps=2), tmp_path / "out"
+    train(run, progress=False)
+    (out / "model.safetensors").unlink()
+    with pytest.warns(GrowthWarning, match="made again from the last whole checkpoint"):
+        train(run, progress=False)
+    export(out, tmp_path / "exported")
+    for name in ("model.safetensors", "generator/model.safetensors"):
+        one, other = (load_file(place / name) for place in (out, tmp_path / "exported"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert has_tokenizer(tmp_path / "exported" / "generator")
+    assert not differences(out).wrong and not differences(tmp_path / "exported").wrong
 
 
 @pytest.mark.parametrize("objective", ["mlm+nsp", "rtd"])
