@@ -43,7 +43,7 @@ from growkern.train.loop.arguments import (
     training_arguments,
 )
 from growkern.train.loop.objective import (
-    check_generator_tokenizer,
+    check_generator,
     choose_objective,
     labelled_share,
 )
@@ -259,11 +259,9 @@ def build_trainer(
                 "with those of the run: copy the files of the teacher's tokenizer there"
             )
     objective = choose_objective(run, base)
-    generator = [base / run.model.generator] if run.model.generator else []
-    for directory in (base / run.checkpoint, *generator, *teacher_paths):
+    for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
-    for directory in generator:
-        check_generator_tokenizer(tokenizer, directory)
+    check_generator(run, base, tokenizer)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)

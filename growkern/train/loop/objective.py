@@ -11,7 +11,7 @@ from growkern.growth.source.loading import class_of
 from growkern.train.config import Run
 from growkern.train.dataset.options import DataSection
 from growkern.train.inheritance import tokenizer_fingerprint
-from growkern.train.load import has_tokenizer, load_tokenizer
+from growkern.train.load import check_fits, has_tokenizer, load_tokenizer
 from growkern.train.loss.side import SIDE_LOSSES, check_side
 from growkern.train.objectives.electra import check_pair
 from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
@@ -51,11 +51,11 @@ def choose_objective(run: Run, base: Path) -> Objective:
             "paths of teachers"
         )
     if run.model.generator is not None:
-        _check_generator(run, base / run.model.generator, config)
+        _check_both(run, base / run.model.generator, config)
     return objective
 
 
-def _check_generator(run: Run, directory: Path, discriminator: Any) -> None:
+def _check_both(run: Run, directory: Path, discriminator: Any) -> None:
     """Refuse settings that a generator and a discriminator together do not fit."""
     if run.distributed is not None and run.distributed.sharding == "fsdp":
         raise GrowthError(
@@ -67,12 +67,21 @@ def _check_generator(run: Run, directory: Path, discriminator: Any) -> None:
     check_pair(config, discriminator, shared_embeddings=run.model.shared_embeddings)
 
 
-def check_generator_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Check that a generator reads the tokens of the run, if it has a tokenizer.
+def check_generator(run: Run, base: Path, tokenizer: Any) -> None:
+    """Check that a generator reads the rows and the tokens of the run, if there is one.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+        tokenizer: of the run.
 
     Raises:
-        GrowthError: it has another one.
+        GrowthError: the rows are too long for it, or it has another tokenizer.
     """
+    if run.model.generator is None:
+        return
+    directory = base / run.model.generator
+    check_fits(directory, tokenizer, run.data.sequence_length)
     if not has_tokenizer(directory):
         return
     if tokenizer_fingerprint(load_tokenizer(directory)) != tokenizer_fingerprint(tokenizer):
