@@ -19,7 +19,6 @@ from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
@@ -48,7 +47,6 @@ from growkern.train.loop.objective import (
     labelled_share,
 )
 from growkern.train.loop.optimizer import check_optimizer
-from growkern.train.loss.models import is_two_stacks
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.identity import identity_of

@@ -16,7 +16,7 @@ import transformers
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.train.data import Collator, EpochCollator, evaluation_collator
+from growkern.train.data import CausalLMCollator, Collator, EpochCollator, evaluation_collator
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, user_cache
 from growkern.train.dataset.fingerprint import digest_of
 from growkern.train.dataset.options import DataSection
@@ -153,6 +153,7 @@ def load_data(
         base: folder that relative paths begin in.
         row_weights: column with weights: a number per token, or one per record.
         encoder_decoder: whether the model has an encoder and a decoder, so that rows are pairs.
+            The objective "pairs" says so too.
         seed: of the order of a stream.
         progress: whether to show a progress bar.
 
@@ -166,6 +167,7 @@ def load_data(
             f"{processes} processes were started, but they cannot wait for each other: call "
             "torch.distributed.init_process_group or make the TrainingArguments before load_data"
         )
+    encoder_decoder = encoder_decoder or data.objective == "pairs"
     sources = find_sources(data, Path(base))
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"

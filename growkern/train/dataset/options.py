@@ -126,8 +126,10 @@ class DataSection:
     def _check_objective(self) -> None:
         """Refuse options that an objective does not fit."""
         name = f"data.objective = {self.objective!r}"
-        if self.objective in (*OF_BARE_ROWS, "rtd") and self.labels_column is not None:
-            raise GrowthError(f"{name} makes the labels itself: leave out data.labels_column")
+        for column in ("labels_column", "target_column"):
+            given = getattr(self, column) is not None
+            if given and self.objective in (*OF_BARE_ROWS, "rtd"):
+                raise GrowthError(f"{name} makes the labels itself: leave out data.{column}")
         if self.objective in OF_BARE_ROWS and not self.pack:
             raise GrowthError(f"{name} needs full rows: leave out data.packing = false")
         if self.objective == "mlm+nsp" and self.streaming:

@@ -29,7 +29,11 @@ def choose_objective(run: Run, base: Path) -> Objective:
         GrowthError: the model cannot be trained with it, or other settings do not fit it.
     """
     config = read_config(base / run.checkpoint, any_family=True)
-    objective = choose(run.data.objective, class_of(base / run.checkpoint, config))
+    objective = choose(
+        run.data.objective,
+        class_of(base / run.checkpoint, config),
+        targets=bool(run.data.target_column or run.data.labels_column),
+    )
     if (objective == "rtd") != (run.model.generator is not None):
         raise GrowthError(
             f"{run.checkpoint} is trained with {objective!r}, and model.generator belongs to an "
@@ -102,6 +106,6 @@ def labelled_share(data: DataSection) -> tuple[float, int | None]:
     """
     if data.objective == "span_corruption":
         return 1.0, span_counts(data.row_length, data.share, data.mean_span_length).target
-    if data.objective == "denoising":
+    if data.objective in ("denoising", "pairs"):
         return 1.0, data.sequence_length
     return (1.0 if data.objective == "clm" else data.share), None

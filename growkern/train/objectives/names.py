@@ -17,10 +17,10 @@ from transformers.models.auto.modeling_auto import (
 from growkern.errors import GrowthError, nearest
 from growkern.train.objectives.span_corruption import raw_length
 
-Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "rtd"]
+Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
 # they put special tokens around and between the tokens of a row by themselves
 OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
-OF_TWO_STACKS = ("span_corruption", "denoising")
+OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
 # special tokens that the collator adds to a row
 ADDED = {"mlm+nsp": 3, "denoising": 2}
 # share of the tokens that are masked, in the papers of BERT, T5 and ELECTRA, and in that of BART
@@ -62,7 +62,8 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
         return ("rtd",)
     if names & set(SEQ_TO_SEQ.values()):
         is_t5 = any("T5" in name for name in names)
-        return ("span_corruption", "denoising") if is_t5 else ("denoising", "span_corruption")
+        first: tuple[Objective, ...] = ("span_corruption", "denoising")
+        return (*(first if is_t5 else first[::-1]), "pairs")
     found: list[Objective] = []
     if names & set(CAUSAL.values()):
         found.append("clm")
@@ -76,12 +77,13 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
     return tuple(found)
 
 
-def choose(wanted: Objective, cls: type) -> Objective:
+def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:
     """The objective of a run.
 
     Args:
         wanted: "auto" takes the default of the class.
         cls: of the model.
+        targets: whether the data says what a decoder beside an encoder is to write.
 
     Raises:
         GrowthError: the class cannot be trained with it.
@@ -91,7 +93,7 @@ def choose(wanted: Objective, cls: type) -> Objective:
         raise GrowthError(f"data.objective is {wanted!r}{nearest(wanted, known)}")
     possible = objectives_of(cls)
     if wanted == "auto":
-        return possible[0]
+        return "pairs" if targets and "pairs" in possible else possible[0]
     if wanted not in possible:
         raise GrowthError(
             f"data.objective is {wanted!r}, but {cls.__name__} is trained with "

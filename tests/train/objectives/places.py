@@ -82,5 +82,5 @@ def data_of(objective, **options):
     kind = MODELS[objective][1]
     section = DataSection(train=("text",), objective=objective, sequence_length=LENGTH, **options)
     rows = rows_of(kind, section.row_length)
-    collator = TrainingData(section, None, rows, None).collator(tokenizer(kind), seed=3)
+    collator = TrainingData(section, None, False, rows, None).collator(tokenizer(kind), seed=3)
     return rows, collator

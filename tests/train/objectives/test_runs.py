@@ -197,7 +197,7 @@ REFUSED = {
     "a stream of pairs": ("mlm+nsp", {"data": "streaming = true"}, "set data.streaming to false"),
     "own labels": (
         "span_corruption",
-        {"data": 'input_ids_column = "a"\nlabels_column = "b"\npacking = true'},
+        {"data": 'objective = "span_corruption"\ninput_ids_column = "a"\nlabels_column = "b"'},
         "makes the labels itself: leave out data.labels_column",
     ),
     "rows that are not full": (
