@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import LossOptions as LossOptions
+    from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -97,6 +98,7 @@ _MODULE_OF = {
     "LossOptions": "growkern.train.loss.options",
     "count_labels": "growkern.train.loss.inherited",
     "inherited_loss": "growkern.train.loss.inherited",
+    "ReplacedTokenDetection": "growkern.train.objectives.electra",
     "TwoStageTrainer": "growkern.train.trainer",
 }
 

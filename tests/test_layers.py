@@ -75,6 +75,7 @@ PARTS = {
         "growth",
         "data",
         "load",
+        "objectives",
         "dataset",
         "inheritance",
         "loss",

@@ -20,6 +20,7 @@ from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
 from growkern.train.growth.models import Size, grown_model, unfilled_model
 from growkern.train.load import load_language_model, stored_dtype
+from growkern.train.objectives.electra import ReplacedTokenDetection
 
 
 def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
@@ -39,6 +40,12 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
         join_processes("cpu" if accelerator is None else accelerator.type)
     half = stored_dtype(base / run.checkpoint).itemsize == 2
     dtype = torch.float32 if half else stored_dtype(base / run.checkpoint)
+    if run.model.generator is not None:
+        pair = [
+            load_language_model(base / place, dtype if half else None)
+            for place in (run.model.generator, run.checkpoint)
+        ]
+        return ReplacedTokenDetection(*pair, shared_embeddings=run.model.shared_embeddings)
     if run.first_growth is None:
         return shard(load_language_model(base / run.checkpoint, dtype if half else None), options)
     source, growth = base / run.checkpoint, run.first_growth

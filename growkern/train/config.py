@@ -2,8 +2,8 @@
 
 The sections of the file and their keys:
 
-    [model]        path, tokenizer                          (path: not with [growth])
-    [data]         train, validation or dataset, split, ...; text_column, sequence_length, ...
+    [model]        path, tokenizer, generator               (path: not with [growth])
+    [data]         train, validation or dataset, split, ...; objective, sequence_length, ...
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
     [output]       directory, report_to, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
@@ -30,6 +30,7 @@ from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
 from growkern.train.inheritance import InheritanceSchedule
+from growkern.train.load import ModelSection
 from growkern.train.loss.options import LossOptions
 from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
@@ -120,19 +121,6 @@ class TwoStageConfig:
     def part_of(self, depth: int) -> Part:
         """The part that trains when so many layers run."""
         return Part(depth, self.layers_per_block, self.embeddings)
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The model to train.
-
-    Args:
-        path: checkpoint directory; None with [growth].
-        tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
-    """
-
-    path: str | None = None
-    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -260,14 +260,56 @@ class CausalLMCollator:
         self.pad_id = tokenizer.pad_token_id
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = _pad([feature["input_ids"] for feature in features], self.pad_id)
+        batch = pad_rows([feature["input_ids"] for feature in features], self.pad_id)
         labels_BS = batch["input_ids"].clone()
         if "attention_mask" in batch:
             labels_BS[batch["attention_mask"] == 0] = IGNORE_INDEX
         return {**batch, "labels": labels_BS}
 
 
-class MaskedLMCollator:
+class DrawingCollator:
+    """A collator whose random numbers for a row depend only on the seed, the epoch and the row.
+
+    Args:
+        tokenizer: gives the id to pad with.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
+        self.seed, self.pad_id = seed, tokenizer.pad_token_id
+        # shared memory: a persistent data worker, forked or spawned, sees the next epoch's number
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the numbers of this epoch from now on, in data workers that already run too."""
+        self._epoch.fill_(epoch)
+
+    def frozen(self: "DrawingT") -> "DrawingT":
+        """A copy for evaluation, which draws as in epoch 0 whatever epoch training is in."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._epoch = torch.zeros((), dtype=torch.int64)
+        return twin
+
+    def key_of(self, feature: dict[str, Any]) -> int:
+        """64 bits that all random numbers of a row follow from."""
+        ids = np.asarray(feature["input_ids"], np.int64)
+        epoch = int(self._epoch) + feature.get(PASS, 0)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
+        digest.update(f"{self.seed}:{epoch}".encode())
+        return int.from_bytes(digest.digest(), "little")
+
+    def bits_of(self, features: Sequence[dict[str, Any]], length: int) -> np.ndarray:
+        """64 random bits for each place of each row, (B, length) uint64."""
+        key_B = np.asarray([self.key_of(feature) for feature in features], np.uint64)
+        counter_S = np.arange(1, length + 1, dtype=np.uint64) * _GOLDEN
+        return mix(key_B[:, None] + counter_S)
+
+
+DrawingT = TypeVar("DrawingT", bound=DrawingCollator)
+
+
+class MaskedLMCollator(DrawingCollator):
     """Makes {input_ids, labels} from blocks with BERT's masking, drawn anew in every epoch.
 
     Of the chosen tokens 80 % become the mask token, 10 % a random token, and 10 % stay. Special
@@ -284,41 +326,26 @@ class MaskedLMCollator:
     """
 
     def __init__(self, tokenizer: Any, probability: float = 0.15, seed: int = 0) -> None:
+        super().__init__(tokenizer, seed)
         if tokenizer.mask_token_id is None:
             raise GrowthError("the tokenizer has no mask token: masked-LM training needs one")
         check_probability(probability)
-        self.probability, self.seed = probability, seed
-        self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.probability, self.mask_id = probability, tokenizer.mask_token_id
         self.vocab_size = len(tokenizer)
         self.special_ids = np.asarray(tokenizer.all_special_ids, np.int64)
-        # shared memory: a persistent data worker, forked or spawned, sees the next epoch's number
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the masks of this epoch from now on, in data workers that already run too."""
-        self._epoch.fill_(epoch)
-
-    def frozen(self) -> "MaskedLMCollator":
-        """A copy for evaluation, which draws the masks of epoch 0 whatever epoch training is in."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin._epoch = torch.zeros((), dtype=torch.int64)
-        return twin
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = _pad([feature["input_ids"] for feature in features], self.pad_id)
+        batch = pad_rows([feature["input_ids"] for feature in features], self.pad_id)
         input_BS = batch["input_ids"].numpy()
         # unpadded rows are hashed: a row's mask does not depend on its neighbours' lengths
-        key_B = np.asarray([self._key(feature) for feature in features], np.uint64)
-        counter_S = np.arange(1, input_BS.shape[1] + 1, dtype=np.uint64) * _GOLDEN
-        bits_BS = _mix(key_B[:, None] + counter_S)
+        bits_BS = self.bits_of(features, input_BS.shape[1])
 
         maskable_BS = ~np.isin(input_BS, self.special_ids)
         if "attention_mask" in batch:
             maskable_BS &= batch["attention_mask"].numpy().astype(bool)
         chosen_BS = maskable_BS & ((bits_BS >> np.uint64(32)) < int(self.probability * 2**32))
         kind_BS = bits_BS & np.uint64(0xFFFFFFFF)
-        random_BS = (_mix(bits_BS) % np.uint64(self.vocab_size)).astype(np.int64)
+        random_BS = (mix(bits_BS) % np.uint64(self.vocab_size)).astype(np.int64)
 
         labels_BS = np.where(chosen_BS, input_BS, IGNORE_INDEX)
         replaced_BS = np.where(kind_BS < int(0.8 * 2**32), self.mask_id, random_BS)
@@ -326,25 +353,18 @@ class MaskedLMCollator:
         batch["input_ids"] = torch.from_numpy(np.where(chosen_BS, replaced_BS, input_BS))
         return {**batch, "labels": torch.from_numpy(labels_BS)}
 
-    def _key(self, feature: dict[str, Any]) -> int:
-        ids = np.asarray(feature["input_ids"], np.int64)
-        epoch = int(self._epoch) + feature.get(PASS, 0)
-        digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
-        digest.update(f"{self.seed}:{epoch}".encode())
-        return int.from_bytes(digest.digest(), "little")
-
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """Finaliser of the splitmix64 generator: 64 well-mixed bits for each counter."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _pad(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]:
+def pad_rows(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]:
     """Stack token rows; a mask appears only when their lengths differ."""
     lengths = {len(row) for row in rows}
     if len(lengths) == 1:

@@ -12,9 +12,10 @@ trained. It counts only for the rows that reach it.
 
 A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
 are packed into one row count as one long sequence, unless the attention keeps them apart
-(FlashAttention). A decoder layer beside an encoder attends twice; both are taken to be equally
-long. Activations, norms, and the recomputation of checkpointed layers and of FlashAttention's
-backward pass are not counted.
+(FlashAttention). A decoder layer beside an encoder attends twice, and its keys and values for the
+second time are computed from the encoder's tokens. Maps that run once per sequence (BERT's pooler)
+count once per sequence. Activations, norms, and the recomputation of checkpointed layers and of
+FlashAttention's backward pass are not counted.
 """
 
 import math
@@ -45,15 +46,20 @@ class ModelCost:
         self, model: Any, stacks: Sequence[nn.ModuleList], attention: str | None = None
     ) -> None:
         head = model.get_output_embeddings()
-        self._row = 2 * head.weight.numel()
+        self._row = 0 if head is None else 2 * head.weight.numel()
         uses = _uses_per_token(model, stacks)
         uses.rows.pop(head, None)
         self._layers = [[_linear_flops(layer, uses.rows) for layer in stack] for stack in stacks]
+        self._of_encoder = [
+            [_linear_flops(layer, uses.of_encoder) for layer in stack] for stack in stacks
+        ]
+        self._per_sequence = _linear_flops(model, uses.per_sequence)
         first = {layer: uses.at_input.get(layer, {}) for stack in stacks for layer in stack}
         self._at_input = [
             [_linear_flops(layer, first[layer]) for layer in stack] for stack in stacks
         ]
-        self._attentions = [[1 + (layer in uses.crosses) for layer in stack] for stack in stacks]
+        # a decoder beside an encoder
+        self._crosses = [any(layer in uses.crosses for layer in stack) for stack in stacks]
         outside = _linear_flops(model, uses.rows) - sum(map(sum, self._layers))
         self._before = _linear_flops(model, uses.before) if stacks else 0.0
         self._after = outside - self._before
@@ -66,7 +72,14 @@ class ModelCost:
         attention = attention or getattr(config, "_attn_implementation", None) or ""
         self._keeps_apart = "flash" in attention
 
-    def forward(self, batch: int, length: int, pairs: int | None = None) -> float:
+    def forward(
+        self,
+        batch: int,
+        length: int,
+        pairs: int | None = None,
+        *,
+        decoder_length: int | None = None,
+    ) -> float:
         """FLOPs of one forward pass of all layers without the output projection. (1)
 
         Args:
@@ -74,12 +87,13 @@ class ModelCost:
             length: tokens per row.
             pairs: pairs of tokens of the same sequence, if several are packed into a row; else
                 None.
+            decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
         """
-        tokens, pairs = batch * length, self._pairs(batch, length, pairs)
-        outside = tokens * (self._before + self._after) + self._outside_attentions * (
-            pairs * self._attention
+        sizes = self._sizes(batch, length, pairs, decoder_length)
+        outside = sizes.tokens * (self._before + self._after) + self._outside_attentions * (
+            sizes.pairs * self._attention
         )
-        return self._layer_flops(tokens, pairs) + outside
+        return self._layer_flops(sizes) + outside + batch * self._per_sequence
 
     def train(
         self,
@@ -88,6 +102,7 @@ class ModelCost:
         part: Part | None = None,
         *,
         pairs: int | None = None,
+        decoder_length: int | None = None,
     ) -> float:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
@@ -95,31 +110,87 @@ class ModelCost:
             batch: rows.
             length: tokens per row.
             part: layers that run; the lower ones of these run forward only. None trains all.
-            pairs: as in `forward`.
+            pairs, decoder_length: as in `forward`.
         """
         if part is None:
-            return 3 * self.forward(batch, length, pairs)
-        tokens, pairs = batch * length, self._pairs(batch, length, pairs)
+            return 3 * self.forward(batch, length, pairs, decoder_length=decoder_length)
+        sizes = self._sizes(batch, length, pairs, decoder_length)
         below = max(0, part.depth - part.trained)
-        frozen = self._layer_flops(tokens, pairs, below)
-        trained = self._layer_flops(tokens, pairs, part.depth) - frozen
+        frozen = self._layer_flops(sizes, below)
+        trained = self._layer_flops(sizes, part.depth) - frozen
+        once = 3 * batch * self._per_sequence
         if not part.input_is_frozen:
-            return frozen + 3 * (trained + tokens * (self._before + self._after))
+            return frozen + once + 3 * (trained + sizes.tokens * (self._before + self._after))
         lowest = [max(0, min(part.depth, len(stack)) - part.trained) for stack in self._at_input]
-        saved = sum(stack[i] for stack, i in zip(self._at_input, lowest, strict=True))
-        return frozen + 3 * trained + tokens * (self._before + 3 * self._after - saved)
+        saved = sum(
+            self._tokens(sizes, crosses) * stack[i]
+            for stack, i, crosses in zip(self._at_input, lowest, self._crosses, strict=True)
+        )
+        outside = sizes.tokens * (self._before + 3 * self._after)
+        return frozen + once + 3 * trained + outside - saved
 
     def head_row(self, *, train: bool) -> float:
         """FLOPs of the output projection for one row."""
         return self._row * (3 if train else 1)
 
-    def _pairs(self, batch: int, length: int, pairs: int | None) -> int:
-        return batch * length**2 if pairs is None or not self._keeps_apart else pairs
+    def _sizes(
+        self, batch: int, length: int, pairs: int | None, decoder_length: int | None
+    ) -> "_Sizes":
+        decoder_length = length if decoder_length is None else decoder_length
+        return _Sizes(
+            tokens=batch * length,
+            decoder_tokens=batch * decoder_length,
+            pairs=batch * length**2 if pairs is None or not self._keeps_apart else pairs,
+            decoder_pairs=batch * decoder_length**2,
+            cross_pairs=batch * length * decoder_length,
+        )
 
-    def _layer_flops(self, tokens: int, pairs: int, depth: int | None = None) -> float:
-        linear = sum(sum(stack[:depth]) for stack in self._layers)
-        attentions = sum(sum(stack[:depth]) for stack in self._attentions)
-        return tokens * linear + attentions * pairs * self._attention
+    def _tokens(self, sizes: "_Sizes", crosses: bool) -> int:
+        return sizes.decoder_tokens if crosses else sizes.tokens
+
+    def _layer_flops(self, sizes: "_Sizes", depth: int | None = None) -> float:
+        total = 0.0
+        for layers, of_encoder, crosses in zip(
+            self._layers, self._of_encoder, self._crosses, strict=True
+        ):
+            linear, outer, count = sum(layers[:depth]), sum(of_encoder[:depth]), len(layers[:depth])
+            pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else sizes.pairs
+            total += self._tokens(sizes, crosses) * (linear - outer) + sizes.tokens * outer
+            total += count * pairs * self._attention
+        return total
+
+
+class PairCost:
+    """The FLOPs of two models that train in one step, such as ELECTRA's.
+
+    Args:
+        generator: its output projection runs once more, without gradients, to draw tokens.
+        discriminator: without a projection onto the vocabulary.
+    """
+
+    def __init__(self, generator: ModelCost, discriminator: ModelCost) -> None:
+        self.generator, self.discriminator = generator, discriminator
+
+    def train(self, batch: int, length: int, part: Part | None = None, **options: Any) -> float:
+        """As in `ModelCost`, of both."""
+        return sum(
+            one.train(batch, length, part, **options)
+            for one in (self.generator, self.discriminator)
+        )
+
+    def head_row(self, *, train: bool) -> float:
+        """FLOPs of the output projection for one row, drawing included."""
+        return self.generator.head_row(train=train) + self.generator.head_row(train=False)
+
+
+class _Sizes(NamedTuple):
+    """The numbers of tokens of a batch, and of pairs of tokens that attend to each other."""
+
+    tokens: int
+    decoder_tokens: int
+    pairs: int
+    decoder_pairs: int
+    cross_pairs: int
 
 
 class _Uses(NamedTuple):
@@ -129,6 +200,8 @@ class _Uses(NamedTuple):
     before: dict[nn.Module, float]  # of the maps that run before the first layer
     at_input: dict[nn.Module, dict[nn.Module, float]]  # by layer: maps that read its input directly
     crosses: set[nn.Module]  # layers that attend to the output of an encoder too
+    of_encoder: dict[nn.Module, float]  # of the maps of these that read that output
+    per_sequence: dict[nn.Module, float]  # of maps that run once per sequence, rows per sequence
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
@@ -146,6 +219,8 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     entered: list[tuple[nn.Module, Tensor]] = []
     beside: list[Any] = []  # what the current layer gets besides its input
     crosses: set[nn.Module] = set()
+    of_encoder: Counter[nn.Module] = Counter()
+    per_sequence: dict[nn.Module, float] = {}
 
     def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append((layer, args[0] if args else kwargs["hidden_states"]))
@@ -153,6 +228,9 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
 
     def count(linear: nn.Module, args: Any, output: Tensor) -> None:
         uses = math.prod(output.shape[:-1])
+        if args[0].ndim == 2 and uses == sequences:
+            per_sequence[linear] = per_sequence.get(linear, 0) + 1
+            return
         rows[linear] += uses
         if not entered:
             before[linear] += uses
@@ -161,6 +239,7 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         elif any(args[0] is x for x in beside):
             # the keys and values of an attention over the output of the encoder
             crosses.add(entered[-1][0])
+            of_encoder[linear] += uses
 
     hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
     hooks += [
@@ -169,16 +248,35 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         for layer in stack
     ]
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
+    sequences, length = inputs[model.main_input_name].shape
     try:
         with probing(model):
             model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    tokens = inputs[model.main_input_name].numel()
+    tokens = sequences * length
 
     def per_token(counts: Counter[nn.Module]) -> dict[nn.Module, float]:
         return {module: count / tokens for module, count in counts.items()}
 
     first = {layer: per_token(counts) for layer, counts in at_input.items()}
-    return _Uses(per_token(rows), per_token(before), first, crosses)
+    return _Uses(
+        per_token(rows), per_token(before), first, crosses, per_token(of_encoder), per_sequence
+    )
+
+
+def cost_of(model: Any, stacks: Sequence[nn.ModuleList]) -> ModelCost | PairCost:
+    """The FLOPs of a model in training, which may consist of a generator and a discriminator.
+
+    Args:
+        model: of transformers, with `dummy_inputs`.
+        stacks: as in `ModelCost`.
+    """
+    if not (hasattr(model, "generator") and hasattr(model, "discriminator")):
+        return ModelCost(model, stacks)
+    costs = []
+    for one in (model.generator, model.discriminator):
+        own = {id(module) for module in one.modules()}
+        costs.append(ModelCost(one, [stack for stack in stacks if id(stack) in own]))
+    return PairCost(*costs)

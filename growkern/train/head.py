@@ -136,6 +136,15 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
         yield
 
 
+def take_logits(outputs: Any) -> Tensor:
+    """Remove the logits of the output projection from the outputs of a model."""
+    # BertForPreTraining has logits of two heads
+    name = "logits" if hasattr(outputs, "logits") else "prediction_logits"
+    logits: Tensor = getattr(outputs, name)
+    setattr(outputs, name, None)
+    return logits
+
+
 def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
     """Run a model up to its output projection, without making logits.
 
@@ -227,9 +236,9 @@ def check_head(model: Any) -> None:
 
     inputs = {key: value.to(head.weight.device) for key, value in model.dummy_inputs.items()}
     with probing(model), _shadowed(head, ramp):
-        changed = model(**inputs).logits
+        changed = take_logits(model(**inputs))
         with _neutral(model):
-            bare = model(**inputs).logits
+            bare = take_logits(model(**inputs))
     is_known = False
     if len(ramps) == 2:
         scaled, cap, added = ramps[0] * _scale_of(model), softcap_of(model), _added_bias(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,34 @@ from growkern.growth.source.config import read_config
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.loading import load_model
 
+# classes that predict masked tokens, and something else
+PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
 # the largest, of 260,000 tokens, have 35 MB; a tokenizer config with all of them has 8 MB
 MOST_TOKENIZER_BYTES, MOST_BYTES = 200_000_000, 32_000_000
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The model to train.
+
+    Args:
+        path: checkpoint directory; None with [growth].
+        tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
+        generator: directory of ELECTRA's generator, beside a discriminator in `path`.
+        shared_embeddings: whether the generator uses the embeddings of the discriminator.
+
+    Raises:
+        GrowthError: embeddings are shared without a generator.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    generator: str | None = None
+    shared_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared_embeddings and self.generator is None:
+            raise GrowthError("shared_embeddings is given without generator: give both")
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
@@ -165,7 +192,7 @@ def is_causal(model: Any) -> bool:
     """
     names = {cls.__name__ for cls in type(model).__mro__}
     causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-    masked = bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
+    masked = bool(names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), *PRETRAINING})
     if model.config.is_encoder_decoder or not (causal or masked):
         raise GrowthError(
             f"{type(model).__name__} is neither a masked nor a causal language model: "

@@ -9,6 +9,7 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 import os
 import shlex
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
 from growkern.train.cached_teacher.store import TeacherCache
@@ -31,7 +31,6 @@ from growkern.train.load import (
     check_directory,
     check_fits,
     has_tokenizer,
-    is_causal,
     load_tokenizer,
     stored_dtype,
 )
@@ -42,8 +41,12 @@ from growkern.train.loop.arguments import (
     reports_of,
     training_arguments,
 )
+from growkern.train.loop.objective import (
+    check_generator,
+    choose_objective,
+    labelled_share,
+)
 from growkern.train.loop.optimizer import check_optimizer
-from growkern.train.loss.models import is_two_stacks
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.identity import identity_of
@@ -109,6 +112,7 @@ def _train(
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
     for name in _checkpoint_directories(run):
         check_directory(base / name)
+    choose_objective(run, base)
     reports_of(run.output)
     output = base / run.output.directory
     kept = [base / run.data.cache] if run.data.cache else []
@@ -181,13 +185,14 @@ def _header(
     """The lines that describe a run before its first step."""
     training, data = run.training, run.data
     sequences = training.batch_size * training.accumulation
-    is_masked = not is_two_stacks(trainer.model) and not is_causal(trainer.model)
-    labelled = data.masking_probability if is_masked else 1.0
-    flops = trainer.flops_per_step(sequences, data.sequence_length, labelled)
+    objective = choose_objective(run, base)
+    labelled = labelled_share(replace(data, objective=objective))
+    flops = trainer.flops_per_step(sequences, data.sequence_length, *labelled)
     dtype = str(stored_dtype(base / run.checkpoint)).removeprefix("torch.")
     lines = {
         "model": describe_model(trainer.model, base / run.checkpoint),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
+        "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
         "optimizer": describe_optimizer(trainer.growth_plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),
@@ -251,8 +256,10 @@ def build_trainer(
                 f"the teacher {directory} has no tokenizer files, so its tokens cannot be compared "
                 "with those of the run: copy the files of the teacher's tokenizer there"
             )
+    objective = choose_objective(run, base)
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
+    check_generator(run, base, tokenizer)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)
@@ -264,14 +271,14 @@ def build_trainer(
     check_optimizer(args, sharded=sharded)
     # before the model: data that cannot be used is noticed at once
     data = load_data(
-        run.data,
+        replace(run.data, objective=objective),
         tokenizer,
         base=base,
         row_weights=run.loss.row_weights if run.loss else None,
-        encoder_decoder=read_config(base / run.checkpoint, any_family=True).is_encoder_decoder,
         seed=run.training.seed,
         progress=progress,
     )
+    collator = data.collator(tokenizer, seed=run.training.seed)
     model = build_model(run, base, first_start=first_start)
     return TwoStageTrainer(
         model,
@@ -288,9 +295,7 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
-        data_collator=data.collator(
-            tokenizer, causal=not data.pairs and is_causal(model), seed=run.training.seed
-        ),
+        data_collator=collator,
         precision=run.training.precision,
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
@@ -298,7 +303,8 @@ def build_trainer(
 
 
 def _checkpoint_directories(run: Run) -> list[str]:
-    return [run.checkpoint, *(run.teacher.paths if run.teacher else ())]
+    generator = [run.model.generator] if run.model.generator else []
+    return [run.checkpoint, *generator, *(run.teacher.paths if run.teacher else ())]
 
 
 def _input_directories(run: Run) -> list[str]:

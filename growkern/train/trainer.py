@@ -5,7 +5,6 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from growkern.growth.optimizer.adamw import GrowthAdamW
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
 from growkern.growth.source.adapters import refuse_adapters
+from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.checks import (
     as_list,
     check_accelerator,
@@ -28,39 +28,40 @@ from growkern.train.checks import (
     stages_in_steps,
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
-from growkern.train.flops import ModelCost
+from growkern.train.flops import ModelCost, cost_of
 from growkern.train.growing import GrowingTrainer
-from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of
+from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.optimizer import growth_optimizer, plan_of_optimizer
 from growkern.train.loop.tensorboard import use_safe_tensorboard
-from growkern.train.loss.counting_trainer import CountingTrainer
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
+from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
 from growkern.train.safety.stream import StreamTrainer
 from growkern.train.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 
 
-class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
+class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
     and a decoder the labels belong to the decoder, and `decoder_input_ids` are made of them if the
     batch has none; a depth of stage 1 counts for both stacks. The loss is `linear_kl_mlm_loss`.
-    Evaluation is the plain cross-entropy of the whole model without a
-    teacher, as a mean over all labels.
+    `BertForPreTraining` and `ReplacedTokenDetection` add a loss of their own, computed plainly.
+    Evaluation is the plain cross-entropy of the whole model without a teacher, as a mean over all
+    labels.
 
     The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
     without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
     flops (so far, without evaluation), kl, top1_agreement, alpha, depth and tokens_per_second.
 
     Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a decoder
-            such as T5ForConditionalGeneration.
+        model: a ...ForMaskedLM or ...ForCausalLM model, a model of an encoder and a decoder
+            such as T5ForConditionalGeneration, or one of the two above.
         args: of `transformers.Trainer`.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
@@ -103,9 +104,16 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)
-        self.two_stage, self.inheritance = two_stage, inheritance
+        self.two_stage, self.inheritance, self.side = two_stage, inheritance, side_loss_of(model)
         self.loss = (loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
         self._teachers = choose_teachers(inheritance, teacher)
+        check_side(
+            self.side,
+            two_stage=two_stage is not None,
+            teacher=inheritance is not None,
+            cached=isinstance(self._teachers, CachedTeacher),
+            grows=bool(options.get("growth")),
+        )
         if teacher_tokenizer is not None:
             check_tokenizers(options.get("processing_class"), as_list(teacher_tokenizer))
         self._choose_optimizer = partial(
@@ -128,9 +136,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
         self._row_flops: Tensor | float = 0.0
         self._kl_items: Tensor | None = None
-        self._eval_sum: Tensor | float = 0.0
-        self._eval_items: Tensor | float = 0
-        self.meter = Meter(self._add_up)
+        self.meter = Meter(self.add_up)
         self.add_callback(LoopCallback(self))
         use_safe_tensorboard(self)
 
@@ -149,7 +155,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         self.growth_plan = self._choose_optimizer(model)
         check_objectives(self._teachers, model, self._causal)
         self._vocabulary = self._teachers.common_vocabulary(model, self._tokenizer)
-        self._cost = ModelCost(model, self._stacks)
+        self._cost = cost_of(model, self._stacks)
 
     # ------------------------------------------------------------------- loss
 
@@ -166,6 +172,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         """
         inputs, training = dict(inputs), model.training
         part, alpha = self._plan() if training else (None, 0.0)
+        targets = self.take_targets(inputs)
         rows = self._take_rows(inputs, alpha, weighted=training)
         inputs = inputs_of(self.model, inputs, rows.labels_BS)
         options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
@@ -173,6 +180,8 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
             options |= self.loss.arguments()
         with only(part, self._stacks):
             loss, parts, outputs = self._run(model, inputs, options)
+        counted = training and num_items_in_batch is not None
+        loss = self.with_side(loss, outputs, targets, counted=counted)
         if training:
             self._record(parts, rows, alpha, part)
             if num_items_in_batch is not None:
@@ -195,15 +204,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
 
         with head_swap(self.accelerator.unwrap_model(model), loss_of):
             outputs = model(**inputs)
-        loss = outputs.logits
-        outputs.logits = None
-        return loss, seen[0], outputs
-
-    def _add_up(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
-        if self.accelerator.num_processes == 1:
-            return x
-        return self.accelerator.reduce(x.to(self.args.device), "sum")
+        return take_logits(outputs), seen[0], outputs
 
     def _plan(self) -> tuple[Part | None, float]:
         """The part that trains (None: the whole model) and the KL share of the current step."""
@@ -260,7 +261,7 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
                 real_rows(batch, batch["labels"], causal=self._causal, decoder=self._decoder).sum()
                 for batch in batch_samples
             ]
-            self._kl_items = self._add_up(sum(rows, torch.zeros((), device=device)))
+            self._kl_items = self.add_up(sum(rows, torch.zeros((), device=device)))
         return items
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
@@ -301,36 +302,44 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
             return 0.0
         pairs = None if counts is None else counts.pairs
         self.meter.add_tokens(batch * length)
-        flops = self._cost.train(batch, length, part, pairs=pairs)
+        # of a decoder beside an encoder
+        decoder_length = inputs["labels"].shape[1] if self._decoder else None
+        sizes: dict[str, Any] = {"pairs": pairs, "decoder_length": decoder_length}
+        flops = self._cost.train(batch, length, part, **sizes)
         if alpha > 0:
-            flops += sum(cost.forward(batch, length, pairs) for cost in self._teacher_costs)
+            flops += sum(cost.forward(batch, length, **sizes) for cost in self._teacher_costs)
         return flops
 
-    def flops_per_step(self, sequences: int, length: int, labelled: float) -> dict[str, float]:
+    def flops_per_step(
+        self, sequences: int, length: int, labelled: float, decoder_length: int | None = None
+    ) -> dict[str, float]:
         """Estimate the FLOPs of one optimizer step.
 
         Args:
             sequences: in a step, of all processes together.
             length: tokens per sequence.
-            labelled: share of the tokens with a label.
+            labelled: share of the tokens with a label; with an encoder and a decoder those of the
+                decoder.
+            decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
 
         Returns:
             For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
             for "the teachers" (with teachers that run only).
         """
-        rows = sequences * length * labelled
+        rows = sequences * (decoder_length or length) * labelled
+        sizes: dict[str, Any] = {"decoder_length": decoder_length}
         head = rows * self._cost.head_row(train=True)
         flops = {}
         if self.two_stage is not None and self.two_stage.stage1_steps:
             block = self.two_stage.layers_per_block
             depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
             parts = [self.two_stage.part_of(depth) for depth in depths]
-            costs = [self._cost.train(sequences, length, part) for part in parts]
+            costs = [self._cost.train(sequences, length, part, **sizes) for part in parts]
             flops["stage 1"] = sum(costs) / len(costs) + head
-        flops["a full step"] = self._cost.train(sequences, length) + head
+        flops["a full step"] = self._cost.train(sequences, length, **sizes) + head
         if self._teacher_costs:
             flops["the teachers"] = sum(
-                cost.forward(sequences, length) + rows * cost.head_row(train=False)
+                cost.forward(sequences, length, **sizes) + rows * cost.head_row(train=False)
                 for cost in self._teacher_costs
             )
         return flops
@@ -361,32 +370,12 @@ class TwoStageTrainer(CountingTrainer, StreamTrainer, GrowingTrainer):
         """The loss of a batch without a teacher. There are no logits to return."""
         self.end_evaluation_after_signal()
         inputs = self._prepare_inputs(inputs)
+        targets = self.take_targets(inputs)
         rows = self._take_rows(inputs, 0.0, weighted=False)
         inputs = inputs_of(self.model, inputs, rows.labels_BS)
         options = self._loss_options(inputs, rows, 0.0, None) | {"reduction": "none"}
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss_BS = self._run(model, inputs, options)[0].double()
-        labelled_B = (rows.labels_BS != IGNORE_INDEX).sum(1)
-        # per example, so that the duplicates that fill up the last batch can be dropped
-        losses, items = self.accelerator.gather_for_metrics((loss_BS.sum(1), labelled_B))
-        self._eval_sum += losses.sum()
-        self._eval_items += items.sum()
+            loss_BS, _, outputs = self._run(model, inputs, options)
+            labelled_B = (rows.labels_BS != IGNORE_INDEX).sum(1)
+            self.add_evaluated(loss_BS, labelled_B, outputs, targets)
         return loss_BS.sum() / labelled_B.sum().clamp(min=1), None, None
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Like Trainer's, but the loss is a mean over labels, not batches; NaN without any."""
-        self._eval_sum, self._eval_items = 0.0, 0
-        output = super().evaluation_loop(
-            dataloader, description, True, ignore_keys, metric_key_prefix
-        )
-        items = float(self._eval_items)
-        loss = float(self._eval_sum) / items if items else math.nan
-        output.metrics[f"{metric_key_prefix}_loss"] = loss
-        return output

@@ -16,13 +16,7 @@ import transformers
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.train.data import (
-    CausalLMCollator,
-    Collator,
-    EpochCollator,
-    MaskedLMCollator,
-    evaluation_collator,
-)
+from growkern.train.data import CausalLMCollator, Collator, EpochCollator, evaluation_collator
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, user_cache
 from growkern.train.dataset.fingerprint import digest_of
 from growkern.train.dataset.options import DataSection
@@ -32,6 +26,8 @@ from growkern.train.dataset.source import Source, find_sources, plain_errors
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.dataset.together import from_first
 from growkern.train.head import IGNORE_INDEX
+from growkern.train.objectives.collators import collator_of
+from growkern.train.objectives.names import OF_BARE_ROWS
 from growkern.units import human
 
 
@@ -53,24 +49,40 @@ class TrainingData:
     train: TokenRows | TokenStream
     validation: TokenRows | None
 
-    def collator(self, tokenizer: Any, *, causal: bool, seed: int = 0) -> Collator:
+    def collator(self, tokenizer: Any, *, causal: bool = False, seed: int = 0) -> Collator:
         """Makes batches of the rows.
 
         Args:
             tokenizer: of the run.
-            causal: whether the model predicts the next token; else tokens are masked. Pairs are
-                not.
-            seed: of the masks.
+            causal: whether the model predicts the next token; else tokens are masked. Only read
+                with the objective "auto", and not for pairs.
+            seed: of the masks, and of all else that is drawn.
 
         Raises:
-            GrowthError: the tokenizer has no mask token, which a masked model needs.
+            GrowthError: the tokenizer lacks a token that the objective needs, such as a mask, or
+                the rows have weights that it has no use for.
         """
-        inner: Any = CausalLMCollator(tokenizer)
         if self.pairs:
+            inner = CausalLMCollator(tokenizer)
             return ColumnCollator(inner, labels=True, weights=self.row_weights)
-        has_labels = self.options.labels_column is not None
-        if not causal and not has_labels:
-            inner = MaskedLMCollator(tokenizer, self.options.masking_probability, seed)
+        options, has_labels = self.options, self.options.labels_column is not None
+        objective = options.objective
+        if objective == "auto":
+            objective = "clm" if causal else "mlm"
+        inner = collator_of(
+            "clm" if has_labels else objective,
+            tokenizer,
+            self.train,
+            share=options.share,
+            mean_span=options.mean_span_length,
+            length=options.row_length,
+            seed=seed,
+        )
+        if self.row_weights is not None and objective in (*OF_BARE_ROWS, "rtd"):
+            raise GrowthError(
+                f"loss.row_weights has one weight per label, which data.objective = {objective!r} "
+                "makes itself: leave it out"
+            )
         if not has_labels and self.row_weights is None:
             return inner
         return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)
@@ -141,6 +153,7 @@ def load_data(
         base: folder that relative paths begin in.
         row_weights: column with weights: a number per token, or one per record.
         encoder_decoder: whether the model has an encoder and a decoder, so that rows are pairs.
+            The objective "pairs" says so too.
         seed: of the order of a stream.
         progress: whether to show a progress bar.
 
@@ -154,6 +167,7 @@ def load_data(
             f"{processes} processes were started, but they cannot wait for each other: call "
             "torch.distributed.init_process_group or make the TrainingArguments before load_data"
         )
+    encoder_decoder = encoder_decoder or data.objective == "pairs"
     sources = find_sources(data, Path(base))
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
+from growkern.train.objectives.names import (
+    OF_BARE_ROWS,
+    Objective,
+    default_share,
+    row_length,
+)
+from growkern.train.objectives.span_corruption import check_spans
 
 # more tokens than any row has
 MOST = 1 << 40
@@ -44,8 +51,15 @@ class DataSection:
             order of the data.
         cache: directory for tokenised data; None takes the environment variable GROWKERN_TOKENS,
             or else the user's cache.
-        sequence_length: tokens per row; of pairs, the most tokens of either side.
-        masking_probability: chance of a token to be masked. Causal models ignore it.
+        sequence_length: tokens per row, or per input of the encoder with "span_corruption"; of
+            pairs, the most tokens of either side.
+        objective: how rows become batches: "mlm" (masked tokens), "mlm+nsp" (and pairs of
+            passages), "clm" (the next token), "span_corruption" (T5), "denoising" (BART), "rtd"
+            (ELECTRA) or "pairs" (records with a text or token ids to be written). "auto" takes
+            that of the model's class, and "pairs" for records of an encoder and a decoder.
+        masking_probability: chance or share of the tokens that are masked. Causal models ignore it.
+            None takes 0.15, and 0.3 with "denoising".
+        mean_span_length: mean tokens per span, with "span_corruption" and "denoising".
 
     Raises:
         GrowthError: a value is out of range, or options contradict each other.
@@ -68,7 +82,9 @@ class DataSection:
     shuffle_window: int = 1000
     cache: str | None = None
     sequence_length: int = 128
-    masking_probability: float = 0.15
+    objective: Objective = "auto"
+    masking_probability: float | None = None
+    mean_span_length: float = 3.0
 
     def __post_init__(self) -> None:
         if self.dataset is not None and (self.train or self.validation):
@@ -100,10 +116,47 @@ class DataSection:
             )
         if not 0 <= self.shuffle_window <= MOST:
             raise GrowthError(f"data.shuffle_window is {self.shuffle_window}: it must be 0 or more")
-        if not 0 < self.masking_probability <= 1:
+        if not 0 < self.share <= 1:
             raise GrowthError(
                 f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
             )
+        check_spans(self.mean_span_length)
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Refuse options that an objective does not fit."""
+        name = f"data.objective = {self.objective!r}"
+        for column in ("labels_column", "target_column"):
+            given = getattr(self, column) is not None
+            if given and self.objective in (*OF_BARE_ROWS, "rtd"):
+                raise GrowthError(f"{name} makes the labels itself: leave out data.{column}")
+        if self.objective in OF_BARE_ROWS and not self.pack:
+            raise GrowthError(f"{name} needs full rows: leave out data.packing = false")
+        if self.objective == "mlm+nsp" and self.streaming:
+            raise GrowthError(
+                f"{name} takes random passages from all rows: set data.streaming to false"
+            )
+        if self.row_length < 2:
+            raise GrowthError(
+                f"data.sequence_length is {self.sequence_length}, too short for {name}: give 8 or "
+                "more"
+            )
+
+    @property
+    def share(self) -> float:
+        """The share of the tokens that are masked."""
+        given = self.masking_probability
+        return default_share(self.objective) if given is None else given
+
+    @property
+    def row_length(self) -> int:
+        """Tokens per row, before the collator of the objective adds and takes out tokens."""
+        return row_length(self.objective, self.sequence_length, self.share, self.mean_span_length)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether rows have no special tokens at their ends."""
+        return self.objective in OF_BARE_ROWS
 
     @property
     def pack(self) -> bool:

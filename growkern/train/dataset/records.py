@@ -119,8 +119,8 @@ class Settings:
             weights=row_weights,
             vocabulary=len(tokenizer),
             separator=tuple(separator_of(tokenizer)) if of_text and not pairs else (),
-            head=tuple(head_of(tokenizer)) if of_text and not pairs else (),
-            length=data.sequence_length,
+            head=tuple(head_of(tokenizer)) if of_text and not (pairs or data.is_bare) else (),
+            length=data.row_length,
             pack=data.pack,
         )
         if len(found.head) >= found.length:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from growkern.ops.loss.kl_mlm_loss import LossParts
 from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
-from growkern.train.head import IGNORE_INDEX, align_labels, common_softcap, head_swap
+from growkern.train.head import IGNORE_INDEX, align_labels, common_softcap, head_swap, take_logits
 from growkern.train.inheritance import Divergence, KLRows, loss_beside
 from growkern.train.loss.models import (
     as_list,
@@ -134,7 +134,7 @@ def inherited_loss(
         loss = loss_of(*head_of_pair(model))
     else:
         with head_swap(unwrapped(model), loss_of):
-            loss = model(**inputs_of(model, inputs, rows.labels_BS)).logits
+            loss = take_logits(model(**inputs_of(model, inputs, rows.labels_BS)))
     return (loss, seen[0]) if return_parts else loss
 
 

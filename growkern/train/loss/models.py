@@ -26,7 +26,7 @@ from growkern.train.head import (
     teacher_inputs,
 )
 from growkern.train.inheritance import check_same_objective
-from growkern.train.load import is_causal
+from growkern.train.load import PRETRAINING, is_causal
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
@@ -197,6 +197,11 @@ def _check_type(name: str, model: Any) -> None:
 def _check_student(inner: Any) -> None:
     if inner in _checked["model"]:
         return
+    if {cls.__name__ for cls in type(inner).__mro__} & set(PRETRAINING):
+        raise GrowthError(
+            f"{type(inner).__name__} has a second loss, which inherited_loss would leave out: "
+            "train it with TwoStageTrainer, or give a ...ForMaskedLM model"
+        )
     causal = not is_two_stacks(inner) and is_causal(inner)
     check_model(inner, causal, tensor_parallel=True)
     check_head(inner)

@@ -22,6 +22,7 @@ from growkern.publish import workplace
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.load import load_language_model
+from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 
 KIND = "exporting"
@@ -29,6 +30,8 @@ KIND = "exporting"
 
 def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
     """Write the model of a run's last whole checkpoint as a Hugging Face directory.
+
+    Of a generator and a discriminator the target holds both, as the run does.
 
     The target appears complete, or is replaced in one step. The run is only read.
 
@@ -57,6 +60,9 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
         new = place.open_new()
         copy_companions(checkpoint, new, only=read_manifest(checkpoint))
+        if isinstance(model, ReplacedTokenDetection):
+            # the manifest of the checkpoint covers its folder
+            copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
         model.to(wanted or model.dtype).save_pretrained(new)
         # last, so that it covers every file
         write_manifest(new)
@@ -77,7 +83,16 @@ def _newest(run: Path) -> Path:
     raise GrowthError(f"{run} has no whole checkpoint to export{reasons}")
 
 
+def _names(checkpoint: Path) -> list[str]:
+    """The recorded files of a generator, relative to its folder."""
+    start = f"{GENERATOR}/"
+    return [x.removeprefix(start) for x in read_manifest(checkpoint) if x.startswith(start)]
+
+
 def _load(checkpoint: Path) -> Any:
+    if (checkpoint / GENERATOR).is_dir():
+        pair = (load_language_model(place) for place in (checkpoint / GENERATOR, checkpoint))
+        return ReplacedTokenDetection(*pair)
     if not has_weights(checkpoint):
         return load_language_model(checkpoint)
     config = read_config(checkpoint, any_family=True)

@@ -1,0 +1,1 @@
+"""The objectives of a run: how text becomes batches, and losses beside that of the labels."""

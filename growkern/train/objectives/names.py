@@ -1,0 +1,102 @@
+"""The names of the objectives, the models that each of them trains, and the rows that it needs."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ_TO_SEQ,
+)
+
+from growkern.errors import GrowthError, nearest
+from growkern.train.objectives.span_corruption import raw_length
+
+Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
+# they put special tokens around and between the tokens of a row by themselves
+OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
+OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
+# special tokens that the collator adds to a row
+ADDED = {"mlm+nsp": 3, "denoising": 2}
+# share of the tokens that are masked, in the papers of BERT, T5 and ELECTRA, and in that of BART
+SHARE, DENOISING_SHARE = 0.15, 0.3
+
+
+def default_share(objective: Objective) -> float:
+    """The share of the tokens that an objective masks."""
+    return DENOISING_SHARE if objective == "denoising" else SHARE
+
+
+def row_length(objective: Objective, length: int, share: float, mean_span: float) -> int:
+    """The tokens of a row of text, of which the collator makes an input of `length` tokens.
+
+    Args:
+        objective: of the run.
+        length: tokens of the input of the model. One of "denoising" is shorter, its labels are not.
+        share: of the tokens that are masked.
+        mean_span: mean tokens per masked span.
+    """
+    if objective == "span_corruption":
+        return raw_length(length, share, mean_span)
+    return length - ADDED.get(objective, 0)
+
+
+def objectives_of(cls: type) -> tuple[Objective, ...]:
+    """The objectives that a class of models can be trained with; the first is its default.
+
+    Args:
+        cls: of transformers.
+
+    Raises:
+        GrowthError: there is none.
+    """
+    names = {one.__name__ for one in cls.__mro__}
+    if "BertForPreTraining" in names:
+        return ("mlm+nsp",)
+    if "ElectraForPreTraining" in names:
+        return ("rtd",)
+    if names & set(SEQ_TO_SEQ.values()):
+        is_t5 = any("T5" in name for name in names)
+        first: tuple[Objective, ...] = ("span_corruption", "denoising")
+        return (*(first if is_t5 else first[::-1]), "pairs")
+    found: list[Objective] = []
+    if names & set(CAUSAL.values()):
+        found.append("clm")
+    elif names & set(MASKED.values()):
+        found.append("mlm")
+    if not found:
+        raise GrowthError(
+            f"{cls.__name__} has no objective to be trained with: use a ...ForMaskedLM, "
+            "...ForCausalLM, ...ForConditionalGeneration or ...ForPreTraining model (BERT, ELECTRA)"
+        )
+    return tuple(found)
+
+
+def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:
+    """The objective of a run.
+
+    Args:
+        wanted: "auto" takes the default of the class.
+        cls: of the model.
+        targets: whether the data says what a decoder beside an encoder is to write.
+
+    Raises:
+        GrowthError: the class cannot be trained with it.
+    """
+    known = get_args(Objective)
+    if wanted not in known:
+        raise GrowthError(f"data.objective is {wanted!r}{nearest(wanted, known)}")
+    possible = objectives_of(cls)
+    if wanted == "auto":
+        return "pairs" if targets and "pairs" in possible else possible[0]
+    if wanted not in possible:
+        raise GrowthError(
+            f"data.objective is {wanted!r}, but {cls.__name__} is trained with "
+            f"{' or '.join(map(repr, possible))}: set that, or choose a model of another class"
+        )
+    return wanted
