@@ -40,14 +40,15 @@ class TrainingData:
         row_weights: key of the weights of tokens in the batches; None: there are none.
         pairs: whether the rows have two sides, for an encoder and a decoder.
         train: rows on disk, or a stream of them.
-        validation: rows on disk; None without evaluation.
+        validation: rows on disk, by their names if there are several sets; None without
+            evaluation.
     """
 
     options: DataSection
     row_weights: str | None
     pairs: bool
     train: TokenRows | TokenStream
-    validation: TokenRows | None
+    validation: TokenRows | dict[str, TokenRows] | None
 
     def collator(self, tokenizer: Any, *, causal: bool = False, seed: int = 0) -> Collator:
         """Makes batches of the rows.
@@ -181,7 +182,7 @@ def load_data(
         size = sum(file.stat().st_size for file in files)
         return cached_rows(directory, rows, source.name, size, weights)
 
-    train, validation = sources["train"], sources["validation"]
+    train = sources["train"]
     assert train is not None, "the options name a training source"
     rows: TokenRows | TokenStream
     if data.streaming:
@@ -197,11 +198,16 @@ def load_data(
         )
     else:
         rows = cached(train, row_weights)
-    evaluation = None if validation is None else cached(validation, None)
+    sets = {key: cached(one, None) for key, one in sources.items() if one and key != "train"}
+    evaluation: TokenRows | dict[str, TokenRows] | None = sets.get("validation")
+    if data.validation_names:
+        evaluation = {name: sets[f"validation.{name}"] for name in data.validation_names}
     return TrainingData(data, row_weights, encoder_decoder, rows, evaluation)
 
 
-def describe_data(train: TokenRows | TokenStream, validation: TokenRows | None) -> str:
+def describe_data(
+    train: TokenRows | TokenStream, validation: TokenRows | dict[str, TokenRows] | None
+) -> str:
     """The training and the validation data in one line.
 
     Args:
@@ -211,6 +217,9 @@ def describe_data(train: TokenRows | TokenStream, validation: TokenRows | None) 
         text = f"a stream of {train.records.num_shards} parts"
     else:
         text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory}"
+    if isinstance(validation, dict):
+        sets = (f"{len(rows)} rows of {name}" for name, rows in validation.items())
+        return f"{text}; for evaluation {', '.join(sets)}"
     return text if validation is None else f"{text}; {len(validation)} rows for evaluation"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
@@ -26,7 +27,9 @@ class DataSection:
     Args:
         train: files or glob patterns. Plain text is read as UTF-8. Files of records (.jsonl, .json,
             .csv, .tsv, .parquet, .arrow) need the `datasets` library.
-        validation: the same for evaluation; empty means no evaluation.
+        validation: the same for evaluation; empty means no evaluation. Or a table of names and
+            such lists, as in `{ law = ["law/*.txt"], news = ["news/*.txt"] }`: each is evaluated by
+            itself, and logged as eval_law_loss and eval_news_loss. The first one is eval_loss too.
         dataset: in place of `train`: a name on the Hugging Face Hub, or a directory. The directory
             was written by `save_to_disk`, or holds files that `datasets.load_dataset` reads.
         dataset_config: the part of a data set that has several.
@@ -66,7 +69,7 @@ class DataSection:
     """
 
     train: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
+    validation: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
     dataset: str | None = None
     dataset_config: str | None = None
     revision: str | None = None
@@ -87,6 +90,11 @@ class DataSection:
     mean_span_length: float = 3.0
 
     def __post_init__(self) -> None:
+        for name in self.validation_names:
+            if not re.fullmatch(r"[a-z0-9_]+", name):
+                raise GrowthError(
+                    f"data.validation has the name {name!r}: use small letters, digits and _"
+                )
         if self.dataset is not None and (self.train or self.validation):
             raise GrowthError(
                 "data.dataset is given beside files (data.train, data.validation): give one of them"
@@ -157,6 +165,11 @@ class DataSection:
     def is_bare(self) -> bool:
         """Whether rows have no special tokens at their ends."""
         return self.objective in OF_BARE_ROWS
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """The names of several validation sets; empty for a single one."""
+        return tuple(self.validation) if isinstance(self.validation, dict) else ()
 
     @property
     def pack(self) -> bool:

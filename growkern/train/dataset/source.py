@@ -138,6 +138,8 @@ class Source:
 def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
     """The sources of "train" and "validation"; nothing is read.
 
+    Several validation sets are "validation.<name>" each, without a "validation".
+
     Args:
         data: the options.
         base: folder that relative paths begin in.
@@ -147,10 +149,15 @@ def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
             slice is to be streamed.
     """
     if data.dataset is None:
-        return {
-            "train": _of_files(base, "data.train", data.train),
-            "validation": _of_files(base, "data.validation", data.validation),
-        }
+        sets = {"validation": data.validation}
+        if isinstance(data.validation, dict):
+            sets = {f"validation.{name}": files for name, files in data.validation.items()}
+        found = {"train": _of_files(base, "data.train", data.train)}
+        for key, files in sets.items():
+            found[key] = _of_files(base, f"data.{key}", tuple(files))
+            if found[key] is None and key != "validation":
+                raise GrowthError(f"data.{key} is empty: give files, or leave the name out")
+        return found
     # the data for evaluation is cached in any case
     return {
         "train": _of_dataset(base, data, data.split, streamed=data.streaming),

@@ -183,6 +183,10 @@ class SideLossTrainer(CountingTrainer):
             output.metrics.update({name: mean, f"{name}_accuracy": sums[3] / sums[4]})
             loss += self.side.weight * mean
         output.metrics[f"{metric_key_prefix}_loss"] = loss
+        sets = self.eval_dataset
+        if isinstance(sets, dict) and metric_key_prefix == f"eval_{next(iter(sets), '')}":
+            # the one that plots and the choice of the best model look at
+            output.metrics["eval_loss"] = loss
         return output
 
     # ----------------------------------------------------------------- saving

@@ -1,0 +1,86 @@
+"""The run files in examples/runs train as they are, on real text and small models."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import examples
+from examples.objectives import TEXTS, make_tokenizer
+from growkern.train.run import train
+
+RUNS = sorted((Path(examples.__file__).parent / "runs").glob("*.toml"))
+# folder -> layers and width
+MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder that the files speak of, with the trained source."""
+    folder = tmp_path_factory.mktemp("runs")
+    tokenizer = make_tokenizer("bert")
+    for name, (layers, width) in MODELS.items():
+        transformers.set_seed(layers)
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer), num_hidden_layers=layers, hidden_size=width,
+            num_attention_heads=width // 8, intermediate_size=2 * width, initializer_range=0.1,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        transformers.BertForMaskedLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, files in (("text", TEXTS[:1]), ("law", TEXTS[1:2])):
+        (folder / name).mkdir()
+        for file in files:
+            (folder / name / f"{file.stem}.txt").write_text(file.read_text()[:30_000])
+    for file in RUNS:
+        shutil.copy(file, folder)
+    train(folder / "source.toml", progress=False)
+    return folder
+
+
+def log_of(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
+def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
+    if file.stem != "source":
+        assert train(place / file.name, progress=False).global_step == 40
+    folder = place / "runs" / ("small" if file.stem == "source" else file.stem)
+    folders = sorted(folder.glob("generation-*")) or [folder]
+    for one in folders:
+        losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
+        assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
+    layers = {"source": 2, "mslt": 3}.get(file.stem, 4)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folders[-1])
+    assert model.config.num_hidden_layers == layers
+
+
+def test_the_files_do_what_they_say(place):
+    """Facts that no loss shows; the runs are there after the test above."""
+    runs = place / "runs"
+    depths = [line["depth"] for line in log_of(runs / "two_stage") if "depth" in line]
+    assert min(depths) < 4 and depths[-1] == 4
+    sizes = [line["parameters"] for line in log_of(runs / "stackbert") if "parameters" in line]
+    assert len(set(sizes)) == 3 and sizes == sorted(sizes)
+    alphas = [line["alpha"] for line in log_of(runs / "inheritance") if "alpha" in line]
+    assert alphas[0] == 0.9 and alphas[-1] == 0
+    lines = [line for line in log_of(runs / "domain") if any("eval" in key for key in line)]
+    law = [line["eval_law_loss"] for line in lines if "eval_law_loss" in line]
+    general = [line["eval_general_loss"] for line in lines if "eval_general_loss" in line]
+    assert len(law) == len(general) == 2 and law != general
+    assert law == [line["eval_loss"] for line in lines if "eval_loss" in line]
+    rates = {
+        line["step"]: line["learning_rate"] for line in log_of(runs / "recipe") if "mlm" in line
+    }
+    assert rates[22] < min(rates[20], rates[26]), "it rises again after the growth at step 20"
+    assert (
+        torch.load(runs / "recipe" / "checkpoint-40" / "optimizer.pt", weights_only=True)["state"][
+            0
+        ]["step"]
+        == 80
+    )
