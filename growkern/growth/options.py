@@ -46,7 +46,8 @@ class GrowthOptions:
         noise: largest size of the noise, relative to each weight.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
             the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
-            Larger amplitudes make copies differ faster, but the loss rises in the first steps.
+            Larger amplitudes make copies differ faster, but the loss rises in the first steps. And
+            they enlarge the rounding of every layer, so the plan calls the outputs changed.
         aki: `unit` takes whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` repeats the units in order, `balanced` copies random units equally often.
         carry: amplitude of the extra coordinates that carry the mean through post-norms at uneven
