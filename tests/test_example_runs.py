@@ -1,4 +1,4 @@
-"""The run files in examples/runs train as they are, on real text and small models."""
+"""The run files in examples/run_files train as they are, on real text and small models."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import examples
 from examples.objectives import TEXTS, make_tokenizer
 from growkern.train.run import train
 
-RUNS = sorted((Path(examples.__file__).parent / "runs").glob("*.toml"))
+RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width
 MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
 
@@ -39,6 +39,10 @@ def place(tmp_path_factory):
         shutil.copy(file, folder)
     train(folder / "source.toml", progress=False)
     return folder
+
+
+def test_there_is_a_file_of_each_kind():
+    assert len(RUNS) == 8
 
 
 def log_of(folder):
