@@ -85,9 +85,14 @@ class ShardedTrainer(Trainer):
 
     def training_step(self, model: Any, *args: Any, **options: Any) -> Tensor:
         """Trainer's; the gradients of a sharded model are added up at the last micro-batch."""
+        is_last = self.accelerator.sync_gradients
         if self.sharded:
-            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+            model.set_requires_gradient_sync(is_last)
         loss = super().training_step(model, *args, **options)
+        if self.sharded and is_last:
+            # with set_reshard_after_backward(False) they are gathered still, and clipping would
+            # find no gradients
+            free_gathered(self.model)
         for one in self.models_beside:
             free_gathered(one)
         return loss

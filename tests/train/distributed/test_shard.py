@@ -40,6 +40,29 @@ def test_a_trainer_leaves_shards(mesh, tmp_path):
         assert torch.equal(weight, weights[name])
 
 
+@pytest.mark.parametrize("part", ["root", "block"])
+def test_parameters_that_stay_gathered_after_backward(mesh, tmp_path, part):
+    """Norms, clipping and the optimizer see shards, also with accumulation and through stage 1."""
+    runs = {}
+    for name in ("freed", "kept"):
+        model = sharded(mesh, build("llama", layers=2, tied=True).double())
+        if name == "kept":
+            holder = model if part == "root" else model.model.layers[0]
+            holder.set_reshard_after_backward(False, recurse=part == "root")
+        args = arguments(
+            tmp_path, use_cpu=True, max_steps=4, gradient_accumulation_steps=2, max_grad_norm=0.1
+        )
+        trainer = TwoStageTrainer(
+            model, args, two_stage=TwoStageConfig(1, 2, seed=2), train_dataset=Batches(16)
+        )
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "grad_norm" in line]
+        runs[name] = weights_of(model), [(line["loss"], line["grad_norm"]) for line in lines]
+    assert runs["kept"][1] == runs["freed"][1]
+    for name, weight in runs["freed"][0].items():
+        assert torch.equal(weight, runs["kept"][0][name]), name
+
+
 @pytest.mark.parametrize("optim", [one.value for one in ON_SHARDS])
 def test_optimizers_train_shards_and_resume(mesh, tmp_path, optim):
     """As the whole model. The checkpoint of stage 1 lacks the state of blocks that did not run."""
