@@ -133,6 +133,8 @@ def _train(
         first_start = not ours or last_checkpoint(output) is None
         trainer = build_trainer(run, base, progress=progress, first_start=first_start)
         trainer.resume_hint = command
+        if first_start:
+            _grow_optimizer(run, base, trainer)
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
             begin(output, identity)
@@ -140,14 +142,23 @@ def _train(
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
             print_lines(_header(run, base, trainer, checkpoint, command))
-        if checkpoint is None and run.first_growth and run.first_growth.optimizer:
-            moments, state = str(run.first_growth.moments), base / run.first_growth.optimizer
-            grow_optimizer_into(trainer.model, trainer.create_optimizer(), state, moments=moments)
         result = _train_from(trainer, checkpoint)
         trainer.save_final_model(stored_dtype(base / run.checkpoint))
         if progress and is_first:
             print_lines(_end(output, trainer))
     return result
+
+
+def _grow_optimizer(run: Run, base: Path, trainer: TwoStageTrainer) -> None:
+    """Give the trainer the grown state of the source's optimizer, if the run names one."""
+    growth = run.first_growth
+    if growth is None or growth.optimizer is None:
+        return
+    optimizer, state = trainer.create_optimizer(), base / growth.optimizer
+    try:
+        grow_optimizer_into(trainer.model, optimizer, state, moments=str(growth.moments))
+    except GrowthError as error:
+        raise GrowthError(f"growth.optimizer cannot be used: {error}") from error
 
 
 def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:

@@ -98,6 +98,38 @@ def test_train_resume_and_finish(workplace):
         assert value.equal(weights[name]), name
 
 
+GROWN = (
+    RUN.replace('path = "model"', "")
+    + """
+[growth]
+source = "model"
+sizes = { hidden_size = 24 }
+moments = "grow"
+optimizer = "text/a.txt"
+"""
+)
+SETTINGS = {
+    GROWN: "growth.optimizer cannot be used: .*a.txt: not a file of optimizer state",
+    GROWN.replace(
+        '= "text/a.txt', '= "no.pt'
+    ): "growth.optimizer cannot be used: .*no.pt: no such file",
+    RUN + "[trainer]\nadam_beta2 = 5.0": "with adam_beta2 = 5.0: Invalid beta",
+    RUN + "[trainer]\nadam_epsilon = -1": "with adam_epsilon = -1: Invalid epsilon",
+}
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_settings_that_cannot_be_used_delete_nothing(workplace):
+    (workplace / "run.toml").write_text(RUN)
+    train(workplace / "run.toml", progress=False)
+    before = files_of(workplace / "out")
+    for text, match in SETTINGS.items():
+        (workplace / "run.toml").write_text(text)
+        with pytest.raises(GrowthError, match=match):
+            train(workplace / "run.toml", overwrite=True, progress=False)
+        assert files_of(workplace / "out") == before, match
+
+
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     train(workplace / "run.toml", progress=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -39,12 +42,27 @@ def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
             f"them: use {', '.join(one.value for one in ON_SHARDS)}, or sharding = 'ddp'"
         )
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args)
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError, TypeError, NotImplementedError) as error:
         why = " ".join(str(error).split())
         # GaLore, APOLLO and LOMO look at the model, which Trainer passes later
-        if "model" not in why:
-            raise GrowthError(f"optim is {name!r}, which cannot be used: {why}") from error
+        if "model" in why:
+            return
+        raise GrowthError(f"optim is {name!r}, which cannot be used: {why}") from error
+    try:
+        kind([nn.Parameter(torch.zeros(1, device=args.device))], **settings)
+    except (ValueError, TypeError) as error:
+        why = " ".join(str(error).split())
+        given = _changed(args, ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"))
+        raise GrowthError(f"optim is {name!r}, which cannot be used{given}: {why}") from error
+
+
+def _changed(args: TrainingArguments, names: Sequence[str]) -> str:
+    """Those of the named arguments that are not the defaults, to be put into a message."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    changed = {name: getattr(args, name) for name in names}
+    given = [f"{name} = {v!r}" for name, v in changed.items() if v != defaults[name]]
+    return f" with {', '.join(given)}" if given else ""
 
 
 def plan_of_optimizer(
