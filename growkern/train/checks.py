@@ -132,7 +132,7 @@ def _start(model: Any) -> tuple[int, int]:
 
 
 # if one of these variables is set, accelerate shards the model, whatever the arguments say
-SWITCHES = (
+_SWITCHES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM",
@@ -152,7 +152,7 @@ def check_switches() -> None:
     Raises:
         GrowthError: a variable is set.
     """
-    for name in SWITCHES:
+    for name in _SWITCHES:
         value = os.environ.get(name) or "false"
         try:
             is_set = str_to_bool(value)
