@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from growkern import GrowthError
 from growkern.publish.lock import locked
 from growkern.train.config import load_runs
+from growkern.train.loop.arguments import training_arguments
 from growkern.train.run import train
 from growkern.train.safety import directory as run_directory
 from tests.train.tiny import VOCAB, build
@@ -207,6 +208,18 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
     with pytest.raises(GrowthError, match=match):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_batches_that_would_be_divided_twice_are_refused(workplace, monkeypatch):
+    (workplace / "run.toml").write_text(RUN + "[trainer.accelerator_config]\nsplit_batches = true")
+    run = load_runs(workplace / "run.toml")[0]
+    given = {"evaluate": False, "progress": False}
+    training_arguments(run, workplace, **given)
+    # as a second process makes of it
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(GrowthError, match="split_batches=True divides the batch"):
+        training_arguments(run, workplace, **given)
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

@@ -116,12 +116,18 @@ def training_arguments(
     }
     passed = checked_arguments(run.trainer or {})
     try:
-        return TrainingArguments(**(known | passed))
+        args = TrainingArguments(**(known | passed))
     except (ValueError, ImportError, TypeError) as error:
         if not passed:
             raise
         why = " ".join(str(error).split())
         raise GrowthError(f"[trainer] cannot be used: {why}") from error
+    if args.world_size > 1 and args.accelerator_config.split_batches:
+        raise GrowthError(
+            "trainer.accelerator_config split_batches=True divides the batch of a process among "
+            "the processes again: leave it out. training.batch_size is that of all of them"
+        )
+    return args
 
 
 def batch_of_a_process(run: Run) -> int:
