@@ -36,6 +36,7 @@ from growkern.train.load import (
 )
 from growkern.train.loop.arguments import (
     batch_of_a_process,
+    check_best_metric,
     checked_arguments,
     describe_arguments,
     reports_of,
@@ -291,7 +292,7 @@ def build_trainer(
     )
     collator = data.collator(tokenizer, seed=run.training.seed)
     model = build_model(run, base, first_start=first_start)
-    return TwoStageTrainer(
+    trainer = TwoStageTrainer(
         model,
         args,
         two_stage=run.two_stage,
@@ -311,6 +312,8 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
+    check_best_metric(trainer, trainer.side.name if trainer.side else None)
+    return trainer
 
 
 def _checkpoint_directories(run: Run) -> list[str]:

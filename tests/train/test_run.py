@@ -116,11 +116,19 @@ SETTINGS = {
     ): "growth.optimizer cannot be used: .*no.pt: no such file",
     RUN + "[trainer]\nadam_beta2 = 5.0": "with adam_beta2 = 5.0: Invalid beta",
     RUN + "[trainer]\nadam_epsilon = -1": "with adam_epsilon = -1: Invalid epsilon",
+    RUN + "[trainer]\neval_accumulation_steps = 0": "steps is 0: it must be 1 or more",
+    RUN + "[trainer]\nlr_scheduler_kwargs = { foo = 1 }": "{'foo': 1}, which the schedule 'linear'",
+    RUN + "[trainer]\nmetric_for_best_model = 'los'": "not give; did you mean 'loss'",
+    RUN + "[trainer]\npush_to_hub = true": "push_to_hub: the repository cannot be made: no network",
 }
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_settings_that_cannot_be_used_delete_nothing(workplace):
+def test_settings_that_cannot_be_used_delete_nothing(workplace, monkeypatch):
+    def unreachable(*args, **options):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", unreachable)
     (workplace / "run.toml").write_text(RUN)
     train(workplace / "run.toml", progress=False)
     before = files_of(workplace / "out")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
@@ -127,7 +127,54 @@ def training_arguments(
             "trainer.accelerator_config split_batches=True divides the batch of a process among "
             "the processes again: leave it out. training.batch_size is that of all of them"
         )
+    _check_steps(args)
     return args
+
+
+def _check_steps(args: TrainingArguments) -> None:
+    """Check arguments that Trainer would use in the middle of a run only."""
+    every = args.eval_accumulation_steps
+    if every is not None and every < 1:
+        raise GrowthError(f"trainer.eval_accumulation_steps is {every}: it must be 1 or more")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    try:
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(args.max_steps),
+            num_training_steps=args.max_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (ValueError, TypeError) as error:
+        why = " ".join(str(error).split())
+        kind = args.lr_scheduler_type
+        raise GrowthError(
+            f"trainer.lr_scheduler_kwargs is {args.lr_scheduler_kwargs!r}, which the schedule "
+            f"{getattr(kind, 'value', kind)!r} does not take: {why}"
+        ) from error
+
+
+def check_best_metric(trainer: Trainer, side: str | None) -> None:
+    """Check that evaluations give the number by which a trainer chooses its best model.
+
+    Args:
+        trainer: with its evaluation data.
+        side: name of the second loss of an evaluation; None: there is none.
+
+    Raises:
+        GrowthError: they do not.
+    """
+    chosen, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
+    if chosen is None or sets is None:
+        return
+    names = ["loss", *((side, f"{side}_accuracy") if side else ())]
+    if isinstance(sets, dict):
+        names = ["loss", *(f"{one}_{name}" for one in sets for name in names)]
+    if chosen.removeprefix("eval_") not in names:
+        raise GrowthError(
+            f"trainer.metric_for_best_model is {chosen!r}, which an evaluation does not give"
+            f"{nearest(chosen, names)}"
+        )
 
 
 def batch_of_a_process(run: Run) -> int:

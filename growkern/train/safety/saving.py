@@ -55,6 +55,15 @@ class SavingTrainer(StoppableTrainer):
     # when the last save began
     _saved_at: float = 0.0
 
+    def init_hf_repo(self, *args: Any, **options: Any) -> None:
+        """Trainer's; a Hub that cannot be reached is an error of one line."""
+        try:
+            super().init_hf_repo(*args, **options)
+        except Exception as error:
+            # which classes the Hub's client raises depends on its version
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise GrowthError(f"push_to_hub: the repository cannot be made: {why}") from error
+
     def _get_output_dir(self, trial: Any) -> str:
         """Trainer's, or the staging folder while a checkpoint is written."""
         return str(self._staging or super()._get_output_dir(trial))
