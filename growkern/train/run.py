@@ -74,8 +74,8 @@ def train(
     A file with several generations trains them in turn. Those that are finished are left alone.
 
     Under torchrun every process calls this function. Each batch is divided among the processes.
-    Losses and weights are those of one process up to rounding, with two exceptions. Every process
-    draws dropout masks of its own. And Adam makes steps of gradients that are nothing but rounding,
+    Losses and weights are those of one process up to rounding, with three exceptions. Every process
+    draws dropout masks of its own. It reads a part of a stream of its own. And Adam makes steps of gradients that are nothing but rounding,
     such as those of the biases of keys in attention, if its epsilon is smaller than they are.
     SIGINT and SIGTERM save a checkpoint and end the run.
 
