@@ -75,8 +75,9 @@ def train(
 
     Under torchrun every process calls this function. Each batch is divided among the processes.
     Losses and weights are those of one process up to rounding, with three exceptions. Every process
-    draws dropout masks of its own. It reads a part of a stream of its own. And Adam makes steps of gradients that are nothing but rounding,
-    such as those of the biases of keys in attention, if its epsilon is smaller than they are.
+    draws dropout masks of its own. It reads a part of a stream of its own. And Adam makes steps of
+    gradients that are nothing but rounding, such as those of the biases of keys in attention, if
+    its epsilon is smaller than they are.
     SIGINT and SIGTERM save a checkpoint and end the run.
 
     Args:
@@ -134,6 +135,7 @@ def _train(
         first_start = not ours or last_checkpoint(output) is None
         trainer = build_trainer(run, base, progress=progress, first_start=first_start)
         trainer.resume_hint = command
+        check_best_metric(trainer, trainer.side.name if trainer.side else None)
         if first_start:
             _grow_optimizer(run, base, trainer)
         # after all checks, so that a refused run deletes nothing
@@ -292,7 +294,7 @@ def build_trainer(
     )
     collator = data.collator(tokenizer, seed=run.training.seed)
     model = build_model(run, base, first_start=first_start)
-    trainer = TwoStageTrainer(
+    return TwoStageTrainer(
         model,
         args,
         two_stage=run.two_stage,
@@ -312,8 +314,6 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
-    check_best_metric(trainer, trainer.side.name if trainer.side else None)
-    return trainer
 
 
 def _checkpoint_directories(run: Run) -> list[str]:
