@@ -242,7 +242,7 @@ def test_eval_prints_the_loss_as_table_and_as_json(run, checkpoint, tmp_path):
     ("options", "words"),
     [
         ([], ["nothing to read", "--text"]),
-        (["--text", "none.txt"], ["no text file matches none.txt"]),
+        (["--text", "none.txt"], ["no file matches none.txt"]),
         (["--text", "README.md", "--sequence-length", 9999], ["positions", "--sequence-length"]),
         (["--text", "README.md", "--batch-size", 0], ["batch_size is 0"]),
         (["--text", "README.md", "--masking-probability", 2], ["masking_probability is 2"]),

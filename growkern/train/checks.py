@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, str_to_bool
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
@@ -18,6 +19,19 @@ from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that is inside DistributedDataParallel already.
+
+    Raises:
+        GrowthError: it is.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise GrowthError(
+            "the model is wrapped in DistributedDataParallel: pass model.module. The trainer wraps "
+            "it when several processes train"
+        )
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:

@@ -182,7 +182,7 @@ def matching_files(base: Path, pattern: str) -> list[Path]:
         raise GrowthError(f"{shown} matches more than {MOST_NAMES} names: give a narrower one")
     found = [Path(name) for name in sorted(names) if Path(name).is_file()]
     if not found:
-        raise GrowthError(f"no text file matches {shown}")
+        raise GrowthError(f"no file matches {shown}")
     return found
 
 

@@ -25,6 +25,7 @@ from growkern.train.checks import (
     check_block_size,
     check_objectives,
     choose_teachers,
+    refuse_wrapped,
     stages_in_steps,
 )
 from growkern.train.config import OptimizerChoice, TwoStageConfig
@@ -101,6 +102,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         if two_stage is not None or any(x.new_layers_steps for x in options.get("growth", ())):
             # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
+        refuse_wrapped(model)
         refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)

@@ -203,12 +203,14 @@ def killed():
     [
         ('path = "model"', 'path = "modle"', "modle is not a checkpoint directory"),
         ('paths = ["teacher"]', 'paths = ["none"]', "none is not a checkpoint directory"),
-        ("text/*.txt", "txet/*.txt", r"no text file matches .*txet"),
+        ("text/*.txt", "txet/*.txt", r"no file matches .*txet"),
         ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
         ("sequence_length = 16", "sequence_length = 1600", r"model has \d+ positions"),
         ("warmup_steps = 2", "weight_decay = -1.0", "weight_decay is -1.0: it must be 0 or more"),
         ('directory = "out"', 'directory = "model"', "model, which the run reads"),
         ('directory = "out"', 'directory = "."', "which the run reads"),
+        ('directory = "out"', 'directory = "run.toml"', "run.toml is a file: choose another name"),
+        ("[data]", "[trainer]\nlabel_smoothing = 0.1\n[data]", "set by loss.label_smoothing"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):

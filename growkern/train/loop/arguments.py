@@ -47,7 +47,7 @@ OWNED = {
     "save_total_limit": "training.keep_checkpoints",
     "logging_nan_inf_filter": "training.on_nonfinite",
     "dataloader_num_workers": "training.data_workers",
-    "label_smoothing_factor": "loss.label_smoothing",
+    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), "loss.label_smoothing"),
     "torch_compile": "distributed.compile_blocks",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "distributed.sharding"),
     "parallelism_config": "distributed.sharding",

@@ -22,11 +22,13 @@ MOST_BYTES = 1_000_000
 
 
 def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
-    """Check that no input lies in the output directory, which overwriting would delete.
+    """Check that the output can be a directory and holds no input, which overwriting would delete.
 
     Raises:
-        GrowthError: an input lies in it.
+        GrowthError: it is a file, or an input lies in it.
     """
+    if output.exists() and not output.is_dir():
+        raise GrowthError(f"output.directory {output} is a file: choose another name")
     inputs = [*models, *(file for files in texts.values() for file in files)]
     for path in inputs:
         if output.resolve() in (path.resolve(), *path.resolve().parents):

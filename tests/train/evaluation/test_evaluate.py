@@ -95,7 +95,7 @@ def test_padded_rows_count_their_real_tokens(measure, tmp_path):
     [
         ({}, "nothing to read: give text"),
         ({"text": ["a.txt"], "dataset": "d"}, "text is given beside dataset"),
-        ({"text": ["no.txt"]}, "no text file matches no.txt"),
+        ({"text": ["no.txt"]}, "no file matches no.txt"),
         ({"text": ["a.txt"], "streaming": True}, "no option 'streaming'"),
         ({"text": ["a.txt"], "batch_size": 0}, "batch_size is 0"),
         ({"text": ["a.txt"], "confidence": 95}, "confidence is 95"),

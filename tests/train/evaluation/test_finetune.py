@@ -89,7 +89,7 @@ def test_tasks_that_cannot_be_made_are_refused(sources, tmp_path):
     for text, options, words in (
         (sources[:1], {}, "two or more sources"),
         ([sources[0]] * 2, {}, "given twice"),
-        ([sources[0], tmp_path / "none.txt"], {}, "no text file matches .*none.txt"),
+        ([sources[0], tmp_path / "none.txt"], {}, "no file matches .*none.txt"),
         (sources, {"seeds": 0}, "seeds is 0: it must be positive"),
         (sources, {"learning_rate": -1.0}, "learning_rate is -1.0"),
         (sources, {"passages": 1}, "at least 2 are needed"),

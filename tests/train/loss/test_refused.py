@@ -282,6 +282,11 @@ def test_models_that_were_sharded_in_part(one_rank, tmp_path):
     refuse("cls.predictions.bias of the model is not sharded", tmp_path, model)
 
 
+def test_a_model_in_distributed_data_parallel(one_rank, tmp_path):
+    model = torch.nn.parallel.DistributedDataParallel(build("bert"))
+    refuse("wrapped in DistributedDataParallel: pass model.module", tmp_path, model)
+
+
 def test_a_tensor_parallel_model(one_rank, tmp_path):
     model = distribute_module(build("llama", layers=2), one_rank)
     refuse("the model is tensor-parallel: .* not supported", tmp_path, model)
