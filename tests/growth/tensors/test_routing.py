@@ -25,6 +25,15 @@ GROWTHS = [
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "head_dim": 8}),
 ]
 IDS = ["bert", "gpt2", "llama", "larger heads"]
+DEEP_LLAMA = {
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 32,
+    "num_hidden_layers": 10,
+    "vocab_size": 50,
+}
 
 
 def maps_of(grown, task):
@@ -168,3 +177,32 @@ def test_seed_and_tensor_choose_the_copies():
 def test_other_amplitudes_are_refused(amplitude):
     with pytest.raises(GrowthError, match="routing"):
         plan(random_model("GPT2LMHeadModel", GPT2), n_embd=24, routing=amplitude)
+
+
+@pytest.mark.parametrize("routing, is_exact", [(1.0, True), (0.5, True), (3.0, False)])
+def test_shares_above_the_weight_enlarge_rounding_and_the_plan_says_so(routing, is_exact):
+    """Two copies, 2 and -1 times the weight: their rounding grows from layer to layer."""
+    truth, source = (
+        random_model("LlamaForCausalLM", DEEP_LLAMA, std=0.1, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    grown = growkern.grow(source, hidden_size=32, routing=routing)
+    assert grown.growth_plan.exact == is_exact
+    changed = [f for f in grown.growth_plan.findings if f.level == "changed"]
+    assert [f.what for f in changed] == ([] if is_exact else ["routing=3"])
+    # the user asked for it, so it is no failure
+    assert all(f.asked for f in changed) and growkern.verify(source, grown).ok
+    ids = torch.randint(50, (4, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        old, new = (model(input_ids=ids).logits.double() for model in (truth, grown))
+    error = ((new - old).abs().max() / old.abs().max()).item()
+    assert error < 2e-6 if is_exact else error > 1e-3
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 12}, {"vocab_size": 60}])
+def test_shares_above_the_weight_need_copies(sizes):
+    """More layers or tokens alone copy no entry, so no weight has shares."""
+    source = random_model("LlamaForCausalLM", DEEP_LLAMA, std=0.1)
+    made = plan(source, routing=3.0, depth="identity", **sizes)
+    assert not [f.what for f in made.findings if f.level == "changed"]
+    assert made.exact == ("vocab_size" not in sizes)
