@@ -278,8 +278,8 @@ def _large_shares(plan: Blueprint) -> list[Finding]:
     """Routing that gives copies more than the whole weight.
 
     The shares (1 + a)/2 and (1 - a)/2 add up exactly. But copies that differ by their rounding are
-    drawn apart by a factor of up to a in every layer. With a = 3 a random Llama of 10 layers differs
-    by 7e-10 in float64 and by 8 % in float32.
+    drawn apart by a factor of up to a in every layer. With a = 3 random Llamas of 10 layers differ
+    by 7e-10 in float64, and in float32 by as much as the outputs themselves.
     """
     options = plan.options
     copied = any(row["most"] > 1 for row in plan.maps().values())
