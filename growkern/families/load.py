@@ -46,7 +46,7 @@ _VALUES = {
     "space.scale": _ROOTS,
     "tensor.extra": ("free", "zero", "carry"),
     "tensor.only": ("first", "not_first", "last", "not_last"),
-    "tensor.scale": tuple(f"1/{root}" for root in _ROOTS),
+    "tensor.scale": (*_ROOTS, *(f"1/{root}" for root in _ROOTS)),
 }
 
 

@@ -143,12 +143,17 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra, copies))
         offset += space.source
     joined, scales, noises, is_copy, copies = (torch.cat(x) for x in zip(*pieces, strict=True))
-    if role == "write":
+    if axis == _scaled_axis(task):
         scales = scales * layout.scale(task.tensor.row)
     is_split = role == "read" and plan.options.symmetry == "split"
     sums = partial_sums(joined, scales, is_copy) if is_split else None
     routed = copies if is_routed else None
     return AxisMap(joined, scales, noises, total, extra, sums, routed)
+
+
+def _scaled_axis(task: Task) -> str:
+    """The axis that takes a tensor's factor `scale`: the first one that lies in a space."""
+    return next(axis for axis in task.tensor.axes if ":" in axis)
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
@@ -174,7 +179,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
         pieces.append((index, torch.where(has_source, scale, 0.0)))
         offset += space.source
     joined, scales = (torch.cat(x) for x in zip(*pieces, strict=True))
-    if role == "write":
+    if axis == _scaled_axis(task):
         scales = scales / layout.scale(task.tensor.row)
     return AxisMap(joined, scales, torch.zeros_like(scales), total)
 

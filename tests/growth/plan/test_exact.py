@@ -7,6 +7,7 @@ import torch
 
 import growkern
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.plan.test_families import T5
 
 EXACT = 1e-12
 
@@ -248,3 +249,21 @@ def test_every_weight_matters():
             parameter *= 1.01
             assert relative_error(source, grown) > 1e-6, name
             parameter.copy_(kept)
+
+
+@pytest.mark.parametrize("symmetry", ["none", "routing", "split"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_t5_divides_the_input_of_an_untied_head_too(is_shared, symmetry):
+    """An edit of the config of a tied T5 unties its head, but leaves `scale_decoder_outputs`."""
+    source = random_model("T5ForConditionalGeneration", T5)
+    source.config.tie_word_embeddings = False
+    if not is_shared:
+        rows = torch.randn(source.lm_head.weight.shape, dtype=torch.float64)
+        source.lm_head.weight = torch.nn.Parameter(rows)
+    assert source.config.scale_decoder_outputs
+    for size in (2 * T5["d_model"], T5["d_model"] + 7):
+        grown = growkern.grow(source, d_model=size, symmetry=symmetry)
+        assert grown.growth_plan.exact and relative_error(source, grown) < EXACT
+        # folded weights too
+        report = growkern.verify(source, grown)
+        assert report.ok and report.level == "exact", report.failure
