@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.checks import COUNTS, check_loaded_group, check_state_dict
+from growkern.growth.optimizer.checks import (
+    COUNTS,
+    check_group,
+    check_loaded_group,
+    check_state_dict,
+)
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
@@ -76,8 +81,8 @@ class GrowthAdamW(torch.optim.AdamW):
         rewarm_peak: the ratio. SPARKLING uses 1.3, after 250 steps.
 
     Raises:
-        GrowthError: parameters without names, a parameter that the plan does not know, or a number
-            out of range.
+        GrowthError: parameters without names, a parameter that the plan does not know, a number
+            out of range, or a group with settings that this optimizer cannot follow.
 
     Source: `matched` is derived from the chain rule, the re-warm-up of new slices after SPARKLING.
     """
@@ -103,6 +108,8 @@ class GrowthAdamW(torch.optim.AdamW):
                 "a positive peak"
             )
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        for number, group in enumerate(self.param_groups):
+            check_group(f"the given group {number}", group)
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)

@@ -117,6 +117,24 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
         GrowthError: there is such a setting, or a moment that it needs is missing.
     """
     what = f"the loaded group {number}"
+    check_group(what, group)
+    if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
+        raise GrowthError(
+            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq: set amsgrad to False, "
+            "or load the state of an optimizer that was made with amsgrad=True"
+        )
+
+
+def check_group(what: str, group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group that `GrowthAdamW` cannot follow.
+
+    Args:
+        what: names the group, for errors.
+        group: its settings.
+
+    Raises:
+        GrowthError: there is such a setting.
+    """
     if _is_coupled(group):
         raise GrowthError(
             f"{what} is of torch.optim.Adam with weight_decay={group['weight_decay']}, which is "
@@ -125,11 +143,6 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
         )
     if group.get("differentiable"):
         raise GrowthError(f"{what} has differentiable=True, which GrowthAdamW lacks: set it False")
-    if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
-        raise GrowthError(
-            f"{what} has amsgrad=True, but its state lacks max_exp_avg_sq: set amsgrad to False, "
-            "or load the state of an optimizer that was made with amsgrad=True"
-        )
 
 
 def _is_coupled(group: Mapping[str, Any]) -> bool:

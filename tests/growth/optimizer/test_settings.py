@@ -84,6 +84,26 @@ def test_coupled_decay_is_not_loaded_as_decoupled():
     new.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"decoupled_weight_decay": False}, r"the given group 1.*weight_decay=0.1.*decoupled"),
+        ({"differentiable": True}, "the given group 1 has differentiable=True"),
+    ],
+)
+def test_groups_that_cannot_be_followed_are_refused(setting, message):
+    """They were ignored: the decay stayed decoupled."""
+    target = growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=24)
+    named = list(target.named_parameters())
+    groups = [{"params": named[:3]}, {"params": named[3:], "weight_decay": 0.1, **setting}]
+    with pytest.raises(growkern.GrowthError, match=message):
+        growkern.GrowthAdamW(groups, target.growth_plan)
+    # without decay there is nothing to couple
+    if "differentiable" not in setting:
+        groups[1]["weight_decay"] = 0.0
+        growkern.GrowthAdamW(groups, target.growth_plan)
+
+
 def test_settings_that_cannot_be_followed_are_refused():
     target, new = grown(random_model("GPT2LMHeadModel", GPT2), None, {"n_embd": 24})
     train(target, new, range(2))
