@@ -15,7 +15,8 @@ from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
     "noise": "Size of the noise that makes copies differ, relative to each weight.",
-    "routing": "Amplitude of the routing; 1 gives every weight whole to one copy, above 1 rounds more.",
+    "routing": "Amplitude of the routing; 1 gives every weight whole to one copy. "
+    "Above 1 outputs are not exact.",
     "carry": "How strongly extra coordinates carry the mean past LayerNorm (uneven widths). "
     "Smaller is more exact; 0 turns it off.",
     "identity_gain": "Scale inside inserted identity blocks (post-norm models). "
