@@ -23,7 +23,8 @@ from growkern.growth.plan.vocabulary import (
     predicts_tokens,
 )
 
-# measures of `growkern.verify`: the largest difference of an output over the largest output, the
+# measures of `growkern.verify`: the largest difference of an output over the largest output (where
+# there is a bound, at least that on the random texts of `growth.plan.probe`), the
 # rise of the loss by tokens that the source does not have, and the largest difference of a weight
 # that is folded back (Frobenius norm, relative to that of the source's weight, in which every copy
 # counts as at least the smallest normal number of float16)
@@ -138,7 +139,7 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
         return Finding(
             "changed", what, f"{why}; that moves the outputs too far or too unevenly for a bound"
         )
-    why = f"{why}; outputs by at most {bound:.1e}, measured on random texts"
+    why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
     return Finding("approximate", what, why, bound)
 
 

@@ -7,6 +7,8 @@ The bound on other texts is therefore
 
     ROOM  largest change  (largest change / median change),  over the random texts          (0)
 
+Changes are relative to the largest output over all of these texts, in `verify` too.
+
 Two kinds of norms err.
 
 A LayerNorm with weight gamma and bias beta, whose input has extra coordinates that carry the mean,
@@ -76,11 +78,9 @@ def output_bound(plan: Blueprint) -> float | None:
         return None
     if plan.small.family.norm.centres and plan.small.size("stream") < FEWEST:
         return math.inf
-    is_small = fits(plan.source, LARGEST)
-    dtype = torch.float64 if is_small else torch.float32
-    tokens = random_tokens(plan.source, SEED, TEXTS if is_small else FEW_TEXTS)
+    tokens = _texts(plan)
     try:
-        model = as_model(plan.source, dtype)
+        model = as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
         old = _run(model, tokens)
         if angle := angle_error(plan):
             _turn_further(model, angle / tokens.shape[1])
@@ -94,6 +94,27 @@ def output_bound(plan: Blueprint) -> float | None:
     change = torch.stack(texts).amax(0)
     largest = change.max().item()
     return ROOM * largest * (change.max() / change.median()).item() if largest else 0.0
+
+
+@torch.no_grad()
+def largest_output(plan: Blueprint, source: Any) -> float:
+    """The largest main output of the source on the texts of (0), which (0) is relative to.
+
+    A model with few outputs, such as one label, may have a small one on a single text.
+
+    Args:
+        source: the source as a model.
+    """
+    return next(iter(all_outputs(source, _texts(plan)).values())).abs().max().item()
+
+
+def _is_small(plan: Blueprint) -> bool:
+    return fits(plan.source, LARGEST)
+
+
+def _texts(plan: Blueprint) -> Tensor:
+    """The random texts of (0), (texts, length) int64."""
+    return random_tokens(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
 
 
 def angle_error(plan: Blueprint) -> float:

@@ -14,6 +14,8 @@ from torch.nn.functional import nll_loss
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.probe import largest_output
 from growkern.growth.source import loading
 from growkern.growth.source.runs import all_outputs, as_model, largest_difference, longest_of
 from growkern.growth.source.source import Source
@@ -73,7 +75,7 @@ def load_source(source: Source, given: Any) -> Any:
 
 @torch.no_grad()
 def compare_outputs(
-    plan: Blueprint, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
+    plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
 ) -> dict[str, float]:
     """Compare the outputs of both models in evaluation mode.
 
@@ -82,14 +84,16 @@ def compare_outputs(
         labels: target of every token, (batch, length) int64, -100 to ignore one.
 
     Returns:
-        "relative error": largest absolute difference over the largest absolute output. Models with
-        a vocabulary head also have "KL (nats)" and "top-1 agreement", and with labels "source
-        loss" and "grown loss". With a larger vocabulary "new tokens (nats)" is the largest rise of
-        the loss by them. Models that generate have "generation error", see `generation_error`.
+        "relative error": largest absolute difference over the largest absolute output. Where the
+        plan bounds it, the output on the plan's random texts counts too. Models with a vocabulary
+        head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
+        loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by
+        them. Models that generate have "generation error", see `generation_error`.
     """
     old, whole = _outputs(source, tokens), _outputs(grown, tokens)
+    least = _least_output(plan, source)
     new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
-    result = {OUTPUT_ERROR: largest_difference(new, old)}
+    result = {OUTPUT_ERROR: largest_difference(new, old, least)}
     if old.shape[-1] == plan.small.size("vocab"):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
@@ -106,7 +110,7 @@ def compare_outputs(
 
 
 @torch.no_grad()
-def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
+def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     """How far rounding of weights moves the outputs of the source, with a cache or without.
 
     Every weight moves up or down, at random, by a unit in the last place of the plan's dtype.
@@ -120,13 +124,13 @@ def rounding_error(plan: Blueprint, source: Any, tokens: Tensor) -> float:
     """
     rng = torch.Generator().manual_seed(0)
     limits, worst = torch.finfo(plan.dtype), 0.0
-    old = _outputs(source, tokens)
+    old, least = _outputs(source, tokens), _least_output(plan, source)
     for _ in range(ROUNDINGS):
         moved = copy.deepcopy(source)
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        errors = [largest_difference(_outputs(moved, tokens), old)]
+        errors = [largest_difference(_outputs(moved, tokens), old, least)]
         if source.can_generate():
             errors += generation_error(plan, source, moved, tokens).values()
         worst = max(worst, *errors)
@@ -195,6 +199,12 @@ def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
         # logits of a larger vocabulary
         return grown[..., :size]
     return grown[..., :size] / plan.layout.space(name).write[:size]
+
+
+def _least_output(plan: GrowthPlan, source: Any) -> float:
+    """The output that the plan's bound on outputs is relative to; 0 if there is no bound."""
+    bounded = any(f.measure == OUTPUT_ERROR and f.bound for f in plan.findings)
+    return largest_output(plan, source) if bounded else 0.0
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:

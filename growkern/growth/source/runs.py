@@ -109,6 +109,6 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     return {name: x.double().cpu() for name, x in found.items()}
 
 
-def largest_difference(new: Tensor, old: Tensor) -> float:
-    """The largest absolute difference of outputs over the largest output."""
-    return ((new - old).abs().max() / old.abs().max()).item()
+def largest_difference(new: Tensor, old: Tensor, least: float = 0.0) -> float:
+    """The largest absolute difference of outputs over the largest output, or over `least`."""
+    return ((new - old).abs().max() / old.abs().max().clamp(min=least)).item()

@@ -30,6 +30,23 @@ def test_the_printed_bound_of_an_uneven_width_holds(class_name, std):
         assert level == "changed" and f"planned approximate within {said.bound:.1e}" in wrong
 
 
+def test_the_bound_holds_for_a_text_with_a_small_output():
+    """One label: single texts may have outputs near 0, and were compared relative to these."""
+    sizes = {**BERT, "num_labels": 1}
+    source = random_model("BertForSequenceClassification", sizes)
+    grown = growkern.grow(source, hidden_size=20, carry=0.1)
+    (said,) = (f for f in grown.growth_plan.findings if f.level == "approximate")
+    assert "of the largest output on random texts" in said.why
+    texts = torch.randint(3, 50, (2000, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        old, new = (model(input_ids=texts).logits[:, 0] for model in (source, grown))
+    smallest = int(old.abs().argmin())
+    assert (new - old).abs()[smallest] > 2 * said.bound * old.abs()[smallest]
+    report = growkern.verify(source, grown, tokens=texts[smallest : smallest + 1])
+    assert report.ok and report.level == "approximate", report.failure
+    assert report.outputs["relative error"] <= said.bound
+
+
 def _sharp(seed, sharpness, gamma=1.0):
     """A RoBERTa whose attention picks few tokens, and with norm weights around `gamma`."""
     source = random_model("RobertaModel", BERT, seed=seed, num_hidden_layers=4, layer_norm_eps=1e-5)
