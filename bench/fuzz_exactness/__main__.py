@@ -7,7 +7,7 @@ and options of the growth. Both models then run in float64 on the same inputs: p
 and on the left, and generating with a cache. A part of them is grown from files to files and loaded
 again.
 
-    exact        the outputs differ by rounding only
+    exact        the outputs differ by rounding only, in float32 by that of the source itself
     approximate  they differ by no more than the plan's bound
     changed      they are finite. If the change was asked for, `verify` accepts it
 

@@ -68,6 +68,9 @@ def draw(seed: int, number: int) -> Case:
     on_disk = rng.random() < 0.25
     std = rng.choice([0.02, 0.1, 0.3, 0.3, 1.0])
     dtype = rng.choice([torch.float64] * 4 + [torch.bfloat16, torch.float16])
+    # drawn last, so that the other draws of a case do not depend on it
+    if rng.random() < 0.15:
+        dtype = torch.float32
     return Case(class_name, sizes, how, on_disk, std, dtype)
 
 
@@ -87,7 +90,9 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
     for key in family.stacks.values():
-        sizes[family.config_field(key)] = rng.randint(1, 3)
+        # deep models enlarge rounding; they are few, as they take long
+        most = 8 if rng.random() < 0.1 else 3
+        sizes[family.config_field(key)] = rng.randint(1, most)
     if "emb" in family.config:
         sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
     if "layer_types" in family.per_layer:
