@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from growkern.growth.plan.growth_plan import plan
+from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.growth_plan import plan_growth
+from growkern.growth.source.source import open_source
 from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
@@ -49,7 +51,9 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
     if run.first_growth is None:
         return shard(load_language_model(base / run.checkpoint, dtype if half else None), options)
     source, growth = base / run.checkpoint, run.first_growth
-    planned = plan(source, **growth.how())
+    options_of_growth = GrowthOptions(**growth.options())
+    # findings would run the whole source in every process
+    planned = plan_growth(open_source(source), options_of_growth, growth.sizes, judged=False)
     if first_start:
         return grown_model(planned, source, growth, options, dtype)
     size = Size(planned.target_config, planned)

@@ -20,7 +20,6 @@ from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.plan.growth_plan import plan
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime
@@ -165,7 +164,8 @@ class GrowingTrainer(SafeTrainer):
         """Replace the model by the larger one that is grown from a checkpoint."""
         growth, old = self.growth[self.grown], self._forget_model()
         source, _ = sources_of(checkpoint)
-        planned = plan(source, dtype=old.dtype, **growth.how())
+        planned = self._sizes[self.grown + 1].plan
+        assert planned is not None, "only the first size has no plan"
         model = grown_model(planned, source, growth, old.distribution, old.dtype)
         self._replace_model(model, old, self.grown + 1)
         self._grown_from = checkpoint

@@ -214,7 +214,8 @@ def _plan_for(
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
         raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
     (dtype,) = dtypes
-    grown = plan_growth(opened, options, {}, model.config, dtype)
+    # findings would run the whole source in every process
+    grown = plan_growth(opened, options, {}, model.config, dtype, judged=False)
     for field in followed_fields(grown.small.family):
         found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
         if found != expected:

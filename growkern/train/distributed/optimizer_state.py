@@ -12,7 +12,7 @@ from growkern.growth.optimizer.checks import COUNTS
 
 @torch.no_grad()
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Give each parameter that has no optimizer state the state of zero steps.
+    """Give each parameter that has no optimizer state the state of zero steps, and missing counts.
 
     Without this, a checkpoint of stage 1 lacks the parameters that no sub-model has reached yet,
     and a sharded load fills the gap with step = 1. The parameters do not change.
@@ -26,8 +26,13 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     counts = COUNTS if isinstance(optimizer, GrowthAdamW) else COUNTS[:1]
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.requires_grad and not optimizer.state.get(p):
+            if not p.requires_grad:
+                continue
+            if not optimizer.state.get(p):
                 optimizer.state[p] = _zero_state(group, p, counts)
+            # a state that was grown has no count of steps since the growth
+            for key in counts:
+                optimizer.state[p].setdefault(key, torch.tensor(0.0))
 
 
 def _zero_state(
