@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench.paper.corpus import prepare
-from bench.paper.runs import ROWS, Workplace, best_rate, read_rows
+from bench.paper.runs import Workplace, best_rate, rows_of
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
 from bench.paper.tables import report
@@ -69,7 +69,7 @@ def main() -> None:
         facts = prepare(options.dir, setting, options.text)
         place = Workplace(options.dir, facts, say)
         compare(place, setting, options.seeds, options.systems)
-    rows = list(read_rows(options.dir / ROWS).values())
+    rows = list(rows_of(options.dir).values())
     if options.save:
         write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
     print(report(rows))

@@ -6,8 +6,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +14,7 @@ from typing import Any
 
 from bench.paper.settings import Setting
 from bench.paper.systems import Job, untrained_models, write_run_file
-from bench.shared.results import git_facts, machine
+from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.plot import read_curve
 from growkern.train.run import train
 
@@ -34,7 +32,7 @@ class Workplace:
 
     def __init__(self, folder: Path, text: dict[str, Any], say: Callable[[str], None]) -> None:
         self.folder, self.text, self.say = folder, text, say
-        self.rows = read_rows(folder / ROWS)
+        self.rows = rows_of(folder)
 
     def row(self, job: Job) -> dict[str, Any]:
         """The row of a job, which is made if it is not there yet."""
@@ -86,25 +84,9 @@ class Workplace:
         shutil.copy(self.folder / f"tokenizer-{setting.vocab}" / "tokenizer.json", target)
 
 
-def read_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows so far by the names of their jobs. A torn last line is left out."""
-    rows = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows[row["name"]] = row
-    return rows
-
-
-def append_row(file: Path, row: dict[str, Any]) -> None:
-    """Write a row to disk before the next job begins."""
-    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
-    with file.open("a") as out:
-        out.write(("\n" if torn else "") + json.dumps(row) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows so far by the names of their jobs."""
+    return read_rows(folder / ROWS, lambda row: str(row["name"]))
 
 
 def best_rate(rows: Iterable[dict[str, Any]]) -> float:

@@ -141,10 +141,10 @@ def _grown(method: str) -> Callable[[Job, str], dict[str, Any]]:
     return sections
 
 
-def _two_stage(method: str, share: float | None = None) -> Callable[[Job, str], dict[str, Any]]:
+def _two_stage(method: str) -> Callable[[Job, str], dict[str, Any]]:
     def sections(job: Job, source: str) -> dict[str, Any]:
         setting = job.setting
-        steps = round((setting.stage1_share if share is None else share) * job.steps)
+        steps = round(setting.stage1_share * job.steps)
         stages = TwoStageConfig(setting.layers_per_block, stage1_steps=steps, seed=job.seed)
         return {**_grown(method)(job, source), "two_stage": stages}
 

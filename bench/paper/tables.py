@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench.paper.settings import SETTINGS
 from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS
 from growkern.plot import first_crossing
+from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
-# 97.5 % points of Student's distribution, by degrees of freedom
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 BASELINE = "scratch"
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
     """Mean and 95 % interval of numbers that belong to different seeds."""
-    mean = statistics.mean(values)
+    mean, (_, high) = ratio_interval(values, [1] * len(values), 0.95)
     if len(values) == 1:
         return f"{mean:.{digits}f}"
-    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+    return f"{mean:.{digits}f} ± {high - mean:.{digits}f}"
 
 
 def saved(row: Row, baseline: Row, *, with_source: bool = False) -> float:
     """The share of the baseline's FLOPs that a run saved to reach the baseline's final loss.
 
-    A run that never reaches it counts with all its FLOPs and the gap that is left to no avail: the
-    result is NaN.
+    NaN if the run never reaches it.
     """
     spent = first_crossing(row["flops"], row["losses"], baseline["losses"][-1])
     if spent is None:

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,30 @@ def cell(x: Any) -> str:
     if x is None:
         return "-"
     return f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
+def read_rows(file: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
+    """The rows of a study so far, by the text that identifies each run.
+
+    Args:
+        file: one JSON document per line. A torn last line is left out.
+        key_of: the text of a row.
+    """
+    rows = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[key_of(row)] = row
+    return rows
+
+
+def append_row(file: Path, row: dict[str, Any]) -> None:
+    """Write a row of a study to disk before its next run begins."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    is_torn = file.is_file() and not file.read_bytes().endswith(b"\n")
+    with file.open("a") as out:
+        out.write(("\n" if is_torn else "") + json.dumps(row) + "\n")
+        out.flush()
+        os.fsync(out.fileno())

@@ -15,8 +15,6 @@ as the run ends. Start the command again after an interruption, and it resumes w
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.shared.results import RESULTS, write
+from bench.shared.results import RESULTS, append_row, read_rows, write
 from bench.shared.symmetry_tables import report
 from bench.symmetry.moments import compare
 from bench.symmetry.plan import MASKED, SMALL, key_of, planned
@@ -33,35 +31,13 @@ from bench.symmetry.runs import carried_out
 FOLDER = Path("runs/symmetry")
 
 
-def read_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows so far, by the text that identifies each run. A torn last line is left out."""
-    rows = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows[key_of(row)] = row
-    return rows
-
-
-def append_row(file: Path, row: dict[str, Any]) -> None:
-    """Write a row to disk before the next run begins."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = file.read_bytes()[-1:] if file.is_file() else b"\n"
-    with file.open("a") as out:
-        out.write(("" if text == b"\n" else "\n") + json.dumps(row) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
 def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def run_all(folder: Path, most: int | None) -> None:
     file = folder / "runs.jsonl"
-    rows = read_rows(file)
+    rows = read_rows(file, key_of)
     made = 0
     for run in planned(rows):
         key = key_of(run.settings())
@@ -100,7 +76,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="report: write to bench/results")
     args = parser.parse_args()
     if args.what == "report":
-        rows = list(read_rows(args.dir / "runs.jsonl").values())
+        rows = list(read_rows(args.dir / "runs.jsonl", key_of).values())
         print(report(rows, RESULTS / "symmetry.png" if args.save else None))
         if args.save:
             save(rows)

@@ -99,10 +99,6 @@ class GrowthStep(GrowthOptions):
         """The fields of `GrowthOptions`."""
         return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
 
-    def how(self) -> dict[str, Any]:
-        """The options and the sizes, as arguments of `growkern.plan`."""
-        return {**self.options(), **self.sizes}
-
 
 def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
     """Check the growths of a run against each other.
