@@ -30,8 +30,7 @@ def train(
 
     Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
     """
-    import torch.distributed as dist
-
+    from growkern.train.distributed.shard import leave_processes
     from growkern.train.run import train as start
     from growkern.train.safety.messages import resume_command
     from growkern.train.safety.signals import Terminated
@@ -53,8 +52,7 @@ def train(
             f"a data worker was killed, which happens when memory is short; to resume: "
             f"{resume_command(run)}"
         ) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_processes()
     raise typer.Exit(code)
 
 

@@ -10,6 +10,7 @@ fused loss reads the weight of the head while the model runs, so both stay in th
 
 from __future__ import annotations
 
+import gc
 import os
 from itertools import chain
 from typing import Any
@@ -68,6 +69,18 @@ def join_processes(device: str) -> None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
+
+
+def leave_processes() -> None:
+    """End communication with the other processes, and its threads.
+
+    Gloo's threads end with the last reference to their group. One that still frees a tensor while
+    Python exits would abort the process.
+    """
+    if dist.is_initialized():
+        # a trainer and its model refer to each other, and to the group
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:

@@ -1,16 +1,24 @@
 """Sharded models on a group of one rank: what is the same on any number of ranks."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from growkern import DistributedOptions, GrowthError, TwoStageConfig, TwoStageTrainer, shard
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
-from growkern.train.distributed.shard import all_finite, largest_entry, make_mesh
+from growkern.train.distributed.shard import (
+    all_finite,
+    join_processes,
+    largest_entry,
+    leave_processes,
+    make_mesh,
+)
 from growkern.train.loop.optimizer import ON_SHARDS
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments
@@ -104,6 +112,23 @@ def test_half_precision_becomes_float32(mesh, tmp_path, precision):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     state = trainer.optimizer.state_dict()["state"]
     assert {s["exp_avg"].dtype for s in state.values()} == {expected}
+
+
+def gloo_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names on Linux")
+def test_no_thread_of_a_group_outlives_it():
+    """One that frees a tensor while Python exits aborts the process."""
+    join_processes("cpu")
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.itself = [model]
+    del model
+    assert gloo_threads()
+    leave_processes()
+    assert not gloo_threads()
 
 
 def test_numbers_of_all_ranks(mesh):
