@@ -115,20 +115,20 @@ def test_half_precision_becomes_float32(mesh, tmp_path, precision):
 
 
 def gloo_threads():
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name]
+    return {path for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names on Linux")
 def test_no_thread_of_a_group_outlives_it():
     """One that frees a tensor while Python exits aborts the process."""
+    before = gloo_threads()
     join_processes("cpu")
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.itself = [model]
     del model
-    assert gloo_threads()
+    assert gloo_threads() - before
     leave_processes()
-    assert not gloo_threads()
+    assert not gloo_threads() - before
 
 
 def test_numbers_of_all_ranks(mesh):
