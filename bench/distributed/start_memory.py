@@ -5,7 +5,8 @@ Llama, and then the optimizer. Peaks are those of the system (VmHWM), over the m
 imports.
 
 KIND is "AdamW", "GrowthAdamW", or "GrowthAdamW with grown moments". The last one starts as a run
-with `moments = "grow"` does: with the moments of the source, from its `optimizer.pt`.
+with `moments = "grow"` does: with the moments of the source, from its `optimizer.pt`. With
+", plain PyTorch" behind it, growth does without the compiled library.
 """
 
 import json
@@ -25,6 +26,7 @@ from bench.shared.system import reset_peak, status_mb, warm_up
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.sharded.placement import local_tensor
+from growkern.ops.backend import native
 from growkern.train.build import build_model
 from growkern.train.config import (
     DataSection,
@@ -49,7 +51,9 @@ SOURCE = {
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072}
 
 
-KINDS = ("AdamW", "GrowthAdamW", "GrowthAdamW with grown moments")
+GROWN = "GrowthAdamW with grown moments"
+PLAIN = ", plain PyTorch"
+KINDS = ("AdamW", "GrowthAdamW", GROWN, GROWN + PLAIN)
 
 
 def make_optimizer(model: Any, kind: str, folder: Path) -> torch.optim.Optimizer:
@@ -59,16 +63,16 @@ def make_optimizer(model: Any, kind: str, folder: Path) -> torch.optim.Optimizer
         create_optimizer_state(optimizer)
         return optimizer
     optimizer = GrowthAdamW(decay_groups(model, 0.01), model.growth_plan)
-    if kind == "GrowthAdamW":
+    if not kind.startswith(GROWN):
         create_optimizer_state(optimizer)
     else:
         grow_optimizer_into(model, optimizer, folder / "optimizer.pt")
     return optimizer
 
 
-def save_source(folder: Path) -> None:
+def save_source(folder: Path, config: dict[str, Any] = SOURCE) -> None:
     """A small Llama, and the state of its optimizer after a step."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SOURCE))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     model.save_pretrained(folder / "source")
     optimizer = torch.optim.AdamW(decay_groups(model, 0.01))
     for p in model.parameters():
@@ -79,6 +83,8 @@ def save_source(folder: Path) -> None:
 
 def measure(folder: Path, kind: str) -> dict[str, Any]:
     """Build a model and an optimizer as a run does; the peaks of this process in MB."""
+    if kind.endswith(PLAIN):
+        native.loaded = lambda: None
     source = folder / "source"
     warm_up(source, transformers.LlamaForCausalLM, **SIZES)
     # a run has imported all that the trainer imports

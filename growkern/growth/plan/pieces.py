@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.source.files import row_blocks
+from growkern.growth.source.files import PIECE_BYTES, row_blocks
 
 # more workers than this only wait for the disk; further cores share the rows of a piece
 MOST_WORKERS = 8
@@ -89,14 +89,18 @@ def stream_bytes(plan: Blueprint, memory_limit: int) -> int:
 
 
 def part_bytes(plan: Blueprint, ranks: int) -> int:
-    """Memory that one rank needs for source data, besides its shard of the target, bytes."""
-    return FIXED_BYTES + max(
-        (
-            _mapped_bytes(plan, task, -(-math.prod(task.shape) // ranks)) + _summed_bytes(plan)
-            for task in plan.tasks
-        ),
-        default=0,
-    )
+    """Memory that one rank on CPUs needs for source data, besides its shard of the target, bytes.
+
+    `grow_into` cuts a part into pieces too.
+    """
+    piece = PIECE_BYTES // plan.dtype.itemsize
+
+    def numbers(task: Task) -> int:
+        row = math.prod(task.shape[1:])
+        return min(-(-math.prod(task.shape) // ranks), max(piece, row))
+
+    most = (_mapped_bytes(plan, task, numbers(task)) for task in plan.tasks)
+    return FIXED_BYTES + _summed_bytes(plan) + max(most, default=0)
 
 
 def _most_in_work(plan: Blueprint) -> int:

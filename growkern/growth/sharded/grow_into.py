@@ -9,7 +9,7 @@ DTensors: sharded, replicated or tensor-parallel.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_grow
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
+from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
@@ -127,12 +128,31 @@ def _fill(
     """Build this process's part of a tensor; `local` is filled after `work.run()`."""
     if not local.numel():
         return
-    read = _part_reader(grown, task, part)
     in_place = local.device.type in ("cpu", "cuda")
-    out = local if in_place else torch.empty_like(local, device="cpu")
-    build_tensor(grown, task, read=read, part=part, out=out, backend=backend, work=work)
-    if not in_place:
-        work.then(partial(local.copy_, out))
+    for piece, within in _pieces(part, local):
+        place = local[within]
+        read = _part_reader(grown, task, piece)
+        out = place if in_place else torch.empty_like(place, device="cpu")
+        build_tensor(grown, task, read=read, part=piece, out=out, backend=backend, work=work)
+        if not in_place:
+            work.then(partial(place.copy_, out))
+
+
+def _pieces(
+    part: tuple[slice, ...], local: Tensor
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Cut a part by rows, so that few source rows at a time are in memory.
+
+    Yields:
+        A piece's place in the whole tensor, and its place in `local`.
+    """
+    if not local.ndim or local.device.type == "cuda":
+        # every piece would copy the source tensor to the GPU again
+        yield part, ()
+        return
+    first = part[0].start
+    for start, stop in row_blocks(tuple(local.shape), local.itemsize):
+        yield (slice(first + start, first + stop), *part[1:]), (slice(start, stop),)
 
 
 def _part_reader(

@@ -125,6 +125,22 @@ class ExpandCall(NamedTuple):
             col_scale=self.row_scale,
         )
 
+    def rows_of_result(self, start: int, stop: int) -> ExpandCall:
+        """The call that fills rows [start, stop) of `out`, with the same bits. On matrices."""
+        within, rows, routing = slice(start, stop), self.rows, self.routing
+        if rows is None:
+            rows = torch.arange(self.out.shape[0], device=self.weight.device)
+        if routing is not None and routing.dim == 0:
+            routing = routing._replace(copies=routing.copies[within])
+        return self._replace(
+            out=self.out[within],
+            rows=rows[within],
+            row_scale=None if self.row_scale is None else self.row_scale[within],
+            row_noise=None if self.row_noise is None else self.row_noise[within],
+            routing=routing,
+            offsets=(self.offsets[0] + start, self.offsets[1]),
+        )
+
     def with_contiguous_columns(self) -> ExpandCall:
         """The same call with column strides of 1 in `weight` and `upper`, copied if necessary."""
         # the weight is smaller than the result: a copy costs a fraction of writing the result

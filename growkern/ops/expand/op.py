@@ -54,6 +54,10 @@ from growkern.ops.expand.on_triton import expand_on_triton
 
 # ---------------------------------------------------------------- reference
 
+# elements of the result that the reference computes at a time: its temporaries take up to 14 times
+# their memory
+REFERENCE_ELEMENTS = 1 << 18
+
 
 def _index(index: Tensor | None, n: int, device: torch.device) -> Tensor:
     """An index that is None stands for 0, 1, ..., n - 1."""
@@ -106,7 +110,11 @@ def expand_reference(call: ExpandCall) -> Tensor:
 
 
 def _fill_by_reference(call: ExpandCall) -> None:
-    call.out.copy_(expand_reference(call))
+    M, N = call.out.shape
+    n_rows = max(1, REFERENCE_ELEMENTS // N)
+    for start in range(0, M, n_rows):
+        block = call.rows_of_result(start, min(start + n_rows, M))
+        block.out.copy_(expand_reference(block))
 
 
 KERNELS = dict(

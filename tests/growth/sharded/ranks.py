@@ -4,8 +4,10 @@
 """
 
 import copy
+import functools
 import json
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import growkern
+from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed import DistributedTensor
 from growkern.growth.tensors import baselines
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
@@ -232,9 +235,11 @@ def main(directory):
     results = {"canary": watch.collectives}
     found = meshes()
     names = TWO_RANKS if dist.get_world_size() == 2 else CASES
-    for number, name in enumerate(names):
-        *case, kind = CASES[name]
-        results[name] = run(*case, kind, found[kind], directory / f"source-{number}")
+    small_pieces = functools.partial(grow_into.row_blocks, piece_bytes=1000)
+    with mock.patch.object(grow_into, "row_blocks", small_pieces):
+        for number, name in enumerate(names):
+            *case, kind = CASES[name]
+            results[name] = run(*case, kind, found[kind], directory / f"source-{number}")
     if dist.get_world_size() == 2:
         for kind in ("fsdp", "tp"):
             name = f"checkpoint, {kind}"

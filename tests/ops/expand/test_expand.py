@@ -11,6 +11,7 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
+from growkern.ops.expand import op
 from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import DTYPES
 from growkern.ops.expand.hashes import hash_noise, line_keys
@@ -165,6 +166,16 @@ def test_reference_is_the_definition(upper, noise, device):
     case |= {"offsets": (3, 2**31 + 5)}
     actual = expand(**case, backend="reference")
     torch.testing.assert_close(actual.cpu(), by_elements(case), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("upper, noise", CASES)
+@pytest.mark.parametrize("left_out", [(), ("rows",)])
+def test_the_reference_works_in_blocks_of_rows(upper, noise, left_out, monkeypatch):
+    case = make_case(13, 7, 13, 17, torch.float64, "cpu", upper=upper, noise=noise)
+    case |= {"offsets": (3, 2**31 + 5), **dict.fromkeys(left_out)}
+    whole = expand_reference(call_of(case, torch.float64))
+    monkeypatch.setattr(op, "REFERENCE_ELEMENTS", 5 * 17)
+    assert torch.equal(expand(**case, backend="reference"), whole)
 
 
 def test_noise_looks_uniform_and_lines_differ(device):
@@ -458,8 +469,8 @@ def test_the_ops_take_the_fields_of_the_record():
     assert tensors == list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
     wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
     wanted[expand_out_op] = ["out", *inputs, "backend"]
-    for op, names in wanted.items():
-        assert [argument.name for argument in op._opoverload._schema.arguments] == names
+    for registered, names in wanted.items():
+        assert [argument.name for argument in registered._opoverload._schema.arguments] == names
 
 
 def test_the_reference_compiles_as_one_graph(device):
