@@ -42,7 +42,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 8
+    assert len(RUNS) == 9
 
 
 def log_of(folder):
