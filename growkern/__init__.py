@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
+    from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -99,6 +100,7 @@ _MODULE_OF = {
     "count_labels": "growkern.train.loss.inherited",
     "inherited_loss": "growkern.train.loss.inherited",
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
+    "OptimizerOptions": "growkern.train.optimizer.options",
     "TwoStageTrainer": "growkern.train.trainer",
 }
 

@@ -269,6 +269,28 @@ def test_finetune_prints_accuracies_as_table_and_as_json(run, checkpoint, tmp_pa
     assert_bad_input(run("finetune", tmp_path, *files), "no tokenizer files")
 
 
+@pytest.mark.parametrize("command", ["eval", "finetune"])
+def test_options_of_an_evaluation_come_from_a_file(run, checkpoint, tmp_path, command):
+    for name, words in (("a", "small model "), ("b", "grows a ")):
+        (tmp_path / f"{name}.txt").write_text(words * 30)
+    name = {"eval": "evaluate"}.get(command, command)
+    short = {"evaluate": f"cache = {json.dumps(str(tmp_path / 'cache'))}", "finetune": "seeds = 1"}
+    file = tmp_path / "how.toml"
+    file.write_text(
+        f"[{name}]\nmodel = {json.dumps(str(checkpoint))}\ntext = ['a.txt', 'b.txt']\n"
+        f"sequence_length = 8\nseed = 3\n{short[name]}"
+    )
+    code, out, err = run(command, file, "--json")
+    assert code == 0, err
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    given = ["--text", *files, "--cache", tmp_path / "cache"]
+    given = given if command == "eval" else [*files, "--seeds", 1]
+    expected = run(command, checkpoint, *given, "--sequence-length", 8, "--seed", 3, "--json")
+    assert json.loads(out) == json.loads(expected[1])
+    refused = run(command, file, "--seed", 4)
+    assert_bad_input(refused, f"seed is given beside {file}: put it into [{name}]")
+
+
 # ------------------------------------------------------------------ plan, grow, verify
 
 

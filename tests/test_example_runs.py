@@ -1,6 +1,7 @@
 """The run files in examples/run_files train as they are, on real text and small models."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 import transformers
 
 import examples
+import growkern
 from examples.objectives import TEXTS, make_tokenizer
+from growkern.train.evaluation.from_file import read_arguments
 from growkern.train.run import train
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
@@ -42,7 +45,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 8
+    assert len(RUNS) == 9
 
 
 def log_of(folder):
@@ -62,6 +65,20 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     layers = {"source": 2, "mslt": 3}.get(file.stem, 4)
     model = transformers.AutoModelForMaskedLM.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
+
+
+def test_the_file_of_evaluations_compares_what_it_says(place, monkeypatch):
+    """On the trained source: better than guessing, in both ways."""
+    monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
+    file = shutil.copy(Path(examples.__file__).parent / "evaluation.toml", place)
+    report = growkern.evaluate(**read_arguments(file, "evaluate"), progress=False)
+    assert report.loss < math.log(len(make_tokenizer("bert")))
+    found = growkern.finetune(**read_arguments(file, "finetune"), progress=False)
+    assert (
+        min(found.accuracies) > 0.65
+        and len(found.accuracies) == 2
+        and found.sources[0].endswith("law")
+    )
 
 
 def test_the_files_do_what_they_say(place):

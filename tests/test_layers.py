@@ -72,6 +72,7 @@ PARTS = {
         "sub_model",
         "flops",
         "distributed",
+        "optimizer",
         "growth",
         "data",
         "load",

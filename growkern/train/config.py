@@ -5,6 +5,7 @@ The sections of the file and their keys:
     [model]        path, tokenizer, generator               (path: not with [growth])
     [data]         train, validation or dataset, split, ...; objective, sequence_length, ...
     [training]     steps, batch_size, accumulation, learning_rate, warmup_steps, ...
+    [optimizer]    rewarm_steps, rewarm_peak, muon_lr, adjust_lr_fn, ...       (optional)
     [output]       directory, report_to, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
     [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
@@ -32,10 +33,10 @@ from growkern.train.growth.step import GrowthStep, check_order, from_table
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.load import ModelSection
 from growkern.train.loss.options import LossOptions
+from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 
-OptimizerChoice = Literal["auto", "adamw", "growth-adamw"]
 LARGEST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
     **dict.fromkeys(("log_every", "eval_every", "save_every", "keep_checkpoints"), MOST),
@@ -159,9 +160,10 @@ class TrainingSection:
         learning_rate: the peak of the schedule.
         warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
         schedule: of the rate after the warm-up.
-        weight_decay: of AdamW.
+        weight_decay: of the optimizer.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW` and others with
-            AdamW. "adamw" and "growth-adamw" take one of them.
+            AdamW. "adamw" and "growth-adamw" take one of them. "muon" trains the matrices of the
+            blocks with Muon and all else with AdamW, and grown models with their counterparts.
         max_grad_norm: gradients with a larger norm are scaled down to it.
         precision: of the arithmetic. Weights and optimizer state are float32 with "fp32" and with
             "bf16" (bfloat16 autocast), whatever the dtype of the checkpoint. With "pure-bf16" they
@@ -269,12 +271,15 @@ class Run:
     inheritance: InheritanceSchedule | None = None
     teacher: TeacherSection | None = None
     loss: LossOptions | None = None
+    optimizer: OptimizerOptions | None = None
     growth: GrowthStep | tuple[GrowthStep, ...] | None = None
     distributed: DistributedOptions | None = None
     trainer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_order(self.growths, self.training.steps)
+        if self.optimizer is not None:
+            self.optimizer.check_fits(self.training.optimizer)
         if (self.model.path is None) != (self.first_growth is not None):
             raise GrowthError(
                 "give either model.path (a checkpoint to train) or [growth] (one to grow first)"

@@ -47,7 +47,7 @@ from growkern.train.loop.objective import (
     choose_objective,
     labelled_share,
 )
-from growkern.train.loop.optimizer import check_optimizer
+from growkern.train.optimizer.choose import check_optimizer
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
 from growkern.train.safety.identity import identity_of
@@ -208,7 +208,7 @@ def _header(
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
-        "optimizer": describe_optimizer(trainer.growth_plan),
+        "optimizer": describe_optimizer(training.optimizer, trainer.growth_plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
@@ -282,7 +282,7 @@ def build_trainer(
     args = training_arguments(run, base, evaluate=evaluate, progress=progress)
     check_arguments(args, {})
     sharded = run.distributed is not None and run.distributed.sharding == "fsdp"
-    check_optimizer(args, sharded=sharded)
+    check_optimizer(args, run.training.optimizer, sharded=sharded)
     # before the model: data that cannot be used is noticed at once
     data = load_data(
         replace(run.data, objective=objective),
@@ -306,6 +306,7 @@ def build_trainer(
         loss=run.loss,
         growth=run.later_growths,
         optimizer=run.training.optimizer,
+        optimizer_options=run.optimizer,
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,

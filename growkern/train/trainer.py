@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from growkern.growth.optimizer.adamw import GrowthAdamW
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
 from growkern.growth.source.adapters import refuse_adapters
@@ -28,7 +27,7 @@ from growkern.train.checks import (
     refuse_wrapped,
     stages_in_steps,
 )
-from growkern.train.config import OptimizerChoice, TwoStageConfig
+from growkern.train.config import TwoStageConfig
 from growkern.train.flops import ModelCost, cost_of
 from growkern.train.growing import GrowingTrainer
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
@@ -36,12 +35,13 @@ from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
-from growkern.train.loop.optimizer import growth_optimizer, plan_of_optimizer
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
 from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
+from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
+from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.stream import StreamTrainer
 from growkern.train.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 
@@ -71,6 +71,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
+            "muon" takes Muon for the matrices of the blocks, and one of the two for all else.
+        optimizer_options: section [optimizer] of a run file.
         options: all other keyword arguments of `GrowingTrainer` (growth), of `SafeTrainer`
             (precision, on_nonfinite, save_minutes) and of `transformers.Trainer`. Collators may
             offer `set_epoch` and `frozen`, see `growkern.train.data`.
@@ -95,6 +97,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         teacher_tokenizer: Any | Sequence[Any] | None = None,
         loss: LossOptions | None = None,
         optimizer: OptimizerChoice = "auto",
+        optimizer_options: OptimizerOptions | None = None,
         **options: Any,
     ) -> None:
         args = args or TrainingArguments()
@@ -118,9 +121,11 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         )
         if teacher_tokenizer is not None:
             check_tokenizers(options.get("processing_class"), as_list(teacher_tokenizer))
-        self._choose_optimizer = partial(
-            plan_of_optimizer, choice=optimizer, args=args, options=options
+        own = optimizer_options or OptimizerOptions()
+        self._plan_of_optimizer = partial(
+            plan_of_optimizer, choice=optimizer, own=own, args=args, options=options
         )
+        self._make_optimizer = partial(make_optimizer, choice=optimizer, own=own, args=args)
         self._tokenizer = options.get("processing_class")
         self.take_model(model)
         self._teachers.freeze(model, args.device)
@@ -154,7 +159,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._stacks = layer_stacks(model) if self.two_stage else find_stacks(model)
         self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
         check_block_size(self.two_stage, self._layers)
-        self.growth_plan = self._choose_optimizer(model)
+        self.growth_plan = self._plan_of_optimizer(model)
         check_objectives(self._teachers, model, self._causal)
         self._vocabulary = self._teachers.common_vocabulary(model, self._tokenizer)
         self._cost = cost_of(model, self._stacks)
@@ -267,19 +272,19 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         return items
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
-        """Trainer's, but `GrowthAdamW` for a model that was grown."""
-        if self.growth_plan is not None and self.optimizer is None:
+        """Trainer's, but `GrowthAdamW` for a model that was grown, and Muon if it was chosen."""
+        if self.optimizer is None:
             free_gathered(self.model)
-            self.optimizer = growth_optimizer(self.model, self.growth_plan, self.args)
+            self.optimizer = self._make_optimizer(self.model, self.growth_plan)
         return super().create_optimizer(*args, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Trainer's; a model that `GrowthAdamW` trains is clipped by its source's norm."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not (isinstance(optimizer, GrowthAdamW) and optimizer.matched):
+        """Trainer's; a model that takes the steps of its source is clipped by its source's norm."""
+        plan = plan_of_steps(self._bare_optimizer())
+        if plan is None:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
-        return growth_clip_norm_(model, self.args.max_grad_norm, plan=optimizer.plan)
+        return growth_clip_norm_(model, self.args.max_grad_norm, plan=plan)
 
     # ---------------------------------------------------------------- records
 

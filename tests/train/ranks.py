@@ -13,8 +13,13 @@ from tests.train.tiny import build
 
 ROWS, EVAL_ROWS, STEPS = 16, 5, 8
 STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=5)
-# (family, micro-batches a step, rows with a KL term)
-CASES = [("bert", 1, "labels"), ("gpt2", 2, "labels"), ("llama", 1, "all")]
+# (family, micro-batches a step, rows with a KL term, optimizer)
+CASES = [
+    ("bert", 1, "labels", "auto"),
+    ("gpt2", 2, "labels", "auto"),
+    ("llama", 1, "all", "auto"),
+    ("bert", 1, "labels", "muon"),
+]
 
 
 def schedule_of(kl_rows):
@@ -26,7 +31,7 @@ def models_of(family):
 
 
 def trainer_for(folder, case, batch, **options):
-    family, accumulation, kl_rows = case
+    family, accumulation, kl_rows, optimizer = case
     model, teacher = models_of(family)
     args = arguments(
         folder, max_steps=STEPS, per_device_train_batch_size=batch,
@@ -35,7 +40,7 @@ def trainer_for(folder, case, batch, **options):
     )  # fmt: skip
     return TwoStageTrainer(
         model, args, two_stage=STAGES, inheritance=schedule_of(kl_rows), teacher=teacher,
-        train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS),
+        train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS), optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -49,6 +54,8 @@ def found_by(trainer):
 
 
 def main(folder):
+    # the polynomial of Muon in float64 too
+    torch.Tensor.bfloat16 = torch.Tensor.clone
     for i, case in enumerate(CASES):
         saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": False}
         trainer = trainer_for(folder / f"run{i}", case, 2, **saving)

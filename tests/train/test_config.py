@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from growkern import GrowthError, TwoStageConfig
+from growkern import GrowthError, OptimizerOptions, TwoStageConfig
 from growkern.train.config import load_run
 
 COMPLETE = """
@@ -21,6 +21,11 @@ sequence_length = 64
 steps = 100
 learning_rate = 1
 precision = "bf16"
+optimizer = "growth-adamw"
+
+[optimizer]
+rewarm_steps = 20
+rewarm_peak = 2
 
 [two_stage]
 layers_per_block = 3
@@ -52,6 +57,7 @@ def load(tmp_path):
 def test_every_section_arrives_typed(load):
     run = load(COMPLETE)
     assert run.two_stage == TwoStageConfig(3, 20)
+    assert run.optimizer == OptimizerOptions(rewarm_steps=20, rewarm_peak=2.0)
     assert run.data.train == ("text/*.txt", "more.txt")
     assert run.training.learning_rate == 1.0 and type(run.training.learning_rate) is float
     assert run.inheritance.teacher_weights == (0.25, 0.75)
@@ -74,6 +80,12 @@ def test_round_trip(load):
     ("old", "new", "match"),
     [
         ("steps = 100", "step = 100", r"\[training\] has no key 'step'; did you mean 'steps'"),
+        ("rewarm_peak", "rewarm_peek", r"\[optimizer\] has no key .*; did you mean 'rewarm_peak'"),
+        (
+            "rewarm_steps = 20",
+            "ns_steps = 3",
+            "ns_steps is an option of Muon, but .*'growth-adamw'",
+        ),
         ("[two_stage]", "[two_stages]", r"no key 'two_stages'; did you mean 'two_stage'"),
         ("stage1_steps", "stage_1_steps", "did you mean 'stage1_steps'"),
         ("steps = 100", 'steps = "100"', r"training.steps is '100' \(str\): it must be int"),

@@ -22,6 +22,7 @@ from growkern.growth.optimizer.checks import (
     check_moments,
     check_planned_shape,
 )
+from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.growth.optimizer.file import (
     can_be_mapped,
     optimizer_file,
@@ -87,6 +88,10 @@ def grow_optimizer_into(
     Source: as `growkern.grow_optimizer`.
     """
     check_moments(moments)
+    if isinstance(optimizer, CombinedOptimizer):
+        for one in optimizer.optimizers:
+            grow_optimizer_into(model, one, source, plan=plan, moments=moments)
+        return
     model = unwrapped(model)
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:

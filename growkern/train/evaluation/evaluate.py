@@ -23,6 +23,9 @@ from growkern.train.evaluation.interval import check_confidence, ratio_interval
 from growkern.train.head import IGNORE_INDEX
 from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
+# options of `DataSection` that an evaluation does not take
+FOR_TRAINING = {"train", "validation", "validation_split", "streaming", "shuffle_window"}
+
 
 @dataclass(frozen=True)
 class EvaluationReport:
@@ -141,9 +144,8 @@ def evaluate(
 def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:
     """The options of the data: the text takes the place of the training files."""
     fields = DataSection.__dataclass_fields__.keys()
-    reserved = {"train", "validation", "validation_split", "streaming", "shuffle_window"}
     for name in data:
-        if name not in fields - reserved:
+        if name not in fields - FOR_TRAINING:
             raise GrowthError(f"evaluate has no option {name!r}: see growkern.DataSection")
     if not text and data.get("dataset") is None:
         raise GrowthError("there is nothing to read: give text (--text FILE) or dataset")

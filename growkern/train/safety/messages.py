@@ -58,16 +58,21 @@ def describe_device(device: torch.device, processes: int) -> str:
     return f"{name}, {processes} process{'es' if processes > 1 else ''}"
 
 
-def describe_optimizer(plan: GrowthPlan | None) -> str:
+def describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
     """The optimizer, and why.
 
     Args:
-        plan: of the growth whose factors `GrowthAdamW` uses; None: AdamW.
+        choice: `training.optimizer` of the run.
+        plan: of the growth whose factors the optimizer uses; None: it uses none.
     """
+    prefix = "" if plan is None else "Growth"
+    name = f"{prefix}AdamW"
+    if choice == "muon":
+        name = f"{prefix}Muon for the matrices of the blocks, {name} for all else"
     if plan is None:
-        return "AdamW"
-    sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in plan.size_changes().items())
-    return f"GrowthAdamW, because the model was grown ({sizes})"
+        return name
+    sizes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in plan.size_changes().items())
+    return f"{name}, because the model was grown ({sizes})"
 
 
 def describe_growth(growth: Sequence[GrowthStep]) -> str:

@@ -19,7 +19,7 @@ from growkern.train.distributed.shard import (
     leave_processes,
     make_mesh,
 )
-from growkern.train.loop.optimizer import ON_SHARDS
+from growkern.train.optimizer.choose import ON_SHARDS
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import growkern
-from growkern import GrowthAdamW, GrowthError, TwoStageTrainer
+from growkern import GrowthAdamW, GrowthError, OptimizerOptions, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
@@ -32,7 +32,8 @@ def grown(family="llama", **how):
 
 
 def trained(model, path, **options):
-    own = {name: options.pop(name) for name in ("optimizer", "optimizers") if name in options}
+    names = ("optimizer", "optimizers", "optimizer_options")
+    own = {name: options.pop(name) for name in names if name in options}
     settings = {"max_steps": 4, "weight_decay": 0.1, **options}
     trainer = TwoStageTrainer(model, arguments(path, **settings), train_dataset=Batches(14), **own)
     trainer.train()
@@ -132,3 +133,29 @@ def test_a_model_that_was_changed_since_trains_with_adamw(tmp_path):
     assert type(optimizer_of(trainer)) is torch.optim.AdamW
     with pytest.raises(GrowthError, match="is not as growth made it"):
         trained(large, tmp_path, optimizer="growth-adamw")
+
+
+def test_new_entries_are_warmed_up_as_by_hand(tmp_path):
+    """The options of the trainer are those of `GrowthAdamW`."""
+    _, large = grown()
+    start = copy.deepcopy(large.state_dict())
+    own = {"rewarm_steps": 3, "rewarm_peak": 2.0}
+    found = {}
+    for name, options in {
+        "by name": {"optimizer_options": OptimizerOptions(**own)},
+        "by hand": {
+            "optimizers": (
+                GrowthAdamW(growkern.decay_groups(large, 0.1), large.growth_plan, lr=1e-2, **own),
+                None,
+            )
+        },
+        "neither": {},
+    }.items():
+        large.load_state_dict(start)
+        trained(large, tmp_path, **options)
+        found[name] = copy.deepcopy(large.state_dict())
+    changed = 0
+    for name, expected in found["by hand"].items():
+        assert torch.equal(found["by name"][name], expected), name
+        changed += not torch.equal(found["neither"][name], expected)
+    assert changed > 10

@@ -1,0 +1,95 @@
+"""Several optimizers that a trainer uses as one, such as Muon and AdamW."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import check_state_dict
+
+
+class CombinedOptimizer(Optimizer):
+    """Optimizers over different parameters of a model, as one optimizer.
+
+    Groups and states are those of the optimizers, one after the other. So a learning-rate schedule
+    reaches all of them, and a state dict holds all of them. `growkern.grow_optimizer` and
+    `grow_optimizer_into` read it.
+
+    Args:
+        optimizers: with named parameters.
+
+    Attributes:
+        optimizers: the same.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        # PyTorch's constructor collects the groups again, and finds none yet
+        self.optimizers: tuple[Optimizer, ...] = ()
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of all optimizers; to change one is to change it in its optimizer."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        """Ignored: PyTorch's constructor sets an empty list."""
+
+    @property
+    def state(self) -> Any:
+        """The states of all optimizers. A parameter without one has an empty state."""
+        held = {p: entry for one in self.optimizers for p, entry in one.state.items()}
+        return defaultdict(dict, held)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignored: PyTorch's constructor sets an empty state."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch's constructor only.
+
+        Raises:
+            GrowthError: it is called later.
+        """
+        if self.optimizers:
+            raise GrowthError("add the group to one of the optimizers before they are combined")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give every optimizer its groups and their states.
+
+        Raises:
+            GrowthError: the state is of other optimizers.
+        """
+        check_state_dict(state_dict)
+        groups, state = list(state_dict["param_groups"]), state_dict["state"]
+        if len(groups) != len(self.param_groups):
+            kinds = " and ".join(type(one).__name__ for one in self.optimizers)
+            raise GrowthError(
+                f"the loaded state has {len(groups)} parameter groups, but {kinds} have "
+                f"{len(self.param_groups)}: is it of another optimizer?"
+            )
+        for one in self.optimizers:
+            count = len(one.param_groups)
+            mine, groups = groups[:count], groups[count:]
+            keys = [key for group in mine for key in group["params"]]
+            entries = {key: state[key] for key in keys if key in state}
+            one.load_state_dict({"state": entries, "param_groups": mine})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every optimizer; `closure` is called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for one in self.optimizers:
+            one.step()
+        return loss

@@ -1,0 +1,251 @@
+"""Chooses and makes the optimizer of a run.
+
+A model that was grown trains with `GrowthAdamW`. With "muon", the matrices of the blocks train with
+Muon and everything else with AdamW, or with `GrowthMuon` and `GrowthAdamW` after growth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
+from growkern.growth.optimizer.combined import CombinedOptimizer
+from growkern.growth.optimizer.muon import GrowthMuon
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.recorded import growth_plan_of
+from growkern.train.distributed.shard import is_sharded
+from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
+from growkern.train.sub_model import find_stacks
+
+# the AdamW of PyTorch, in the names of transformers
+ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+# they treat every number on its own, so they train a part of a tensor as they train the whole
+ON_SHARDS = (*ADAMW, OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
+
+
+def check_optimizer(args: TrainingArguments, choice: str, *, sharded: bool) -> None:
+    """Check that the chosen optimizer can be made, and can train the model.
+
+    Args:
+        args: of the trainer.
+        choice: an `OptimizerChoice`.
+        sharded: whether every process holds a part of each parameter.
+
+    Raises:
+        GrowthError: its package is missing, its settings are wrong, or it needs whole parameters.
+    """
+    name = OptimizerNames(args.optim).value
+    if sharded and choice == "muon":
+        raise GrowthError(
+            "optimizer is 'muon', whose steps need whole matrices, and FSDP2 gives every process a "
+            "part of them: use sharding = 'ddp'"
+        )
+    if sharded and args.optim not in ON_SHARDS:
+        raise GrowthError(
+            f"optim is {name!r}, which needs whole parameters or was not tested with parts of "
+            f"them: use {', '.join(one.value for one in ON_SHARDS)}, or sharding = 'ddp'"
+        )
+    try:
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())
+        # GaLore, APOLLO and LOMO look at the model, which Trainer passes later
+        if "model" in why:
+            return
+        raise GrowthError(f"optim is {name!r}, which cannot be used: {why}") from error
+    try:
+        kind([nn.Parameter(torch.zeros(1, device=args.device))], **settings)
+    except (ValueError, TypeError) as error:
+        why = " ".join(str(error).split())
+        given = _changed(args, ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"))
+        raise GrowthError(f"optim is {name!r}, which cannot be used{given}: {why}") from error
+
+
+def _changed(args: TrainingArguments, names: Sequence[str]) -> str:
+    """Those of the named arguments that are not the defaults, to be put into a message."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    changed = {name: getattr(args, name) for name in names}
+    given = [f"{name} = {v!r}" for name, v in changed.items() if v != defaults[name]]
+    return f" with {', '.join(given)}" if given else ""
+
+
+def plan_of_optimizer(
+    model: Any,
+    choice: str,
+    own: OptimizerOptions,
+    args: TrainingArguments,
+    options: Mapping[str, Any],
+) -> GrowthPlan | None:
+    """The growth whose factors the optimizer will use; None trains without factors.
+
+    Args:
+        model: in training.
+        choice: "auto" takes `GrowthAdamW` for a model that was grown, unless `args.optim` or
+            `options` ask for another optimizer than AdamW.
+        own: the options of the optimizer.
+        args: of the trainer.
+        options: the other keyword arguments of the trainer.
+
+    Raises:
+        GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not to
+            its present shapes, or a choice beside another optimizer; or see `check_optimizer`.
+    """
+    allowed = get_args(OptimizerChoice)
+    if choice not in allowed:
+        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
+    own.check_fits(choice)
+    given = _given(options)
+    if not given:
+        check_optimizer(args, choice, sharded=is_sharded(model))
+    other = _other_optimizer(args, given)
+    if other and choice in ("growth-adamw", "muon"):
+        raise GrowthError(f"optimizer is {choice!r}, but {other}: give one of them")
+    if choice == "muon" and not find_stacks(model):
+        raise GrowthError(
+            f"optimizer is 'muon', but {type(model).__name__} has no list of transformer blocks, "
+            "whose matrices Muon would train: use 'auto'"
+        )
+    plan = None if choice == "adamw" or other else _plan_of(model, choice)
+    if own.rewarm_steps and plan is None and (other or not options.get("growth")):
+        raise GrowthError(
+            "optimizer.rewarm_steps is for a model that was grown, and trains with GrowthAdamW: "
+            "leave it out"
+        )
+    return plan
+
+
+def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
+    """The growth that made the model, if its steps can follow it."""
+    needed = choice == "growth-adamw"
+    try:
+        plan = growth_plan_of(model)
+        if plan is not None:
+            _check_fits(model, plan)
+    except GrowthError as error:
+        if needed:
+            raise
+        name = "Muon and AdamW" if choice == "muon" else "AdamW"
+        warnings.warn(f"trains with {name}, because {error}", GrowthWarning, stacklevel=4)
+        return None
+    if plan is None and needed:
+        raise GrowthError(
+            "optimizer is 'growth-adamw', but the model was not grown: load it from the directory "
+            "that growkern wrote, with its lineage.json, or set optimizer to 'adamw'"
+        )
+    # random weights have no source whose steps the copies could take
+    return None if plan is None or plan.options.is_baseline else plan
+
+
+def _check_fits(model: Any, plan: GrowthPlan) -> None:
+    """Refuse a plan of other shapes: layers or tokens may have been added since."""
+    for name, p in model.named_parameters():
+        if tuple(p.shape) != plan.large.shapes.get(name):
+            raise GrowthError(f"{name} is not as growth made it")
+
+
+def _other_optimizer(args: TrainingArguments, given: str) -> str:
+    """What asks for another optimizer than PyTorch's AdamW; empty if nothing does."""
+    if given:
+        return f"{given} is given"
+    return "" if args.optim in ADAMW else f"args.optim is {OptimizerNames(args.optim).value!r}"
+
+
+def _given(options: Mapping[str, Any]) -> str:
+    """The keyword argument that brings an optimizer; empty if none does."""
+    for name in ("optimizers", "optimizer_cls_and_kwargs"):
+        given = options.get(name)
+        if given is not None and given[0] is not None:
+            return name
+    return ""
+
+
+# ------------------------------------------------------------------------ made
+
+
+def make_optimizer(
+    model: Any,
+    plan: GrowthPlan | None,
+    choice: str,
+    own: OptimizerOptions,
+    args: TrainingArguments,
+) -> Optimizer | None:
+    """The optimizer of a run; None if it is the one that Trainer makes from `args`.
+
+    Args:
+        model: in training.
+        plan: from `plan_of_optimizer`.
+        choice: an `OptimizerChoice`.
+        own: the options of the optimizer.
+        args: of the trainer.
+    """
+    groups = decay_groups(model, args.weight_decay)
+    if choice != "muon":
+        return None if plan is None else _adamw(groups, plan, own, args)
+    matrices = _block_matrices(model)
+    held = [x for group in groups for x in group["params"] if x[0] in matrices]
+    for group in groups:
+        group["params"] = [x for x in group["params"] if x[0] not in matrices]
+    adamw = _adamw([group for group in groups if group["params"]], plan, own, args)
+    settings: dict[str, Any] = {
+        "lr": args.learning_rate if own.muon_lr is None else own.muon_lr,
+        "weight_decay": args.weight_decay,
+        **{name: getattr(own, name) for name in ("momentum", "nesterov", "ns_steps")},
+        "adjust_lr_fn": own.adjust_lr_fn,
+    }
+    muon = (
+        torch.optim.Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
+    )
+    # the first group's rate is the one in the log
+    return CombinedOptimizer(adamw, muon)
+
+
+def _adamw(
+    groups: list[dict[str, Any]],
+    plan: GrowthPlan | None,
+    own: OptimizerOptions,
+    args: TrainingArguments,
+) -> Optimizer:
+    """AdamW, or `GrowthAdamW` with the settings that Trainer would give to AdamW."""
+    if plan is None:
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+        made: Optimizer = kind(groups, **settings)
+        return made
+    return GrowthAdamW(
+        groups,
+        plan,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        rewarm_steps=own.rewarm_steps,
+        rewarm_peak=own.rewarm_peak,
+    )
+
+
+def _block_matrices(model: Any) -> set[str]:
+    """The names of the matrices in the blocks, without tables such as T5's position biases."""
+    inside = {
+        id(p)
+        for stack in find_stacks(model)
+        for module in stack.modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+        if p.ndim == 2
+    }
+    return {name for name, p in model.named_parameters() if id(p) in inside}
+
+
+def plan_of_steps(optimizer: Optimizer) -> GrowthPlan | None:
+    """The growth whose factors an optimizer applies to its steps; None: it applies none."""
+    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    matched = (one.plan for one in parts if isinstance(one, GrowthAdamW) and one.matched)
+    return next(matched, None)

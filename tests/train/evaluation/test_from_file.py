@@ -1,0 +1,81 @@
+"""The arguments of evaluations in a TOML file are those of the Python functions."""
+
+import inspect
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+import growkern
+from growkern import DataSection, GrowthError
+from growkern.train.evaluation.from_file import SECTIONS, read_arguments
+
+FILE = """
+[evaluate]
+model = "small"
+text = "text/*.txt"
+cache = "tokens"
+masking_probability = 0.2
+
+[finetune]
+model = "small"
+text = ["a", "/somewhere/b"]
+epochs = 2
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def from_text(text, name):
+        (tmp_path / "how.toml").write_text(text)
+        return read_arguments(tmp_path / "how.toml", name)
+
+    return from_text
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_names_and_defaults_are_those_of_the_function(name):
+    parameters = inspect.signature(getattr(growkern, name)).parameters
+    known = {
+        key: x.default for key, x in parameters.items()
+        if x.kind is not x.VAR_KEYWORD and key != "progress"
+    }  # fmt: skip
+    of_data = {field.name: field.default for field in fields(DataSection)}
+    for field in fields(SECTIONS[name]):
+        default = known.pop(field.name) if field.name in known else of_data[field.name]
+        missing = default is inspect.Parameter.empty
+        assert (MISSING if missing else default) == field.default, field.name
+    assert not known
+
+
+def test_a_table_becomes_arguments(read, tmp_path):
+    assert read(FILE, "evaluate") == {
+        "model": str(tmp_path / "small"),
+        "text": [str(tmp_path / "text/*.txt")],
+        "cache": str(tmp_path / "tokens"),
+        "masking_probability": 0.2,
+    }
+    assert read(FILE, "finetune") == {
+        "model": str(tmp_path / "small"),
+        "text": [str(tmp_path / "a"), str(Path("/somewhere/b"))],
+        "epochs": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("masking_probability", "masking_probabilty", "did you mean 'masking_probability'"),
+        ("cache", "streaming", r"\[evaluate\] has no key 'streaming'"),
+        ("[finetune]", "[finetuning]", "no table 'finetuning'; did you mean 'finetune'"),
+        ("0.2", '"much"', r"evaluate.masking_probability is 'much' \(str\): it must be float"),
+        ('model = "small"\ntext = "', 'text = "', r"\[evaluate\] lacks 'model'"),
+        (FILE[: FILE.index("[finetune]")], "", r"has no table \[evaluate\]: add it"),
+    ],
+    ids=str,
+)
+def test_a_wrong_file_is_refused_by_file_and_key(read, old, new, message):
+    assert old in FILE
+    with pytest.raises(GrowthError, match=message) as refusal:
+        read(FILE.replace(old, new, 1), "evaluate")
+    assert "how.toml" in str(refusal.value)

@@ -1,0 +1,207 @@
+"""optimizer="muon": Muon and AdamW as one optimizer, in one size and through growth."""
+
+import copy
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import growkern
+from growkern import (
+    GrowthAdamW,
+    GrowthError,
+    GrowthMuon,
+    OptimizerOptions,
+    TwoStageTrainer,
+)
+from growkern.growth.optimizer.combined import CombinedOptimizer
+from growkern.train.optimizer.choose import check_optimizer
+from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
+from tests.train.growth.test_optimizer import ERRORS, TWICE, grown, optimizer_of, trained
+from tests.train.safety.runs import assert_same, weights_of
+from tests.train.test_resume import log_of
+from tests.train.test_trainer import Batches, arguments, micro_batches
+from tests.train.tiny import build, is_causal
+
+OWN = OptimizerOptions(muon_lr=2e-2, momentum=0.9, ns_steps=4, adjust_lr_fn="original")
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """PyTorch's polynomial of Muon in float64: by itself it rounds to bfloat16."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+
+
+def split(model):
+    """By the names of the four families: the matrices of the blocks, and the rest."""
+    named, blocks = dict(model.named_parameters()), (".layer.", ".h.", ".layers.", ".block.")
+    matrices = {
+        name: p
+        for name, p in named.items()
+        if p.ndim == 2 and any(x in name for x in blocks) and "relative_attention" not in name
+    }
+    return matrices, {name: p for name, p in named.items() if name not in matrices}
+
+
+def decays(name, p):
+    return p.ndim > 1 and "bias" not in name
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_it_steps_as_muon_and_adamw_by_hand(family, tmp_path, in_float64):
+    """One schedule for both, weight decay on matrices alone, and clipping by the norm of all."""
+    model, data = build(family, layers=2, tied=True).double(), Batches(8)
+    twin = copy.deepcopy(model)
+    settings = {"max_steps": 4, "warmup_steps": 0, "weight_decay": 0.1, "adam_epsilon": 1e-3}
+    args = arguments(tmp_path, max_grad_norm=0.1, **settings)
+    TwoStageTrainer(
+        model, args, train_dataset=data, optimizer="muon", optimizer_options=OWN
+    ).train()
+    matrices, rest = split(twin)
+    muon = torch.optim.Muon(
+        list(matrices.values()), lr=2e-2, weight_decay=0.1, momentum=0.9, ns_steps=4
+    )
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in rest.items() if decays(n, p)], "weight_decay": 0.1},
+            {"params": [p for n, p in rest.items() if not decays(n, p)], "weight_decay": 0.0},
+        ],
+        eps=1e-3,
+    )
+    for step, (batch,) in enumerate(micro_batches(data, 2, 1, 4)):
+        twin.zero_grad()
+        labels = batch["labels"]
+        if is_causal(family):
+            labels = labels.clone()
+            labels[:, 0] = -100
+        twin(input_ids=batch["input_ids"], labels=labels).loss.backward()
+        assert clip_grad_norm_(twin.parameters(), 0.1) > 0.1
+        for optimizer, rate in ((muon, 2e-2), (adamw, 1e-2)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (4 - step) / 4
+            optimizer.step()
+    # transformers rounds logits to float32
+    for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (found - expected).abs().max() <= 1e-5, name
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_grown_then_trained_is_trained_then_grown(family, tmp_path, in_float64):
+    """Through the trainer, with clipping: the same function as growth after the same steps."""
+    source, large = grown(family, symmetry="none")
+    settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3, "optimizer": "muon"}
+    trainer = trained(large, tmp_path, **settings)
+    small = trained(source, tmp_path, **settings)
+    kinds = [[type(part) for part in optimizer_of(one).optimizers] for one in (trainer, small)]
+    assert kinds == [[GrowthAdamW, GrowthMuon], [torch.optim.AdamW, torch.optim.Muon]]
+    again = growkern.grow(source, symmetry="none", **TWICE[family])
+    for (name, found), expected in zip(large.named_parameters(), again.parameters(), strict=True):
+        assert (found - expected).abs().max() <= ERRORS[family], name
+    norms = [
+        [line["grad_norm"] for line in one.state.log_history if "grad_norm" in line]
+        for one in (trainer, small)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=100 * ERRORS[family])
+    assert max(norms[0]) > 0.5
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    # set here too: the fixture that makes the tests deterministic lives for one test
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    watcher = Watcher()
+    path = tmp_path_factory.mktemp("straight")
+    trainer = trainer_in(path, watcher=watcher, optimizer="muon")
+    trainer.train()
+    return SimpleNamespace(trainer=trainer, seen=watcher.seen, path=path)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
+    """Before, at and after a growth; the new trainer begins with the small model."""
+    shutil.copytree(straight.path, tmp_path / "run")
+    for later in range(stop + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{later}", ignore_errors=True)
+    again = trainer_in(tmp_path / "run", optimizer="muon")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights_of(straight.trainer), weights_of(again))
+    assert log_of(again) == log_of(straight.trainer)
+
+
+def test_both_states_grow_in_a_run(straight):
+    """The state after a growth is that of `grow_optimizer`, from the checkpoint before it."""
+    for one in GROWTH:
+        checkpoint = straight.path / f"checkpoint-{one.at_step}"
+        small = type(straight.trainer.model).from_pretrained(checkpoint)
+        large = growkern.grow(small, **one.options(), **one.sizes)
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        expected = growkern.grow_optimizer(state, large.growth_plan)
+        names = [name for group in expected["param_groups"] for name in group["param_names"]]
+        found = straight.seen[one.at_step]["state"]
+        assert sorted(names) == sorted(found)
+        matrices, _ = split(large)
+        for key, name in enumerate(names):
+            entry = expected["state"][key]
+            assert ("momentum_buffer" in entry) == (name in matrices)
+            for moment, value in entry.items():
+                assert torch.equal(value, found[name][moment]), (name, moment)
+
+
+def test_a_state_of_another_optimizer_is_refused(straight):
+    optimizer = optimizer_of(straight.trainer)
+    assert isinstance(optimizer, CombinedOptimizer)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    with pytest.raises(GrowthError, match="has 2 parameter groups, but GrowthAdamW and GrowthMuon"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:2]})
+    turned = [*state["param_groups"][-1:], *state["param_groups"][:-1]]
+    with pytest.raises((GrowthError, ValueError), match="group"):
+        optimizer.load_state_dict({**state, "param_groups": turned})
+    with pytest.raises(GrowthError, match="before they are combined"):
+        optimizer.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "mun"}, "did you mean 'muon'"),
+        ({"optimizer": "muon", "optim": "sgd"}, "'muon', but args.optim is 'sgd'"),
+        ({"own": {"momentum": 0.9}}, "momentum is an option of Muon, but .* is 'auto'"),
+        (
+            {"optimizer": "muon", "own": {"rewarm_steps": 2}},
+            "rewarm_steps is an option of GrowthAdamW, but training.optimizer is 'muon'",
+        ),
+        ({"own": {"rewarm_steps": 2}}, "rewarm_steps is for a model that was grown"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(options, message, tmp_path):
+    own = OptimizerOptions(**options.get("own", {}))
+    options = {name: value for name, value in options.items() if name != "own"}
+    with pytest.raises(GrowthError, match=message):
+        trained(build("bert", layers=2), tmp_path, optimizer_options=own, **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rewarm_steps": -1}, "rewarm_steps is -1: it must be 0 or more"),
+        ({"rewarm_peak": float("nan")}, "rewarm_peak is nan: it must be positive"),
+        ({"muon_lr": -1.0}, "muon_lr is -1.0: it must be 0 or more"),
+        ({"momentum": 1.0}, "momentum is 1.0: it must be at least 0 and below 1"),
+        ({"ns_steps": 100}, "ns_steps is 100"),
+        ({"adjust_lr_fn": "orginal"}, "did you mean 'original'"),
+    ],
+    ids=str,
+)
+def test_values_are_checked(values, message):
+    with pytest.raises(GrowthError, match=message):
+        OptimizerOptions(**values)
+
+
+def test_shards_are_refused_before_any_work(tmp_path):
+    """Muon's step needs whole matrices."""
+    with pytest.raises(GrowthError, match=r"need whole matrices.* use sharding = 'ddp'"):
+        check_optimizer(arguments(tmp_path), "muon", sharded=True)
