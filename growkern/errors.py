@@ -24,6 +24,10 @@ class GrowthWarning(UserWarning):
     """Something that the user should know. The work continues."""
 
 
+class FunctionChangedWarning(GrowthWarning):
+    """The grown model will compute another function than its source."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """The end of an unknown-name message: the closest allowed name, or all of them."""
     options = sorted(allowed)

@@ -135,7 +135,7 @@ def _scratch(job: Job, source: str) -> dict[str, Any]:
 def _grown(method: str) -> Callable[[Job, str], dict[str, Any]]:
     def sections(job: Job, source: str) -> dict[str, Any]:
         sizes, seed = job.setting.target_sizes(), job.seed
-        growth = GrowthStep(source=source, sizes=sizes, method=method, seed=seed)
+        growth = GrowthStep(source=source, sizes=sizes, method=method, depth="stack", seed=seed)
         return {"model": ModelSection(), "growth": growth}
 
     return sections
@@ -164,7 +164,7 @@ def _stacked(job: Job, source: str) -> dict[str, Any]:
     """A quarter of the layers for 5 of 40 parts of the steps, half of them for 7, then all."""
     name, layers = job.setting.layers_name, job.setting.target.layers
     growth = tuple(
-        GrowthStep(at_step=job.steps * parts // 40, sizes={name: count})
+        GrowthStep(at_step=job.steps * parts // 40, sizes={name: count}, depth="stack")
         for parts, count in ((5, layers // 2), (12, layers))
     )
     return {"model": _untrained(job), "growth": growth}

@@ -12,7 +12,7 @@ import sys
 import warnings
 from typing import Any
 
-from growkern.errors import GrowthWarning
+from growkern.errors import FunctionChangedWarning, GrowthWarning
 from growkern.train.safety.signals import SignalWatch
 
 python_format = warnings.formatwarning
@@ -30,7 +30,13 @@ def one_line(error: BaseException) -> str:
 def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:
     """A warning of ours as one line; others as Python prints them."""
     if issubclass(category, GrowthWarning):
-        return f"growkern: warning: {message}\n"
+        import typer
+
+        line = f"growkern: warning: {message}"
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+            color = typer.colors.RED if category is FunctionChangedWarning else typer.colors.YELLOW
+            line = typer.style(line, fg=color)
+        return f"{line}\n"
     return python_format(message, category, *place, **options)
 
 

@@ -6,6 +6,7 @@ Every stage is stored when it is done. An interrupted demo resumes with the firs
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,7 @@ from growkern.demo.progress import Narrator
 from growkern.demo.report import result_table, summarize
 from growkern.demo.stages import Stages, write_json
 from growkern.demo.training import Data, curve_from, curve_record, train_model
-from growkern.errors import GrowthError
+from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.grow import grow_checkpoint
 from growkern.growth.plan.growth_plan import plan
 from growkern.growth.record.verify import verify
@@ -195,7 +196,9 @@ class _Demo:
         return BertForMaskedLM(config)
 
     def _growth(self, method: str) -> dict[str, Any]:
-        return {**self.grown[method], **asdict(self.config.target), "seed": self.seed}
+        # layers as in bert2BERT
+        sizes = asdict(self.config.target)
+        return {"depth": "stack", **self.grown[method], **sizes, "seed": self.seed}
 
     def _plan(self) -> dict[str, Any]:
         made = plan(self.directory / "source", **self._growth("fpi"))
@@ -204,14 +207,17 @@ class _Demo:
 
     def _grow(self, method: str) -> dict[str, Any]:
         target = self.directory / "grown" / method
-        grow_checkpoint(
-            self.directory / "source",
-            target,
-            overwrite=True,
-            resume=False,
-            progress=False,
-            **self._growth(method),
-        )
+        with warnings.catch_warnings():
+            # the plan has said so
+            warnings.simplefilter("ignore", FunctionChangedWarning)
+            grow_checkpoint(
+                self.directory / "source",
+                target,
+                overwrite=True,
+                resume=False,
+                progress=False,
+                **self._growth(method),
+            )
         tokens = torch.from_numpy(np.load(self.directory / "validation.npy")[:64].astype(np.int64))
         report = verify(self.directory / "source", target, tokens=tokens)
         wrong = [group.worst for group in report.groups if not group.ok]

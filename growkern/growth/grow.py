@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from growkern.errors import GrowthError
+from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
@@ -26,6 +27,7 @@ from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
+from growkern.growth.record.card import write_card
 from growkern.growth.record.lineage import (
     Settings,
     file_stamps,
@@ -33,6 +35,7 @@ from growkern.growth.record.lineage import (
     source_files,
     write_lineage,
 )
+from growkern.growth.record.save import record_when_saved
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
@@ -63,7 +66,8 @@ def grow(
 
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
-        Its plan is `model.growth_plan`. Save it with `save_pretrained`.
+        Its plan is `model.growth_plan`. `save_pretrained` also writes `lineage.json` and a model
+        card, unless the model was trained or cast before.
 
     Raises:
         GrowthError: the source or the sizes cannot be used; this is checked before any work.
@@ -75,10 +79,28 @@ def grow(
     )
     # a config that transformers cannot build must fail before any work
     _shapes(grown)
+    _warn_of_changes(grown)
     state = _build_all(grown, backend=backend, progress=progress)
     for name, tensor in state.items() if grown.may_overflow and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
-    return _model_of(grown, state)
+    model = _model_of(grown, state)
+    record_when_saved(model, grown, backend, allow_nonfinite)
+    return model
+
+
+def _warn_of_changes(grown: GrowthPlan, calls: int = 2) -> None:
+    """Say in one line which parts of the source's function are lost, and why.
+
+    Args:
+        calls: between this one and the user's.
+    """
+    changes = [f"{f.what} ({f.why})" for f in grown.findings if f.level == "changed"]
+    if changes:
+        warnings.warn(
+            f"the grown model computes another function than its source: {'; '.join(changes)}",
+            FunctionChangedWarning,
+            stacklevel=calls + 1,
+        )
 
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
@@ -174,9 +196,11 @@ def grow_checkpoint(
 
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
-        return plan(
+        grown = plan(
             source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how
         )
+        _warn_of_changes(grown, calls=4)
+        return grown
 
     return carry_out(
         make_plan,
@@ -250,8 +274,10 @@ def carry_out(
         write_lineage(grown, settings, files, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        # written last, so that the checksums cover every file
+        # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums())
+        # but not that of the card, which is there to be edited
+        write_card(grown, settings, directory)
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)

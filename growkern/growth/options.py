@@ -12,11 +12,11 @@ from typing import Any
 from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 
-# the symmetry of "auto", except with scheme="paper"
-DEFAULT_SYMMETRY = "routing"
+# the meanings of "auto", except with scheme="paper"
+DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
 CHOICES = {
     "method": ("fpi", "aki", "direct_copy", "random"),
-    "depth": ("stack", "interleave", "identity"),
+    "depth": ("auto", "identity", "stack", "interleave"),
     "scheme": ("exact", "paper"),
     "symmetry": ("auto", "routing", "noise", "split", "none"),
     "aki": ("unit", "eq16"),
@@ -32,9 +32,10 @@ class GrowthOptions:
         method: how tensors are widened. `fpi` preserves the source's function. `aki` takes new
             heads and FFN units from the next layer. `direct_copy` puts the source into a block of
             a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
-        depth: how layers are added. `stack` repeats the whole stack (bert2BERT, Algorithm 1).
-            `interleave` puts copies next to their layer. `identity` inserts blocks that add
-            nothing, which keeps the function.
+        depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
+            function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
+            copies next to their layer. `auto` is `stack` with scheme="paper" and with methods that
+            lose the function anyway, else `identity`.
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.
@@ -62,7 +63,7 @@ class GrowthOptions:
     """
 
     method: str = "fpi"
-    depth: str = "stack"
+    depth: str = "auto"
     scheme: str = "exact"
     symmetry: str = "auto"
     noise: float = 0.5
@@ -81,6 +82,9 @@ class GrowthOptions:
         if self.symmetry == "auto":
             default = "none" if self.scheme == "paper" else DEFAULT_SYMMETRY
             object.__setattr__(self, "symmetry", default)
+        if self.depth == "auto":
+            is_copied = self.scheme == "paper" or self.is_baseline
+            object.__setattr__(self, "depth", "stack" if is_copied else DEFAULT_DEPTH)
         for name, most in (("noise", 1.0), ("routing", MOST_AMPLITUDE), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")

@@ -102,6 +102,8 @@ def finish_target(
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
     config.dtype = dtype
+    # the source's path names another model
+    config._name_or_path = ""
     if large.short_cache:
         config.use_cache = False
     finished = small.with_config(config)

@@ -320,9 +320,10 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
         One line per top-level key, with the path of its first difference.
     """
     data, now = lineage.data, record_of(plan)
-    if plan.source.directory is not None:
+    # {}: a model in memory was grown
+    if plan.source.directory is not None and data.get("source_files") != {}:
         now["source_files"] = _without_times(source_files(plan.source))
-    else:
+    elif plan.source.directory is None:
         # a model in memory may have been loaded with another dtype than its file's
         del now["source_dtype"]
     left_out = set(NOT_COMPARED)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.exactness import WEIGHT_ROUNDINGS
+from growkern.growth.plan.exactness import OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.lineage import (
@@ -276,6 +276,18 @@ def _fold_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
     return ((folded - truth).norm() / torch.maximum(truth.abs(), least).norm()).item()
 
 
+def _verdict(report: VerifyReport) -> tuple[str, str]:
+    """The last line of a report, and its color."""
+    if not report.ok:
+        return report.failure, "red"
+    if report.level == "exact":
+        return "passed: the same function, up to rounding", "green"
+    error = f"as planned: {OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
+    if report.level == "approximate":
+        return f"passed: the same function within the plan's bounds, {error}", "green"
+    return f"differs, {error}", "yellow"
+
+
 def verify_table(report: VerifyReport) -> Group:
     """A report as a rich renderable: errors per kind of tensor, then outputs and notes."""
     table = Table(title="tensors", title_justify="left")
@@ -293,8 +305,7 @@ def verify_table(report: VerifyReport) -> Group:
     outputs.add_column("value", justify="right")
     for name, value in report.outputs.items():
         outputs.add_row(name, f"{value:.3g}")
-    kept = "exact to rounding" if report.level == "exact" else f"{report.level}, as planned"
-    state = Text(f"passed ({kept})", "green") if report.ok else Text(report.failure, "red")
+    state = Text(*_verdict(report))
     said = [Text(line, "red") for line in report.contradictions]
     said += [Text(f"note: {line}", "yellow") for line in report.notes]
     return Group(table, outputs, *said, state)

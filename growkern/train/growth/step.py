@@ -21,8 +21,8 @@ class GrowthStep(GrowthOptions):
     """A growth at the start of a run or inside it, without a detour over the disk.
 
     Inside a run the weights, the optimizer's state, the learning-rate schedule, the order of the
-    data and all counts go on. StackBERT (Gong et al. 2019) is a list of these with the default
-    depth, "stack". With `new_layers_steps` the list is MSLT (Yang et al. 2020).
+    data and all counts go on. StackBERT (Gong et al. 2019) is a list of these with depth="stack".
+    With `new_layers_steps` the list is MSLT (Yang et al. 2020).
 
     The other fields are those of `growkern.growth.options.GrowthOptions`.
 
@@ -39,7 +39,8 @@ class GrowthStep(GrowthOptions):
         rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
             rises from near 0 to that of its schedule again.
         new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
-            above those of the smaller model train, together with the head.
+            above those of the smaller model train, together with the head. The depth "auto" is
+            then "stack", which puts the new layers there.
 
     Raises:
         GrowthError: a value is unknown or out of range, or the values contradict each other.
@@ -54,6 +55,8 @@ class GrowthStep(GrowthOptions):
     new_layers_steps: int = 0
 
     def __post_init__(self) -> None:
+        if self.new_layers_steps and self.depth == "auto":
+            object.__setattr__(self, "depth", "stack")
         super().__post_init__()
         for name in ("at_step", "rewarm_steps", "new_layers_steps"):
             if getattr(self, name) < 0:

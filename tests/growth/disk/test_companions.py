@@ -58,7 +58,7 @@ def test_what_comes_along(source, tmp_path):
     (source / "checkpoint-7" / "spm.model").write_text("of another state")
     grow(source, tmp_path / "large")
     own = {"config.json", "generation_config.json", "model.safetensors"}
-    own |= {"lineage.json", "checksums.json"}
+    own |= {"lineage.json", "checksums.json", "README.md"}
     found = {p.name for p in (tmp_path / "large").iterdir()}
     assert found == {*own, *TOKENIZER_FILES}
     for name in TOKENIZER_FILES:

@@ -157,6 +157,7 @@ BIG = {
 }
 BIG_GPT2 = {"n_embd": 1024, "n_head": 16, "n_layer": 4, "vocab_size": 50257}
 WIDER = {"hidden_size": 2048}
+DEEPER = {"num_hidden_layers": 8}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,13 @@ WIDER = {"hidden_size": 2048}
             None,
             "width on large decoders",
         ),
-        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 20}, None, "grows 5.0 times"),
+        (
+            "LlamaForCausalLM",
+            BIG,
+            {"num_hidden_layers": 20, "depth": "stack"},
+            None,
+            "grows 5.0 times",
+        ),
         ("LlamaForCausalLM", BIG, {"num_hidden_layers": 8}, 1e12, "past 20 per parameter"),
         (
             "LlamaForCausalLM",
@@ -180,7 +187,7 @@ WIDER = {"hidden_size": 2048}
             1e8,
             "below 20 per parameter",
         ),
-        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 8}, 1e8, "than 'interleave', as you have"),
+        ("LlamaForCausalLM", BIG, {**DEEPER, "depth": "stack"}, 1e8, "'interleave', as you have"),
         (
             "LlamaForCausalLM",
             BIG,

@@ -160,7 +160,7 @@ def test_what_was_trained_is_what_its_copies_make(tmp_path, how):
 
 
 def test_trained_norms_are_the_mean_of_their_copies(tmp_path):
-    how = {"hidden_size": 24, "symmetry": "none", "num_hidden_layers": 4}
+    how = {"hidden_size": 24, "symmetry": "none", "num_hidden_layers": 4, "depth": "stack"}
     source = grown(tmp_path, "BertForMaskedLM", BERT, how, torch.float32)
     file = tmp_path / "large" / "model.safetensors"
     trained = {n: t + torch.rand(t.shape) for n, t in load_file(file).items()}
@@ -176,7 +176,8 @@ def test_trained_norms_are_the_mean_of_their_copies(tmp_path):
 
 
 def test_of_layers_that_stand_there_twice_the_first_counts(tmp_path):
-    source = grown(tmp_path, "BertModel", BERT, {"hidden_size": 24, "num_hidden_layers": 4})
+    how = {"hidden_size": 24, "num_hidden_layers": 4, "depth": "stack"}
+    source = grown(tmp_path, "BertModel", BERT, how)
     file = tmp_path / "large" / "model.safetensors"
     trained = {
         n: t + 9 if ".layer.2." in n or ".layer.3." in n else t for n, t in load_file(file).items()

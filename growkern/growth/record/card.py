@@ -1,0 +1,105 @@
+"""Writes the model card of a grown checkpoint: where it comes from, and what it computes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.lineage import Settings
+from growkern.units import human
+
+CARD_FILE = "README.md"
+# what the source's card says that is true of the grown model too
+KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
+# a directory in the cache of the Hub, and the name of a repository there
+SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$")
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+# a card is read into memory
+MOST_BYTES = 1_000_000
+
+
+def source_name(plan: GrowthPlan) -> str:
+    """The source's name on the Hub if it has one, else its directory's name or its class."""
+    directory = plan.source.directory
+    if directory is not None:
+        found = SNAPSHOT.search(directory.absolute().as_posix())
+        return "/".join(found.groups()) if found else directory.resolve().name
+    name = str(getattr(plan.small.config, "_name_or_path", "") or "")
+    is_on_hub = REPOSITORY.fullmatch(name) and not Path(name).exists()
+    return name if is_on_hub else plan.small.class_name
+
+
+def command(plan: GrowthPlan, settings: Settings) -> str:
+    """The command that grows the same model from the same source."""
+    words = ["growkern", "grow", source_name(plan), "TARGET"]
+    for field, (old, new) in plan.size_changes().items():
+        if old != new:
+            words += [f"--{field.replace('_', '-')}", str(new)]
+    for name in (field.name for field in fields(GrowthOptions)):
+        value = getattr(plan.options, name)
+        if value != getattr(GrowthOptions(scheme=plan.options.scheme), name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    if plan.options.scheme != GrowthOptions.scheme:
+        words += ["--scheme", plan.options.scheme]
+    if plan.dtype != plan.source.dtype:
+        words += ["--dtype", str(plan.dtype).removeprefix("torch.")]
+    if settings.allow_nonfinite:
+        words.append("--allow-nonfinite")
+    return shlex.join(words)
+
+
+def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
+    """Write `README.md` into `directory`. Its bytes do not depend on where directories are.
+
+    Licence, languages, data sets and tags are those of the source's card.
+
+    Args:
+        plan: the plan that was carried out.
+        settings: further settings of the growth.
+        directory: the grown checkpoint.
+    """
+    name, kept = source_name(plan), _kept(plan.source.directory)
+    kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
+    if REPOSITORY.fullmatch(name):
+        kept["base_model"] = name
+    data = ModelCardData(library_name="transformers", **kept)
+    rows = [
+        f"| {field} | {old} | {new} |"
+        for field, (old, new) in plan.size_changes().items()
+        if old != new
+    ]
+    rows.append(f"| parameters | {human(plan.parameters('source'))} | {human(plan.parameters())} |")
+    findings = [f"- {finding.line()}" for finding in plan.findings]
+    lines = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {name}, grown with growkern",
+        f"This {plan.large.class_name} was grown from {name} and was not trained since.",
+        "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
+        "## What it computes",
+        "\n".join(["Compared with its source:", "", *findings]),
+        "## How it was made",
+        f"```bash\n{command(plan, settings)}\n```",
+        "`lineage.json` says where every weight comes from.",
+    ]
+    (directory / CARD_FILE).write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _kept(directory: Path | None) -> dict[str, Any]:
+    """What the card of the source says of the grown model too."""
+    file = directory / CARD_FILE if directory else None
+    if file is None or not file.is_file() or file.stat().st_size > MOST_BYTES:
+        return {}
+    try:
+        data = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+    except Exception:
+        # a card is free text: one that nobody can read says nothing
+        return {}
+    found = data.to_dict()
+    return {name: found[name] for name in KEPT if found.get(name)}

@@ -1,0 +1,114 @@
+"""What a grown model leaves beside its weights: the card, and the record of `save_pretrained`."""
+
+import copy
+import shlex
+import warnings
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+import growkern
+from growkern.errors import FunctionChangedWarning
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.record.test_lineage import files
+
+CASES = [
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 32, "num_hidden_layers": 4}),
+    ("LlamaForCausalLM", LLAMA, {"num_hidden_layers": 4, "method": "aki", "seed": 3}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "scheme": "paper", "symmetry": "noise", "noise": 0.1}),
+    ("BertForMaskedLM", BERT, {"hidden_size": 24, "method": "direct_copy", "n_dtype": "bfloat16"}),
+]
+
+
+def saved(directory, class_name, sizes, name="small"):
+    model = random_model(class_name, sizes, dtype=torch.float32)
+    model.save_pretrained(directory / name)
+    return directory / name
+
+
+def options(how):
+    dtype = how.get("n_dtype")
+    kept = {k: v for k, v in how.items() if k != "n_dtype"}
+    return {**kept, "dtype": getattr(torch, dtype)} if dtype else kept
+
+
+@pytest.mark.parametrize("class_name, sizes, how", CASES)
+def test_the_cards_command_grows_the_same_files(class_name, sizes, how, tmp_path, monkeypatch):
+    from growkern.cli.commands import app
+
+    source = saved(tmp_path, class_name, sizes)
+    growkern.grow_checkpoint(source, tmp_path / "large", progress=False, **options(how))
+    text = (tmp_path / "large" / "README.md").read_text()
+    command = text.split("```bash\n")[1].split("\n```")[0]
+    monkeypatch.chdir(tmp_path)
+    app(shlex.split(command)[1:], standalone_mode=False)
+    assert files(tmp_path / "TARGET") == files(tmp_path / "large")
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_a_model_in_memory_is_saved_with_its_record(from_disk, tmp_path):
+    source = saved(tmp_path, "LlamaForCausalLM", LLAMA)
+    growkern.grow_checkpoint(source, tmp_path / "there", hidden_size=32, progress=False)
+    small = source if from_disk else random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    large = growkern.grow(small, hidden_size=32)
+    assert large.name_or_path == large.config.name_or_path == ""
+    copy.deepcopy(large).save_pretrained(tmp_path / "copied")
+    large.save_pretrained(tmp_path / "here", max_shard_size="5GB")
+    assert growkern.verify(source, tmp_path / "here").ok
+    if from_disk:
+        there = files(tmp_path / "there")
+        del there["checksums.json"]
+        assert files(tmp_path / "here") == there
+    growkern.fold(tmp_path / "here", tmp_path / "back")
+
+
+def test_no_record_of_a_model_that_has_changed(tmp_path):
+    def saves(name, change):
+        large = growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=32)
+        change(large).save_pretrained(tmp_path / name)
+        return (tmp_path / name / "lineage.json").exists()
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+        optimizer.step()
+        return model
+
+    assert saves("grown", lambda model: model)
+    assert not saves("trained", trained)
+    assert not saves("cast", lambda model: model.bfloat16())
+
+
+def test_the_card_keeps_what_the_source_says_of_its_licence(tmp_path):
+    name = tmp_path / "models--google--small" / "snapshots"
+    source = saved(name, "LlamaForCausalLM", LLAMA, "0123")
+    large = tmp_path / "large"
+    for head, licence in (
+        ("---\nlicense: mit\ntags:\n- tiny\nmodel-index: wrong\n---\n", "mit"),
+        ("---\nlicense: [\n---\n", None),
+        ("", None),
+    ):
+        (source / "README.md").write_text(f"{head}# Small\n")
+        growkern.grow_checkpoint(
+            source, large, hidden_size=32, progress=False, overwrite=large.exists()
+        )
+        card = ModelCard.load(large / "README.md")
+        assert card.data.license == licence
+        assert card.data.base_model == "google/small"
+        assert card.data.tags == (["growkern", "tiny"] if licence else ["growkern"])
+        assert "# google/small, grown with growkern" in card.text and "exact:" in card.text
+
+
+def test_a_growth_says_so_if_it_changes_the_function(tmp_path):
+    source = saved(tmp_path, "LlamaForCausalLM", LLAMA)
+    how = {"num_hidden_layers": 4, "depth": "stack"}
+    with pytest.warns(FunctionChangedWarning, match="layers are stacked") as seen:
+        growkern.grow(source, **how)
+        growkern.grow_checkpoint(source, tmp_path / "large", progress=False, **how)
+    assert [one.filename for one in seen] == [__file__] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # the default keeps the function
+        large = growkern.grow(source, num_hidden_layers=4, hidden_size=32)
+    assert growkern.verify(source, large).level == "exact"
