@@ -26,7 +26,7 @@ from growkern.train.checks import check_arguments, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
-from growkern.train.distributed.shard import join_processes
+from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.load import (
     check_directory,
     check_fits,
@@ -274,7 +274,10 @@ def build_trainer(
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
     check_generator(run, base, tokenizer)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if run.distributed is not None:
+        check_replicas(run.distributed.replicas, processes)
+    if processes > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)
     # before any work: arguments that cannot be used are noticed at once

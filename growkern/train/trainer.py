@@ -24,6 +24,7 @@ from growkern.train.checks import (
     check_block_size,
     check_objectives,
     choose_teachers,
+    refuse_reentrant,
     refuse_wrapped,
     stages_in_steps,
 )
@@ -106,6 +107,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
         refuse_wrapped(model)
+        refuse_reentrant(model)
         refuse_adapters(model, "model")
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)
