@@ -29,29 +29,21 @@ REENTRANT = (
 )
 
 
-def refuse_wrapped(model: Any) -> None:
-    """Refuse a model that is inside DistributedDataParallel already.
+def check_trained_model(model: Any) -> None:
+    """Refuse models that a trainer cannot train right.
 
     Raises:
-        GrowthError: it is.
+        GrowthError: the model is inside DistributedDataParallel already, uses PEFT, or has gradient
+            checkpointing that loses gradients. It does where the input needs none, as that of the
+            lowest layer that trains in stage 1.
     """
     if isinstance(model, DistributedDataParallel):
         raise GrowthError(
             "the model is wrapped in DistributedDataParallel: pass model.module. The trainer wraps "
             "it when several processes train"
         )
-
-
-def refuse_reentrant(model: Any) -> None:
-    """Refuse gradient checkpointing that loses gradients where the input needs none.
-
-    Stage 1 gives such an input to the lowest layer that trains.
-
-    Raises:
-        GrowthError: the model was prepared for it.
-    """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    for module in modules:
+    refuse_adapters(model, "model")
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         keywords = getattr(getattr(module, CHECKPOINTING, None), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
             raise GrowthError(f"the model has {REENTRANT}")
