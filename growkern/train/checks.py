@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, str_to_bool
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -20,18 +21,32 @@ from growkern.train.distributed.shard import check_sharding
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
 
+# attribute in which transformers keeps the function that runs a block again
+CHECKPOINTING = "_gradient_checkpointing_func"
+REENTRANT = (
+    "gradient checkpointing with use_reentrant=True, which loses the gradients of the lowest "
+    "trained layer: set gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
 
-def refuse_wrapped(model: Any) -> None:
-    """Refuse a model that is inside DistributedDataParallel already.
+
+def check_trained_model(model: Any) -> None:
+    """Refuse models that a trainer cannot train right.
 
     Raises:
-        GrowthError: it is.
+        GrowthError: the model is inside DistributedDataParallel already, uses PEFT, or has gradient
+            checkpointing that loses gradients. It does where the input needs none, as that of the
+            lowest layer that trains in stage 1.
     """
     if isinstance(model, DistributedDataParallel):
         raise GrowthError(
             "the model is wrapped in DistributedDataParallel: pass model.module. The trainer wraps "
             "it when several processes train"
         )
+    refuse_adapters(model, "model")
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        keywords = getattr(getattr(module, CHECKPOINTING, None), "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
+            raise GrowthError(f"the model has {REENTRANT}")
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
@@ -207,8 +222,7 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         "it to True": args.world_size > 1 and not args.average_tokens_across_devices,
         "ddp_find_unused_parameters=False would wait for ever for layers that do not run in stage "
         "1: leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
-        "gradient checkpointing with use_reentrant=True loses the gradients of the lowest trained "
-        "layer: set gradient_checkpointing_kwargs={'use_reentrant': False}": (
+        REENTRANT: (
             args.gradient_checkpointing
             and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
         ),

@@ -22,6 +22,7 @@ Paths are relative to the folder of the file.
 
 import hashlib
 import math
+import reprlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -241,6 +242,13 @@ class OutputSection:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
+        given = self.report_to
+        as_list = given if isinstance(given, (list, tuple)) else (given,)
+        if given is not None and not all(isinstance(name, str) for name in as_list):
+            raise GrowthError(
+                f"report_to is {reprlib.repr(given)}: it must be the name of an integration, such "
+                'as "wandb", or a list of names'
+            )
         names = self.reports
         if not self.tensorboard and {"tensorboard", "all"} & set(names):
             raise GrowthError("report_to names TensorBoard, but tensorboard is false: give one")
@@ -252,7 +260,7 @@ class OutputSection:
         """The names in `report_to`, or those that it stands for if it is None."""
         if self.report_to is None:
             return ("tensorboard",) if self.tensorboard else ()
-        return (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        return (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to)
 
 
 @dataclass(frozen=True)

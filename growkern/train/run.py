@@ -26,7 +26,7 @@ from growkern.train.checks import check_arguments, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
-from growkern.train.distributed.shard import join_processes
+from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.load import (
     check_directory,
     check_fits,
@@ -274,9 +274,7 @@ def build_trainer(
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
     check_generator(run, base, tokenizer)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        accelerator = torch.accelerator.current_accelerator()
-        join_processes("cpu" if accelerator is None else accelerator.type)
+    _join_others(run)
     # before any work: arguments that cannot be used are noticed at once
     evaluate = bool(run.data.validation or run.data.validation_split)
     args = training_arguments(run, base, evaluate=evaluate, progress=progress)
@@ -315,6 +313,16 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
+
+
+def _join_others(run: Run) -> None:
+    """Start communication with the other processes of torchrun, if there are any."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if run.distributed is not None:
+        check_replicas(run.distributed.replicas, processes)
+    if processes > 1:
+        accelerator = torch.accelerator.current_accelerator()
+        join_processes("cpu" if accelerator is None else accelerator.type)
 
 
 def _checkpoint_directories(run: Run) -> list[str]:

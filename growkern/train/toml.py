@@ -103,15 +103,16 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
         raise GrowthError(f"{place}: {error}") from error
 
 
-def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
-    """Convert a TOML value to the type of its field."""
+def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") -> Any:
+    """Convert a TOML value to the type of its field, `described` in an error message."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, Union):
         # TOML has no null: the value of an optional key always has another type
         kinds = [option for option in options if option is not types.NoneType]
         is_list = isinstance(value, list)
         fitting = [one for one in kinds if (typing.get_origin(one) is tuple) == is_list]
-        return _convert(value, (fitting or kinds)[0], file, key)
+        described = " or ".join(map(_describe, kinds))
+        return _convert(value, (fitting or kinds)[0], file, key, described)
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
@@ -135,7 +136,7 @@ def _convert(value: Any, kind: Any, file: str, key: str) -> Any:
     if isinstance(kind, type) and type(value) is kind:
         return value
     found = f"{reprlib.repr(value)} ({type(value).__name__})"
-    raise GrowthError(f"{file}: {key} is {found}: it must be {_describe(kind)}")
+    raise GrowthError(f"{file}: {key} is {found}: it must be {described or _describe(kind)}")
 
 
 def _describe(kind: Any) -> str:

@@ -15,7 +15,6 @@ from transformers import TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
-from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.checks import (
     as_list,
@@ -23,8 +22,8 @@ from growkern.train.checks import (
     check_arguments,
     check_block_size,
     check_objectives,
+    check_trained_model,
     choose_teachers,
-    refuse_wrapped,
     stages_in_steps,
 )
 from growkern.train.config import TwoStageConfig
@@ -105,8 +104,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         if two_stage is not None or any(x.new_layers_steps for x in options.get("growth", ())):
             # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
-        refuse_wrapped(model)
-        refuse_adapters(model, "model")
+        check_trained_model(model)
         self._decoder = is_two_stacks(model)
         self._causal = not self._decoder and is_causal(model)
         self.two_stage, self.inheritance, self.side = two_stage, inheritance, side_loss_of(model)

@@ -89,6 +89,7 @@ def test_round_trip(load):
         ("[two_stage]", "[two_stages]", r"no key 'two_stages'; did you mean 'two_stage'"),
         ("stage1_steps", "stage_1_steps", "did you mean 'stage1_steps'"),
         ("steps = 100", 'steps = "100"', r"training.steps is '100' \(str\): it must be int"),
+        ("[output]", "[output]\nreport_to = 1", r"1 \(int\): it must be str or a list of str$"),
         ("steps = 100", "steps = true", r"training.steps is True \(bool\): it must be int"),
         ("steps = 100", "steps = 1.5", r"training.steps is 1.5 \(float\)"),
         ('["small", "other"]', '["small", 3]', r"teacher.paths\[1\] is 3 \(int\): it must be str"),

@@ -385,6 +385,9 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
     refuse("model_init cannot be used", args=given(), model_init=lambda: build("bert"))
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
     refuse("use_reentrant", args=given(gradient_checkpointing=True, **reentrant))
+    by_hand = build("bert")
+    by_hand.gradient_checkpointing_enable({"use_reentrant": True})
+    refuse("the model has gradient checkpointing with use_reentrant", by_hand, tmp_path)
     refuse("compute_metrics", tmp_path=tmp_path, compute_metrics=lambda _: {})
     refuse("layers_per_block", tmp_path=tmp_path, two_stage=TwoStageConfig(6, 2))
     refuse("without teacher", tmp_path=tmp_path, inheritance=SCHEDULE)

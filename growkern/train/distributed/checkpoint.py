@@ -10,6 +10,7 @@ Tensors have the names that `growkern.grow_into` and `growkern.grow_optimizer_in
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,9 @@ def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
 
 
 def _load(state: dict[str, Any], directory: Path) -> None:
-    with _plain_loading(directory):
+    with _plain_loading(directory), warnings.catch_warnings():
+        # torch warns of it; an export runs in one process without a group
+        warnings.filterwarnings("ignore", "torch.distributed is .*single process")
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
 
 

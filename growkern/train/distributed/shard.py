@@ -83,6 +83,20 @@ def leave_processes() -> None:
         dist.destroy_process_group()
 
 
+def check_replicas(replicas: int, processes: int) -> None:
+    """Check that copies of a model can share out the processes.
+
+    Raises:
+        GrowthError: the number of processes is not a multiple of the replicas.
+    """
+    if processes % replicas:
+        fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        raise GrowthError(
+            f"distributed.replicas is {replicas}, but the number of processes is {processes}: set "
+            f"replicas to one of {fitting}, or start a multiple of {replicas} processes"
+        )
+
+
 def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:
     """The mesh of all processes: (shard,), or (replicate, shard) with several replicas.
 
@@ -90,10 +104,7 @@ def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:
         GrowthError: the number of processes is not a multiple of `replicas`.
     """
     processes = dist.get_world_size()
-    if processes % replicas:
-        raise GrowthError(
-            f"distributed.replicas is {replicas}: the {processes} processes must be a multiple"
-        )
+    check_replicas(replicas, processes)
     if replicas == 1:
         return init_device_mesh(device, (processes,))
     names = ("replicate", "shard")

@@ -51,8 +51,10 @@ OWNED = {
     "torch_compile": "distributed.compile_blocks",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "distributed.sharding"),
     "parallelism_config": "distributed.sharding",
-    "gradient_checkpointing": "distributed.activation_checkpointing",
-    "activation_checkpointing": "distributed.activation_checkpointing",
+    **dict.fromkeys(
+        ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
+        "distributed.activation_checkpointing",
+    ),
 }
 # a resumed run would lack what these leave out
 REFUSED = {
@@ -215,6 +217,9 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
                 f"[trainer] has no key {name!r}{_near(name, known - OWNED.keys() - REFUSED.keys())}"
             )
         if not _fits(value, kinds[name]):
+            members = _members(kinds[name])
+            if members and isinstance(value, str):
+                raise GrowthError(f"trainer.{name} is {value!r}{nearest(value, members)}")
             raise GrowthError(
                 f"trainer.{name} is {value!r} ({type(value).__name__}): it must be "
                 f"{_described(kinds[name])}"
@@ -239,13 +244,18 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
+def _members(kind: Any) -> list[str]:
+    """The names that a field takes; none if it is no enumeration."""
+    enums = [one for one in _options(kind) if isinstance(one, type) and issubclass(one, enum.Enum)]
+    return [member.value for one in enums for member in one]
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value of TOML or Python has the type of a field, as far as the field tells."""
-    options = _options(kind)
-    enums = [one for one in options if isinstance(one, type) and issubclass(one, enum.Enum)]
-    if enums and isinstance(value, str):
-        return any(value in [member.value for member in one] for one in enums)
-    return any(_fits_one(value, one) for one in options)
+    members = _members(kind)
+    if members and isinstance(value, str):
+        return value in members
+    return any(_fits_one(value, one) for one in _options(kind))
 
 
 def _fits_one(value: Any, kind: Any) -> bool:
@@ -264,13 +274,10 @@ def _fits_one(value: Any, kind: Any) -> bool:
 
 
 def _described(kind: Any) -> str:
-    words = []
-    for one in _options(kind):
-        if isinstance(one, type) and issubclass(one, enum.Enum):
-            words += [repr(member.value) for member in one]
-        elif one is not types.NoneType and not (one is str and words):
-            words.append(getattr(one, "__name__", None) or str(one))
-    return " or ".join(words)
+    if _members(kind):
+        return f"a name, such as {_members(kind)[0]!r}"
+    options = [one for one in _options(kind) if one is not types.NoneType]
+    return " or ".join(getattr(one, "__name__", None) or str(one) for one in options)
 
 
 # ------------------------------------------------------------------- reporting

@@ -247,7 +247,12 @@ def test_two_processes(workplace):
         ({"adam_beta1": "high"}, r"adam_beta1 is 'high' \(str\): it must be float"),
         ({"adam_beta1": True}, r"adam_beta1 is True \(bool\): it must be float"),
         ({"ddp_timeout": 1.5}, r"ddp_timeout is 1.5 \(float\): it must be int"),
-        ({"optim": "adamx"}, r"optim is 'adamx' \(str\): it must be 'adamw_torch'"),
+        ({"optim": "adamw_tuch"}, "trainer.optim is 'adamw_tuch'; did you mean 'adamw_torch'"),
+        ({"optim": 5}, r"optim is 5 \(int\): it must be a name, such as 'adamw_torch'$"),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "set by distributed.activation_checkpointing",
+        ),
         ({"label_names": "labels"}, r"label_names is 'labels' \(str\): it must be list"),
         ({"full_determinism": 1}, "must be bool"),
     ],
@@ -297,10 +302,12 @@ def test_arguments_that_transformers_refuses(workplace):
     [
         ('optim = "adafactor"', "'adafactor', which needs whole parameters"),
         ("use_liger_kernel = true", "pip install liger-kernel"),
+        ("", "the number of processes is 1: set replicas to one of 1,"),
     ],
 )
 def test_arguments_that_are_refused_before_any_work(workplace, arguments, match):
-    text = PLAIN.replace("adam_beta2 = 0.95", arguments) + '[distributed]\nsharding = "fsdp"\n'
+    text = PLAIN.replace("adam_beta2 = 0.95", arguments)
+    text += '[distributed]\nsharding = "fsdp"\n' + "replicas = 3\n" * (not arguments)
     with pytest.raises(GrowthError, match=match):
         train(write(workplace, text), progress=False)
     assert not (workplace / "out").exists() and not (workplace / "tokens").exists()
@@ -337,7 +344,9 @@ def test_where_logs_go(output, names):
         ({"report_to": "wandbb"}, "'wandbb'; did you mean 'wandb'"),
         ({"report_to": ("mlflow",)}, "'mlflow', which is not installed: pip install mlflow"),
         ({"report_to": "tensorboard", "tensorboard": False}, "but tensorboard is false"),
-        ({"report_to": ("none", "mlflow")}, '"none" or "all" alone'),
+        ({"report_to": ["none", "mlflow"]}, '"none" or "all" alone'),
+        ({"report_to": 1}, r'report_to is 1: it must be the name .*"wandb", or a list of names'),
+        ({"report_to": ["tensorboard", 1]}, "it must be the name"),
     ],
 )
 def test_where_logs_cannot_go(output, match):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -141,7 +142,10 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
     assert_same_weights(state["best_model_checkpoint"], workplace / "best")
 
     # an ordinary directory, of the last checkpoint
-    result = CliRunner().invoke(app, ["export", str(workplace / "straight"), str(workplace / "hf")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        command = ["export", str(workplace / "straight"), str(workplace / "hf")]
+        result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     model = transformers.AutoModelForCausalLM.from_pretrained(workplace / "hf")
     assert model.config.hidden_size == 24 and model.config.architectures == ["LlamaForCausalLM"]

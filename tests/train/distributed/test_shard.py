@@ -14,6 +14,7 @@ from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
     all_finite,
+    check_replicas,
     join_processes,
     largest_entry,
     leave_processes,
@@ -156,7 +157,9 @@ def test_options_that_are_refused(options, match):
 def test_models_that_are_refused(mesh):
     with pytest.raises(GrowthError, match="sharded already"):
         sharded(mesh, sharded(mesh))
-    with pytest.raises(GrowthError, match="1 processes must be a multiple"):
+    with pytest.raises(GrowthError, match=r"replicas is 3, .* is 4: .* one of 1, 2, 4,"):
+        check_replicas(3, 4)
+    with pytest.raises(GrowthError, match="the number of processes is 1:"):
         make_mesh("cpu", 2)
     model = build("bert", layers=1)
     model.peft_config = {}
