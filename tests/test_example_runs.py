@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import transformers
 
 import examples
 import growkern
-from examples.objectives import TEXTS, make_tokenizer
+from examples.objectives import TEXTS, make_model, make_tokenizer
+from growkern.errors import GrowthWarning
 from growkern.train.evaluation.from_file import read_arguments
 from growkern.train.run import train
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width
 MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
+ELECTRA = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,11 @@ def place(tmp_path_factory):
         )  # fmt: skip
         transformers.BertForMaskedLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    for name, kind in ELECTRA.items():
+        make_model(kind, tokenizer, width=24).save_pretrained(folder / f"small_{name}")
+        tokenizer.save_pretrained(folder / f"small_{name}")
+        sizes = {"hidden_size": 48, "intermediate_size": 96}
+        growkern.grow_checkpoint(folder / f"small_{name}", folder / name, progress=False, **sizes)
     for name, files in (("text", TEXTS[:1]), ("law", TEXTS[1:2])):
         (folder / name).mkdir()
         for file in files:
@@ -45,7 +53,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 9
+    assert len(RUNS) == 10
 
 
 def log_of(folder):
@@ -56,14 +64,16 @@ def log_of(folder):
 def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
     if file.stem != "source":
-        assert train(place / file.name, progress=False).global_step == 40
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GrowthWarning)
+            assert train(place / file.name, progress=False).global_step == 40
     folder = place / "runs" / ("small" if file.stem == "source" else file.stem)
     folders = sorted(folder.glob("generation-*")) or [folder]
     for one in folders:
         losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
-    layers = {"source": 2, "mslt": 3}.get(file.stem, 4)
-    model = transformers.AutoModelForMaskedLM.from_pretrained(folders[-1])
+    layers = {"source": 2, "rtd": 2, "mslt": 3}.get(file.stem, 4)
+    model = transformers.AutoModel.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
 
 
