@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import examples
 import growkern
 from examples.objectives import TEXTS, make_model, make_tokenizer
+from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
 from growkern.train.evaluation.from_file import read_arguments
 from growkern.train.run import train
@@ -49,11 +51,15 @@ def place(tmp_path_factory):
     for file in RUNS:
         shutil.copy(file, folder)
     train(folder / "source.toml", progress=False)
+    options = ["--run", folder / "cached_teacher.toml", "--out", folder / "kept", "--k", 16]
+    command = ["cache-teacher", folder / "runs" / "small", *options]
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
     return folder
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 10
+    assert len(RUNS) == 11
 
 
 def log_of(folder):
@@ -98,8 +104,9 @@ def test_the_files_do_what_they_say(place):
     assert min(depths) < 4 and depths[-1] == 4
     sizes = [line["parameters"] for line in log_of(runs / "stackbert") if "parameters" in line]
     assert len(set(sizes)) == 3 and sizes == sorted(sizes)
-    alphas = [line["alpha"] for line in log_of(runs / "inheritance") if "alpha" in line]
-    assert alphas[0] == 0.9 and alphas[-1] == 0
+    for name in ("inheritance", "cached_teacher"):
+        alphas = [line["alpha"] for line in log_of(runs / name) if "alpha" in line]
+        assert alphas[0] == 0.9 and alphas[-1] == 0
     lines = [line for line in log_of(runs / "domain") if any("eval" in key for key in line)]
     law = [line["eval_law_loss"] for line in lines if "eval_law_loss" in line]
     general = [line["eval_general_loss"] for line in lines if "eval_general_loss" in line]
