@@ -3,21 +3,26 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import examples
 import growkern
-from examples.objectives import TEXTS, make_tokenizer
+from examples.objectives import TEXTS, make_model, make_tokenizer
+from growkern.cli.commands import app
+from growkern.errors import GrowthWarning
 from growkern.train.evaluation.from_file import read_arguments
 from growkern.train.run import train
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width
 MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
+ELECTRA = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,11 @@ def place(tmp_path_factory):
         )  # fmt: skip
         transformers.BertForMaskedLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    for name, kind in ELECTRA.items():
+        make_model(kind, tokenizer, width=24).save_pretrained(folder / f"small_{name}")
+        tokenizer.save_pretrained(folder / f"small_{name}")
+        sizes = {"hidden_size": 48, "intermediate_size": 96}
+        growkern.grow_checkpoint(folder / f"small_{name}", folder / name, progress=False, **sizes)
     for name, files in (("text", TEXTS[:1]), ("law", TEXTS[1:2])):
         (folder / name).mkdir()
         for file in files:
@@ -41,11 +51,15 @@ def place(tmp_path_factory):
     for file in RUNS:
         shutil.copy(file, folder)
     train(folder / "source.toml", progress=False)
+    options = ["--run", folder / "cached_teacher.toml", "--out", folder / "kept", "--k", 16]
+    command = ["cache-teacher", folder / "runs" / "small", *options]
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
     return folder
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 9
+    assert len(RUNS) == 11
 
 
 def log_of(folder):
@@ -56,14 +70,16 @@ def log_of(folder):
 def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
     if file.stem != "source":
-        assert train(place / file.name, progress=False).global_step == 40
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GrowthWarning)
+            assert train(place / file.name, progress=False).global_step == 40
     folder = place / "runs" / ("small" if file.stem == "source" else file.stem)
     folders = sorted(folder.glob("generation-*")) or [folder]
     for one in folders:
         losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
-    layers = {"source": 2, "mslt": 3}.get(file.stem, 4)
-    model = transformers.AutoModelForMaskedLM.from_pretrained(folders[-1])
+    layers = {"source": 2, "rtd": 2, "mslt": 3}.get(file.stem, 4)
+    model = transformers.AutoModel.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
 
 
@@ -88,8 +104,9 @@ def test_the_files_do_what_they_say(place):
     assert min(depths) < 4 and depths[-1] == 4
     sizes = [line["parameters"] for line in log_of(runs / "stackbert") if "parameters" in line]
     assert len(set(sizes)) == 3 and sizes == sorted(sizes)
-    alphas = [line["alpha"] for line in log_of(runs / "inheritance") if "alpha" in line]
-    assert alphas[0] == 0.9 and alphas[-1] == 0
+    for name in ("inheritance", "cached_teacher"):
+        alphas = [line["alpha"] for line in log_of(runs / name) if "alpha" in line]
+        assert alphas[0] == 0.9 and alphas[-1] == 0
     lines = [line for line in log_of(runs / "domain") if any("eval" in key for key in line)]
     law = [line["eval_law_loss"] for line in lines if "eval_law_loss" in line]
     general = [line["eval_general_loss"] for line in lines if "eval_general_loss" in line]

@@ -69,6 +69,8 @@ class ReplacedTokenDetection(ElectraPreTrainedModel):
                     f"{kind.__name__}"
                 )
         super().__init__(discriminator.config)
+        # the config's directory is that of the discriminator alone, and so is its growth
+        self.name_or_path = ""
         check_pair(generator.config, discriminator.config, shared_embeddings=shared_embeddings)
         self.generator, self.discriminator = generator, discriminator
         self.shared_embeddings = shared_embeddings
