@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -93,7 +93,7 @@ def grow(
         allow_nonfinite=allow_nonfinite,
         progress=sys.stderr.isatty(),
         optimizer=optimizer,
-        moments=moments,
+        moments=cast(Any, moments),
         **growth,
     )
     print_growth(report)

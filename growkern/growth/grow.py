@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -40,17 +40,53 @@ from growkern.growth.source.checks import check_names_and_shapes, refuse_overflo
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Unpack
 
+    from growkern.growth.keywords import GrowthKeywords
+    from growkern.growth.optimizer.checks import Moments
+
+    Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@overload
 def grow(
-    source: Any,
+    source: Model,
     *,
-    target_config: Any | None = None,
+    target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = False,
-    **how: Any,
-) -> Any:
+    **how: Unpack[GrowthKeywords],
+) -> Model: ...
+
+
+# transformers counts as Any where this package is checked
+@overload
+def grow(  # type: ignore[overload-cannot-match]
+    source: str | Path,
+    *,
+    target_config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    allow_nonfinite: bool = False,
+    backend: str | None = None,
+    progress: bool = False,
+    **how: Unpack[GrowthKeywords],
+) -> PreTrainedModel: ...
+
+
+def grow(
+    source: str | Path | PreTrainedModel,
+    *,
+    target_config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    allow_nonfinite: bool = False,
+    backend: str | None = None,
+    progress: bool = False,
+    **how: Unpack[GrowthKeywords],
+) -> PreTrainedModel:
     """Grow a trained model into a bigger one, in memory.
 
     Args:
@@ -147,10 +183,10 @@ def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
 
 
 def grow_checkpoint(
-    source_dir: Any,
-    target_dir: Any,
+    source_dir: str | Path,
+    target_dir: str | Path,
     *,
-    target_config: Any | None = None,
+    target_config: PretrainedConfig | None = None,
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -159,9 +195,9 @@ def grow_checkpoint(
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = True,
-    optimizer: Any | None = None,
-    moments: str = "grow",
-    **how: Any,
+    optimizer: str | Path | None = None,
+    moments: Moments = "grow",
+    **how: Unpack[GrowthKeywords],
 ) -> GrowthReport:
     """Grow a checkpoint directory into another one, within a memory limit.
 

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
+Method = Literal["fpi", "aki", "direct_copy", "random"]
+Depth = Literal["auto", "identity", "stack", "interleave"]
+Scheme = Literal["exact", "paper"]
+Symmetry = Literal["auto", "routing", "noise", "split", "none"]
+Aki = Literal["unit", "eq16"]
+Maps = Literal["cyclic", "balanced"]
 CHOICES = {
-    "method": ("fpi", "aki", "direct_copy", "random"),
-    "depth": ("auto", "identity", "stack", "interleave"),
-    "scheme": ("exact", "paper"),
-    "symmetry": ("auto", "routing", "noise", "split", "none"),
-    "aki": ("unit", "eq16"),
-    "maps": ("cyclic", "balanced"),
+    "method": get_args(Method),
+    "depth": get_args(Depth),
+    "scheme": get_args(Scheme),
+    "symmetry": get_args(Symmetry),
+    "aki": get_args(Aki),
+    "maps": get_args(Maps),
 }
 
 
@@ -62,14 +68,14 @@ class GrowthOptions:
         seed: seed of maps, noise, routing, shares and random weights.
     """
 
-    method: str = "fpi"
-    depth: str = "auto"
-    scheme: str = "exact"
-    symmetry: str = "auto"
+    method: Method = "fpi"
+    depth: Depth = "auto"
+    scheme: Scheme = "exact"
+    symmetry: Symmetry = "auto"
     noise: float = 0.5
     routing: float = 1.0
-    aki: str = "unit"
-    maps: str = "cyclic"
+    aki: Aki = "unit"
+    maps: Maps = "cyclic"
     carry: float = 1.0
     identity_gain: float = 1.0
     seed: int = 0

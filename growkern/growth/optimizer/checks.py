@@ -9,7 +9,7 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
 from growkern.ops.expand.checks import DTYPES
 
-CHOICES = ("grow", "old_slices", "reset")
+Moments = Literal["grow", "old_slices", "reset"]
+CHOICES = get_args(Moments)
 # the other entries of a state: the step count, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")

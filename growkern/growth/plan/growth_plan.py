@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,12 @@ from growkern.growth.source.source import Source, open_source
 from growkern.growth.space import maps
 from growkern.ops.expand.checks import DTYPES
 from growkern.package import version
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Unpack
+
+    from growkern.growth.keywords import GrowthKeywords
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,12 @@ class GrowthReport:
 
 
 def plan(
-    source: Any,
+    source: str | Path | PreTrainedModel,
     *,
-    target_config: Any | None = None,
+    target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
-    **how: Any,
+    **how: Unpack[GrowthKeywords],
 ) -> GrowthPlan:
     """Plan a growth without doing it: sizes, maps, cost, and which outputs stay exact.
 
@@ -129,7 +135,7 @@ def plan(
         GrowthError: the source is not supported, a file is damaged or missing, or sizes do not fit
             together.
     """
-    options, dims = GrowthOptions.split_off(how)
+    options, dims = GrowthOptions.split_off({**how})
     opened = open_source(source, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
     if target_config is not None:

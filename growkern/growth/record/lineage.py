@@ -259,7 +259,11 @@ def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
     """
     kinds = get_type_hints(cls)
     for name, value in table.items():
-        allowed = get_args(kinds[name]) or (kinds[name],)
+        # of a Literal its choices, whose type counts here
+        allowed = [
+            kind if isinstance(kind, type) else type(kind)
+            for kind in get_args(kinds[name]) or (kinds[name],)
+        ]
         is_number = float in allowed and type(value) is int
         is_large = type(value) is int and value.bit_length() > 63
         if is_large or not (type(value) in allowed or is_number):

@@ -16,7 +16,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Group
@@ -47,6 +48,9 @@ from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
 from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,11 @@ class VerifyReport:
 
 
 def verify(
-    source: Any, grown: Any, *, tokens: Tensor | None = None, labels: Tensor | None = None
+    source: str | Path | PreTrainedModel,
+    grown: str | Path | PreTrainedModel,
+    *,
+    tokens: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> VerifyReport:
     """Check a grown model against its source.
 

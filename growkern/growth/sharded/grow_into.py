@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,6 +33,12 @@ from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
+    from growkern.growth.keywords import GrowthKeywords
+
 # parts that torch.compile and activation checkpointing add to parameter names
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -40,13 +46,13 @@ WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 @torch.no_grad()
 def grow_into(
     model: Any,
-    source: Any,
+    source: str | Path | PreTrainedModel,
     *,
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
     backend: str | None = None,
     progress: bool = False,
-    **how: Any,
+    **how: Unpack[GrowthKeywords],
 ) -> GrowthReport:
     """Fill a larger model, which is built and perhaps sharded, with the grown weights of a source.
 
@@ -79,7 +85,7 @@ def grow_into(
     """
     start = time.perf_counter()
     model = unwrapped(model)
-    options, sizes = GrowthOptions.split_off(how)
+    options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     opened = open_source(source, allow_nonfinite=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import GrowthOptions
-
-Moments = Literal["reset", "grow", "old_slices"]
 
 
 @dataclass(frozen=True, kw_only=True)

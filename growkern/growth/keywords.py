@@ -1,0 +1,53 @@
+"""The keyword arguments of every growth, for type checkers and editors."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from growkern.growth.options import Aki, Depth, Maps, Method, Scheme, Symmetry
+
+
+class GrowthKeywords(TypedDict, total=False):
+    """The fields of `growkern.growth.options.GrowthOptions`, and the target's sizes.
+
+    Sizes go by the names in the model's own config. Each family takes those that its config has.
+    """
+
+    method: Method
+    depth: Depth
+    scheme: Scheme
+    symmetry: Symmetry
+    noise: float
+    routing: float
+    aki: Aki
+    maps: Maps
+    carry: float
+    identity_gain: float
+    seed: int
+
+    vocab_size: int
+    pad_vocab_to_multiple_of: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    # GPT-2
+    n_embd: int
+    n_inner: int
+    n_head: int
+    n_layer: int
+    # BART and T5
+    d_model: int
+    d_ff: int
+    d_kv: int
+    num_heads: int
+    num_layers: int
+    num_decoder_layers: int
+    encoder_layers: int
+    decoder_layers: int
+    encoder_ffn_dim: int
+    decoder_ffn_dim: int
+    encoder_attention_heads: int
+    decoder_attention_heads: int
