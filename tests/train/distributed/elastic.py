@@ -7,8 +7,8 @@ Every KILL strikes once, in this order, each in an attempt of its own:
 
     step-N     the last rank, in step N
     write-N    the last rank, while it writes checkpoint-N in the background, after half of it
-    random     some rank, in some step or in the time of two steps after it; the kills that are left
-               are spread over the steps that are left
+    random     some rank, in some step or in the time of two steps after it, but before the last
+               checkpoint; the kills that are left are spread over the steps that are left
 """
 
 import os
@@ -71,6 +71,14 @@ class Killer(TrainerCallback):
         if self.kind == "random" and len(self.begun) == self.ahead + 1:
             step = (self.begun[-1] - self.begun[0]) / self.ahead if self.ahead else 0.1
             threading.Timer(2 * step * self.share, self.strike).start()
+
+    def on_step_end(self, args, state, control, **objects):
+        # the moment that was drawn would come after the run
+        if (self.victim, self.kind) == (
+            self.rank,
+            "random",
+        ) and state.global_step == args.max_steps:
+            self.strike()
 
 
 def rank(folder, run, seed, *kills):

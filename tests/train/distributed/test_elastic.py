@@ -1,7 +1,7 @@
 """The agent of `torchrun --max-restarts` resumes after ranks were killed, with the same losses.
 
-Four kills are planned, and one comes at a random moment. `pytest --walks 10` adds ten random kills
-instead of one, `--seed 7` at other moments.
+Four kills are planned, and ten come at random moments. `pytest --walks 10` takes a hundred of
+these, `--seed 7` other moments.
 """
 
 import pytest
@@ -16,8 +16,8 @@ from tests.train.test_run import workplace  # noqa: F401
 # Before the first checkpoint, when the run grows again; while the checkpoint before a growth is
 # written; in the first step after a growth; and while another checkpoint is written
 PLANNED = ["step-1", "write-3", "step-3", "write-4"]
-KILLS = PLANNED + ["random"] * walks.times
-STEPS = 6 + 4 * walks.times
+KILLS = PLANNED + ["random"] * (10 * walks.times)
+STEPS = 6 + 20 * walks.times
 
 
 def launch(folder, name, *kills):
@@ -34,9 +34,7 @@ def test_killed_ranks_cost_no_step(workplace):  # noqa: F811
     launch(workplace, "straight")
     launch(workplace, "killed", *KILLS)
     struck = [number for number in range(len(KILLS)) if (workplace / f"kill-{number}").exists()]
-    assert struck[: len(PLANNED)] == list(range(len(PLANNED)))
-    # the run may end before the last random moment
-    assert len(struck) - len(PLANNED) >= walks.times - 1
+    assert len(struck) == len(KILLS)
     # step 1 grew again, and a checkpoint that was half written is not there
     assert (workplace / "kill-1-from-0").exists() and (workplace / "kill-2-from-2").exists()
     assert (workplace / "kill-3-from-3").exists()
