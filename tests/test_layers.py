@@ -54,6 +54,7 @@ PARTS = {
     ),
     "growkern.growth": (
         "options",
+        "keywords",
         "models",
         "source",
         "space",
