@@ -16,7 +16,7 @@ from tests.ops.loss.loss_inputs import relative_error
 pytestmark = pytest.mark.usefixtures("several_threads")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
-# one of everything; past a tile of 8 x 48 or 4 x 32, a line of 16, 128 or 256 packed steps, a block
+# one of everything; past a tile of 8 x 48 or 2 x 64, a line of 16, 128 or 256 packed steps, a block
 # of 192 x 384 or 256 x 192
 SIZES = [
     (1, 1, 1),
@@ -143,7 +143,7 @@ def test_many_rows_in_bfloat16(held, places, monkeypatch):
         pytest.skip("this processor does not multiply bfloat16")
     monkeypatch.setattr(heads_module, "LEAST_HELD", 1)
     monkeypatch.setattr(heads_module, "HELD_BYTES", held)
-    actual, truth = gradients(torch.bfloat16, 100)
+    actual, truth = gradients(torch.bfloat16, 100, width=64)
     assert places[0] == (held == 1 << 30)
     for x, exact in zip(actual, truth, strict=True):
         assert relative_error(x, exact) <= 5e-3

@@ -86,7 +86,8 @@ def from_arguments(arguments: Sequence[Any]) -> Settings:
 LEAST_HELD, HELD_BYTES = 512, 1 << 30
 # rows of a GEMM's tiles are a divisor of this
 ROWS_OF_TILES = 256
-# rows of a chunk on a CPU are a multiple of this: fewer make the GEMM pack its factors more often
+# a chunk on a CPU has a multiple of these rows, and for many rows at least two of them: a block of
+# the compiled GEMM. Fewer make it pack the head more often
 ROWS_OF_CPU_CHUNK = 128
 
 
@@ -135,9 +136,10 @@ def held_rows_on_cpu(rows: int, fitting: int, itemsize: int, columns: int) -> tu
     if not rows or (itemsize != 2 and rows > LEAST_HELD):
         return 0, 0
     held = -(-rows // -(-rows // max(LEAST_HELD, HELD_BYTES // (itemsize * columns))))
-    # dW that holds sums of other rows has no room, and logits beside it may be more
-    apart = held < rows or fitting < ROWS_OF_CPU_CHUNK
-    fitting = 2 * ROWS_OF_CPU_CHUNK if apart else fitting
+    least = ROWS_OF_CPU_CHUNK if rows <= LEAST_HELD else 2 * ROWS_OF_CPU_CHUNK
+    if held < rows or fitting < least:
+        # dW that holds sums of other rows has no room. Beside dz of many rows the logits are small
+        fitting = 2 * ROWS_OF_CPU_CHUNK
     return fitting // ROWS_OF_CPU_CHUNK * ROWS_OF_CPU_CHUNK, held
 
 
