@@ -150,11 +150,9 @@ class Chunk:
             self.computed = columns
         has_bias = at_rows and any(head.bias.numel() for head in self.heads)
         biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
-        z_CV, *teachers_CV = logits
-        labels_C = self.labels_C - columns.start
-        V = z_CV.shape[1]
+        (z_CV, *teachers_CV), labels_C = logits, self.labels_C - columns.start
         maths, parts = self.settings.maths, self.settings.parts
-        rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, parts)
+        rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, z_CV.shape[1], maths, parts)
         return rows._replace(biases=biases) if has_bias else rows
 
     def place(self, z_CV: Tensor) -> Tensor:
@@ -166,16 +164,18 @@ class Chunk:
 
     def read(self, tiles: Sequence[slice], wanted: bool) -> None:
         """Fill the state; if `wanted`, `write` does it for whole rows, with the gradient."""
-        K, group = len(self.heads) - 1, self.settings.group
+        K, group, maths = len(self.heads) - 1, self.settings.group, self.settings.maths
         self.run = ROW_FUNCTIONS[self.settings.backend]
         self.state_SC = self.buffers[0].new_empty(n_numbers(K), len(self.kind_C))
         whole = len(tiles) == 1 and not group
-        second = needs_second_reading(K, self.settings.maths)
-        self.steps = Steps(sums=whole, diverge=whole and second)
+        self.steps = Steps(sums=whole, diverge=whole and needs_second_reading(K, maths))
         if not whole:
             read_slices(self.run, functools.partial(map, self.tile, tiles), group, self.state_SC)
         elif not wanted:
-            self.run(self.tile(tiles[0]), self.state_SC, self.steps)
+            rows = self.tile(tiles[0])
+            # a CPU computes as for this gradient, which is not written: the value stays the same
+            dz_CV = self.place(rows.student_NV) if may_ask(self.kind_C.device) else None
+            self.run(rows, self.state_SC, self.steps, None, dz_CV)
 
     def write(self, columns: slice) -> Tensor:
         """The gradient of some columns, in the memory that `place` chooses."""
