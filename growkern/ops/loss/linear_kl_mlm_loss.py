@@ -44,11 +44,12 @@ from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
+    anchor_of,
     as_arguments,
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear.op import LINEAR_KL_MLM, anchor_of
+from growkern.ops.loss.linear.op import LINEAR_KL_MLM
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
     LossParts,

@@ -48,11 +48,11 @@ from growkern.ops.loss.kl_mlm_loss import divergence_reference, kl_mlm_rows_refe
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
+    anchor_of,
     as_arguments,
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear.op import anchor_of
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,

@@ -1,16 +1,22 @@
-"""The compiled matrix products against PyTorch's, for every shape of tile and type."""
+"""The compiled matrix products against PyTorch's, for every shape of tile and type.
+
+Also the memory between them: dz of many chunks makes one product, and logits lie in dW's memory.
+"""
 
 import pytest
 import torch
 
 from growkern.ops.backend import native
+from growkern.ops.loss.linear import heads as heads_module
+from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.gemm import AVX512, gemm_on_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss.loss_inputs import relative_error
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
-# one of everything; past a tile of 8 x 48 or 4 x 32, a line of 16, 128 or 256 packed steps, a block
+# one of everything; past a tile of 8 x 48 or 2 x 64, a line of 16, 128 or 256 packed steps, a block
 # of 192 x 384 or 256 x 192
 SIZES = [
     (1, 1, 1),
@@ -81,3 +87,81 @@ def test_only_what_is_narrower_than_the_sum_is_taken():
     assert multiplies(BF16, F32) == multiplies(F32, F64) == here
     assert not multiplies(F32, F32) and not multiplies(F64, F64) and not multiplies(F32, BF16)
     assert not has_bfloat16() or here
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """Whether the logits of each call lay in dW; chunks have multiples of 4 rows."""
+    noted, make = [], op_module.logit_memory
+
+    def memory_of(*arguments):
+        memory, free = make(*arguments), arguments[-1]
+        noted.append(free is not None and memory[0].data_ptr() == free.data_ptr())
+        return memory
+
+    monkeypatch.setattr(op_module, "logit_memory", memory_of)
+    monkeypatch.setattr(heads_module, "ROWS_OF_CPU_CHUNK", 4)
+    monkeypatch.setattr(heads_module, "LEAST_HELD", 40)
+    return noted
+
+
+def gradients(dtype, rows, width=32, V=60):
+    """Gradients of hidden states and head in `dtype`, and in float64 by the reference."""
+    rng = torch.Generator().manual_seed(3)
+    student, teacher = (
+        [torch.randn(n, width, generator=rng).to(dtype) for n in (rows, V)] for _ in range(2)
+    )
+    labels = torch.randint(V, (rows,), generator=rng)
+    labels[::5] = -100
+    given = [x.requires_grad_() for x in student]
+    actual = torch.autograd.grad(linear_kl_mlm_loss(*given, *teacher, labels), given)
+    wide = [x.detach().double().requires_grad_() for x in student]
+    beside = [x.double() for x in teacher]
+    loss = linear_kl_mlm_loss(*wide, *beside, labels, backend="reference")
+    return actual, torch.autograd.grad(loss, wide)
+
+
+# ------------------------------------------------------- logits in the memory of dW
+
+
+@pytest.mark.parametrize(
+    "dtype, most", [(torch.bfloat16, 5e-3), (torch.float32, 1e-5), (torch.float64, 1e-11)]
+)
+def test_logits_in_the_memory_of_dw_leave_the_gradients_right(dtype, most, places):
+    if dtype == torch.bfloat16 and not has_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16")
+    actual, truth = gradients(dtype, 45)
+    assert places[0]
+    for x, exact in zip(actual, truth, strict=True):
+        assert relative_error(x, exact) <= most
+
+
+@pytest.mark.parametrize("held", [1 << 30, 2 * 60 * 30], ids=["one product", "in parts"])
+def test_many_rows_in_bfloat16(held, places, monkeypatch):
+    """Parts of 24 or fewer rows add to float32 sums of dW, which leave no room for logits."""
+    if not has_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16")
+    monkeypatch.setattr(heads_module, "LEAST_HELD", 1)
+    monkeypatch.setattr(heads_module, "HELD_BYTES", held)
+    actual, truth = gradients(torch.bfloat16, 100, width=64)
+    assert places[0] == (held == 1 << 30)
+    for x, exact in zip(actual, truth, strict=True):
+        assert relative_error(x, exact) <= 5e-3
+
+
+@pytest.mark.parametrize("rows, width", [(45, 8), (100, 32)], ids=["narrow head", "many rows"])
+def test_logits_that_do_not_fit_are_beside_dw(rows, width, places):
+    actual, truth = gradients(torch.float32, rows, width)
+    assert not places[0]
+    for x, exact in zip(actual, truth, strict=True):
+        assert relative_error(x, exact) <= 1e-5
+
+
+@pytest.mark.parametrize("N, share", [(256, 1), (2048, 8), (16_384, 8)])
+def test_held_rows_stay_within_the_bound(N, share, V=30_522, H=768):
+    """bfloat16 beside plain PyTorch, which holds 36 bytes per logit: see `held_rows`."""
+    chunk, held = heads_module.held_rows_on_cpu(N, (H * 2 - 1) // (2 * 4), 2, V)
+    logits = 2 * 4 * chunk * V
+    apart = logits if held < N or logits > 2 * V * H else 0
+    wide_dw = 0 if held >= N else 4 * V * H
+    assert 2 * V * H + 2 * held * V + apart + wide_dw <= 36 * N * V / share

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments
-from growkern.ops.loss.linear.op import anchor_of
+from growkern.ops.loss.linear.heads import Settings, Sizes, anchor_of, as_arguments
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss

@@ -218,6 +218,7 @@ class HeldRows:
         self.x_GH = x_NH.new_empty(rows, x_NH.shape[1])
         # and one more number, like the memory of logits
         self.flat = x_NH.new_empty(rows * columns + 1)
+        native.advise_huge_pages(self.flat)
         self.columns, self.count = columns, 0
 
     def room(self, x_CH: Tensor) -> Tensor:

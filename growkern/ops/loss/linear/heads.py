@@ -31,6 +31,11 @@ def heads_of(tensors: Sequence[Tensor]) -> list[Head]:
     return [Head(*tensors[k : k + each]) for k in range(0, len(tensors), each)]
 
 
+def anchor_of(student: Sequence[Tensor]) -> Tensor:
+    """A tensor without elements that depends on the whole student: saving it takes no memory."""
+    return torch.cat([x[:0].reshape(0) for x in student])
+
+
 class Sizes(NamedTuple):
     """The vocabulary, and the limits on the memory of a call (0: no limit)."""
 
@@ -81,6 +86,9 @@ def from_arguments(arguments: Sequence[Any]) -> Settings:
 LEAST_HELD, HELD_BYTES = 512, 1 << 30
 # rows of a GEMM's tiles are a divisor of this
 ROWS_OF_TILES = 256
+# a chunk on a CPU has a multiple of these rows, and for many rows at least two of them: a block of
+# the compiled GEMM. Fewer make it pack the head more often
+ROWS_OF_CPU_CHUNK = 128
 
 
 def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
@@ -110,6 +118,29 @@ def held_rows(rows: int, head_widths: Sequence[int], row_bytes: int) -> tuple[in
     chunk = min(held // 2, head_widths[0] - 1) // (2 * len(head_widths))
     chunk = max(chunk // ROWS_OF_TILES * ROWS_OF_TILES, ROWS_OF_TILES)
     return chunk, -(-held // chunk) * chunk
+
+
+def held_rows_on_cpu(rows: int, fitting: int, itemsize: int, columns: int) -> tuple[int, int]:
+    """Rows per chunk and rows whose dz is held (0: none) on a CPU; dW is wanted.
+
+    Fresh memory is slow: the system clears it and, in a virtual machine, may have to find it first.
+    So the logits of a chunk lie in the memory of dW. bfloat16 also gains that dW needs no float32
+    sums. A wider dz of many rows would be more than an eighth of plain PyTorch's memory.
+
+    Args:
+        rows: that have a term.
+        fitting: rows whose logits fit into dW.
+        itemsize: of a number of dz, in bytes.
+        columns: of a row of dz.
+    """
+    if not rows or (itemsize != 2 and rows > LEAST_HELD):
+        return 0, 0
+    held = -(-rows // -(-rows // max(LEAST_HELD, HELD_BYTES // (itemsize * columns))))
+    least = ROWS_OF_CPU_CHUNK if rows <= LEAST_HELD else 2 * ROWS_OF_CPU_CHUNK
+    if held < rows or fitting < least:
+        # dW that holds sums of other rows has no room. Beside dz of many rows the logits are small
+        fitting = 2 * ROWS_OF_CPU_CHUNK
+    return fitting // ROWS_OF_CPU_CHUNK * ROWS_OF_CPU_CHUNK, held
 
 
 def logit_memory(

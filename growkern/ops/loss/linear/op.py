@@ -42,6 +42,7 @@ from growkern.ops.loss.linear.heads import (
     from_arguments,
     heads_of,
     held_rows,
+    held_rows_on_cpu,
     logit_memory,
 )
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
@@ -149,11 +150,9 @@ class Chunk:
             self.computed = columns
         has_bias = at_rows and any(head.bias.numel() for head in self.heads)
         biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
-        z_CV, *teachers_CV = logits
-        labels_C = self.labels_C - columns.start
-        V = z_CV.shape[1]
+        (z_CV, *teachers_CV), labels_C = logits, self.labels_C - columns.start
         maths, parts = self.settings.maths, self.settings.parts
-        rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, V, maths, parts)
+        rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, z_CV.shape[1], maths, parts)
         return rows._replace(biases=biases) if has_bias else rows
 
     def place(self, z_CV: Tensor) -> Tensor:
@@ -165,16 +164,18 @@ class Chunk:
 
     def read(self, tiles: Sequence[slice], wanted: bool) -> None:
         """Fill the state; if `wanted`, `write` does it for whole rows, with the gradient."""
-        K, group = len(self.heads) - 1, self.settings.group
+        K, group, maths = len(self.heads) - 1, self.settings.group, self.settings.maths
         self.run = ROW_FUNCTIONS[self.settings.backend]
         self.state_SC = self.buffers[0].new_empty(n_numbers(K), len(self.kind_C))
         whole = len(tiles) == 1 and not group
-        second = needs_second_reading(K, self.settings.maths)
-        self.steps = Steps(sums=whole, diverge=whole and second)
+        self.steps = Steps(sums=whole, diverge=whole and needs_second_reading(K, maths))
         if not whole:
             read_slices(self.run, functools.partial(map, self.tile, tiles), group, self.state_SC)
         elif not wanted:
-            self.run(self.tile(tiles[0]), self.state_SC, self.steps)
+            rows = self.tile(tiles[0])
+            # a CPU computes as for this gradient, which is not written: the value stays the same
+            dz_CV = self.place(rows.student_NV) if may_ask(self.kind_C.device) else None
+            self.run(rows, self.state_SC, self.steps, None, dz_CV)
 
     def write(self, columns: slice) -> Tensor:
         """The gradient of some columns, in the memory that `place` chooses."""
@@ -217,7 +218,7 @@ def sweep(
     shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
     held = HeldRows(min(G, R), shape[1], x_NH) if G else None
     on_gpu, dw_dtype, free = not may_ask(x_NH.device), acc_torch_dtype(x_NH), None
-    if on_gpu and max(C, G) >= R and x_NH.dtype == torch.bfloat16:
+    if max(C, G) >= R and x_NH.dtype != torch.float16:
         # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
         dw_dtype, free = gemm_dtype(x_NH), grads[1] if held is not None else None
     memory = logit_memory(len(heads), math.prod(shape), x_NH, settings, free)
@@ -253,15 +254,19 @@ def _row_counts(
 ) -> tuple[int, int, int]:
     """Rows per chunk, columns per tile, and rows whose dz is held for one product (0: none)."""
     x_NH, sizes, widths = heads[0].hidden, settings.sizes, [h.hidden.shape[1] for h in heads]
-    C, size = chunk_size(R, widths, x_NH, settings.logits_dtype.itemsize, sizes)
-    whole, wanted = max(sizes.vocab, 1), any(grad is not None for grad in grads)
-    is_narrow = x_NH.element_size() == 2 and gemm_dtype(x_NH) == x_NH.dtype
-    if may_ask(x_NH.device) or not (wanted and is_narrow) or size or sizes.chunk_bytes:
+    logit, number = settings.logits_dtype.itemsize, x_NH.element_size()
+    C, size = chunk_size(R, widths, x_NH, logit, sizes)
+    whole, wants_dw, on_cpu = max(sizes.vocab, 1), grads[1] is not None, may_ask(x_NH.device)
+    wanted = wants_dw if on_cpu else number == 2 and any(grad is not None for grad in grads)
+    if not wanted or size or sizes.chunk_bytes or gemm_dtype(x_NH) != x_NH.dtype:
         return C, size or whole, 0
-    C, held = held_rows(R, widths, x_NH.element_size() * row_columns(whole, x_NH.device))
-    # with dz apart, dW's memory is free for the logits
-    fits = len(heads) * C * settings.logits_dtype.itemsize <= widths[0] * x_NH.element_size()
-    return max(C, 1), whole, held or (R if fits and grads[1] is not None else 0)
+    # rows of chunks whose logits take less than dW
+    fitting = (widths[0] * number - 1) // (len(heads) * logit)
+    if on_cpu:
+        chunk, held = held_rows_on_cpu(R, fitting, number, whole)
+        return chunk if held else C, whole, held
+    C, held = held_rows(R, widths, number * row_columns(whole, x_NH.device))
+    return max(C, 1), whole, held or (R if fitting >= C and wants_dw else 0)
 
 
 # ---------------------------------------------------------------------------- op
@@ -343,11 +348,6 @@ def _(dloss, grads, anchor, dtype) -> list:
 
 
 # ----------------------------------------------------------------- autograd
-
-
-def anchor_of(student: Sequence[Tensor]) -> Tensor:
-    """A tensor without elements that depends on the whole student: saving it takes no memory."""
-    return torch.cat([x[:0].reshape(0) for x in student])
 
 
 def setup_context(ctx, inputs, output) -> None:
