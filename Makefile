@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo demo-quick bench clean
+.PHONY: help setup test lint demo demo-quick bench docs clean
 
 help:
 	@echo 'make setup       virtual environment in $(VENV), pinned packages, compiled parts'
@@ -24,6 +24,7 @@ help:
 	@echo 'make demo        set-up, then grow and train small models here (ARGS="--seed 1")'
 	@echo 'make demo-quick  the same path in a few minutes'
 	@echo 'make bench       set-up, then the microbenchmarks (ARGS="expand")'
+	@echo 'make docs        set-up, then the documentation as a site in build/site'
 	@echo 'make clean       remove build outputs and caches, keep $(VENV) and runs'
 
 setup: $(INSTALLED)
@@ -62,6 +63,9 @@ demo-quick: setup
 
 bench: setup
 	$(BIN)/growkern bench $(ARGS)
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

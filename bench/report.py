@@ -4,7 +4,7 @@
 
 It writes:
 
-- the blocks of README.md between `<!-- name -->` and `<!-- /name -->`,
+- the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md and symmetry.md,
 - the PNGs of every GPU, beside its JSON.
 
@@ -22,10 +22,14 @@ from typing import Any
 
 from bench.shared.pictures import draw
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
-from bench.shared.symmetry_tables import report as symmetry_report
+from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
+from growkern.families.load import load_family, supported_families
+from growkern.growth.plan.target import growable_fields
 
 NOTHING = "not measured yet"
+# the README and the pages of the documentation
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Row = dict[str, Any]
 
 
@@ -39,7 +43,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cpu_expand(results: Path) -> str:
-    """The README's table of `expand` on a CPU: ranges over index maps and scaling."""
+    """The table of `expand` on a CPU: ranges over index maps and scaling."""
     rows = quotable(results / "expand.json").get("rows", [])
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -69,7 +73,7 @@ def _range(rows: Sequence[Row], key: str, digits: int) -> str:
 
 
 def growth_adamw(results: Path) -> str:
-    """The README's table of GrowthAdamW beside PyTorch's fused AdamW."""
+    """The table of GrowthAdamW beside PyTorch's fused AdamW."""
     document = quotable(results / "growth_adamw.json")
     lines = []
     for row in document.get("rows", []):
@@ -85,37 +89,15 @@ def growth_adamw(results: Path) -> str:
     return table(head, lines or [[NOTHING, "", ""]])
 
 
-SYMMETRY_HEAD = """# How growth tells copies apart
-
-`python -m bench.symmetry run` trains small models on the text of Python's standard library, grows
-them to twice their width (or three times) and trains them further. Numbers are validation losses
-in nats per byte, means over the seeds.
-
-- "bump" is how far the loss rises above its start within the first 100 steps.
-- "apart" is the share of the copies' size that is not their mean: 0 for equal copies, about 0.71
-  for unrelated ones.
-- "ahead from" is the first step from which the grown model stays ahead of the small one that was
-  trained on at the same rate, with the same warm-up.
-- "growth" is GrowthAdamW. "growth-clipped" clips by `growkern.growth_clip_norm_`, as the trainer
-  does; all others clip by the plain norm.
-- All optimizers start afresh, the small model's too. With "moments" they start with the moments of
-  the source's optimizer.
-- Most lines are of one seed. Compare them with others at the same seeds: "each seed" has them in
-  the order of the seeds 11, 12, 13.
-- "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
-
-"""
-
-
 def symmetry_table(results: Path) -> str:
-    """The README's table of the ways to tell copies apart."""
+    """The table of the ways to tell copies apart."""
     head, lines = short_table(_symmetry_rows(results))
     return table(head, lines)
 
 
 def symmetry_page(results: Path) -> str:
     """The text of symmetry.md: every variant with every optimizer, per model."""
-    return SYMMETRY_HEAD + symmetry_report(_symmetry_rows(results))
+    return symmetry_text(_symmetry_rows(results))
 
 
 def _symmetry_rows(results: Path) -> list[Row]:
@@ -276,7 +258,7 @@ def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
 
 
 def gpu_table(results: Path) -> str:
-    """The README's table of all GPUs, one column for each."""
+    """The table of all GPUs, one column for each."""
     folders = gpus(results)
     names = [
         next(f["gpu"] for p in sorted(folder.glob("*.json")) if "gpu" in (f := _facts(p)))
@@ -343,7 +325,21 @@ def aot_table(results: Path) -> str:
 
 # ----------------------------------------------------------------------- write
 
+
+def families(results: Path) -> str:
+    """The table of the families: their norms, positions, sizes and classes."""
+    lines = []
+    for model_type in supported_families():
+        family = load_family(model_type)
+        norm = f"{family.norm.kind}, {family.norm.placement}"
+        sizes = ", ".join(f"`{name}`" for name in growable_fields(family))
+        classes = ", ".join(f"`{name}`" for name in family.classes)
+        lines.append([f"`{model_type}`", norm, family.attention.positions, sizes, classes])
+    return table(["`model_type`", "norms", "positions", "sizes", "classes"], lines)
+
+
 BLOCKS = {
+    "families": families,
     "cpu-expand": cpu_expand,
     "gpu": gpu_table,
     "growth-adamw": growth_adamw,
@@ -370,7 +366,7 @@ def main(argv: list[str]) -> int:
         "--results", type=Path, default=RESULTS, help="directory to read (default: bench/results)"
     )
     parser.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="file whose blocks are rewritten"
+        "--pages", type=Path, nargs="+", default=PAGES, help="files whose blocks are rewritten"
     )
     parser.add_argument(
         "--take",
@@ -381,10 +377,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     for path in take(args.take, args.results) if args.take else ():
         print(f"saved: {path}")
-    args.readme.write_text(with_blocks(args.readme.read_text(), args.results))
+    for page in args.pages:
+        page.write_text(with_blocks(page.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
     (args.results / "symmetry.md").write_text(symmetry_page(args.results))
-    made = [args.readme, args.results / "aot.md", args.results / "symmetry.md"]
+    made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

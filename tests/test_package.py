@@ -1,4 +1,4 @@
-"""The first things that a newcomer uses: import, public names, README, make targets."""
+"""The first things that a newcomer uses: import, public names, versions."""
 
 import ast
 import importlib.metadata
@@ -14,10 +14,8 @@ from packaging.requirements import Requirement
 
 import growkern
 from growkern.families.load import tomllib
-from growkern.train.config import load_run
 
 ROOT = Path(growkern.__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -126,56 +124,3 @@ def test_pins_cover_and_satisfy_the_requirements():
         if needed.marker is None or needed.marker.evaluate():
             pinned = str(here[needed.name].specifier).removeprefix("==")
             assert needed.specifier.contains(pinned), f"{needed} but pinned {pinned}"
-
-
-# ------------------------------------------------------------------ README
-
-
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
-
-
-def test_readme_python_runs(tmp_path):
-    """Every block as a script of its own, in one process that imports PyTorch once."""
-    blocks = code_blocks("python")
-    assert blocks
-    for number, block in enumerate(blocks):
-        (tmp_path / f"block{number}.py").write_text(block)
-    code = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
-    line = [sys.executable, "-c", code, *(f"block{i}.py" for i in range(len(blocks)))]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_readme_run_file_is_valid(tmp_path):
-    block, data, sections = code_blocks("toml")
-    (tmp_path / "run.toml").write_text(block)
-    run = load_run(tmp_path / "run.toml")
-    assert run.two_stage and run.inheritance and run.teacher
-    without_model = re.sub(r"\[model\]\npath = .*\n", "", block)
-    (tmp_path / "run.toml").write_text(without_model + sections)
-    run = load_run(tmp_path / "run.toml")
-    assert run.distributed and run.growth
-    of_text = re.search(r"^\[data\]\n(.+\n)+", block, re.M)[0]
-    (tmp_path / "run.toml").write_text(block.replace(of_text, data))
-    assert load_run(tmp_path / "run.toml").data.text_column == "text"
-
-
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_documents_name_real_files(document):
-    text = (ROOT / document).read_text()
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    paths = re.findall(r"`((?:growkern|tests|bench|csrc)/[^`*< ]*)`", text)
-    assert links + paths
-    missing = [path for path in links + paths if not (ROOT / path).exists()]
-    assert not missing
-
-
-def test_readme_and_ci_name_real_make_targets():
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
-    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code_blocks("bash"))))
-    run = (ROOT / ".ci" / "run").read_text()
-    in_ci = set(re.findall(r"^make ([a-z-]+)", run, re.M))
-    assert {"demo", "test", "lint"} <= named <= targets
-    assert in_ci == {"lint", "test"}

@@ -27,6 +27,28 @@ Row = Mapping[str, Any]
 Setup = tuple[str, str, float, int]
 
 
+HEAD = """# How growth tells copies apart
+
+`python -m bench.symmetry run` trains small models on the text of Python's standard library, grows
+them to twice their width (or three times) and trains them further. Numbers are validation losses
+in nats per byte, means over the seeds.
+
+- "bump" is how far the loss rises above its start within the first 100 steps.
+- "apart" is the share of the copies' size that is not their mean: 0 for equal copies, about 0.71
+  for unrelated ones.
+- "ahead from" is the first step from which the grown model stays ahead of the small one that was
+  trained on at the same rate, with the same warm-up.
+- "growth" is GrowthAdamW. "growth-clipped" clips by `growkern.growth_clip_norm_`, as the trainer
+  does; all others clip by the plain norm.
+- All optimizers start afresh, the small model's too. With "moments" they start with the moments of
+  the source's optimizer.
+- Most lines are of one seed. Compare them with others at the same seeds: "each seed" has them in
+  the order of the seeds 11, 12, 13.
+- "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
+
+"""
+
+
 def _groups(rows: Iterable[Row]) -> dict[str, dict[Setup, list[Row]]]:
     """Full runs by model, then by variant, optimizer, learning rate and warm-up."""
     found: dict[str, dict[Setup, list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -158,3 +180,8 @@ def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: P
         axes.set(title=model, xlabel="steps after growth", ylabel="validation loss", xscale="log")
         axes.legend(fontsize=6)
     figure.savefig(file, dpi=120)
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The text of symmetry.md."""
+    return HEAD + report(rows)

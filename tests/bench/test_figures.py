@@ -1,4 +1,4 @@
-"""Every figure in the README comes from a result that names its commit and machine."""
+"""All figures in the README and the documentation come from a commit and a machine with names."""
 
 import re
 
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
+from bench.shared.symmetry_tables import short_table
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -17,7 +18,9 @@ from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import Maths, RowInputs
 
 ROOT = results.ROOT
-README = (ROOT / "README.md").read_text()
+SAVINGS = ("saving", "saving_with_source")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 CLEAN = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -29,7 +32,7 @@ def tables(text):
 
 
 def table_with(head):
-    (found,) = [table for table in tables(README) if table[0][0].startswith(head)]
+    (found,) = [table for table in tables(TEXT) if table[0][0].startswith(head)]
     return found
 
 
@@ -103,8 +106,8 @@ def test_the_table_of_k_matches_its_result():
 
 
 def says(sentence):
-    """Whether the README has these words, with any line breaks."""
-    return " ".join(sentence.split()) in " ".join(README.split())
+    """Whether a page has these words, with any line breaks."""
+    return " ".join(sentence.split()) in " ".join(TEXT.split())
 
 
 def test_the_errors_of_growth_match_their_result():
@@ -185,9 +188,45 @@ def test_the_sentence_on_a_whole_process_matches_its_result():
     assert all(row["repeats"] == 1 for row in document["rows"]) == says("s, measured once,")
 
 
+def test_the_readmes_table_matches_its_results():
+    large = check_source("grow_checkpoint")["rows"][2]
+    linear = {
+        (row["dtype"], row["provider"]): row.get("gradient error")
+        for row in check_source("linear_kl_mlm_loss")["rows"]
+        if row["shape"].startswith("2048x")
+    }
+    head, lines = short_table(results.quotable(results.RESULTS / "symmetry.json")["rows"])
+    (gpt2,) = [dict(zip(head, line, strict=True)) for line in lines if line[0] == "gpt2 2x48-96"]
+    runs = [row for row in check_source("demo")["rows"] if row["run"] != "scratch"]
+    saved = [[f"{pick(row[key] for row in runs):.0%}" for pick in (min, max)] for key in SAVINGS]
+    expected = [
+        (
+            f"growing a Llama to {large['target GB']:.2f} GB, disk to disk, 2 cores",
+            f"{large['stream s']:.1f} s, {large['stream peak MB']:.0f} MB of memory",
+            f"`cp` of the same bytes: {large['cp, on disk s']:.1f} s",
+        ),
+        (
+            "error of the KL gradient in bfloat16, 5 % drift",
+            f"{linear['bfloat16', 'growkern']:.2%}",
+            f"`torch.compile` of plain PyTorch: {linear['bfloat16', 'torch.compile']:.0%}",
+        ),
+        (
+            "loss of a GPT-2 of twice the width after 2000 steps, " + f"{gpt2['seeds']} seeds",
+            gpt2["routing, GrowthAdamW"],
+            f"the small model, trained on: {gpt2['small model, trained on']}",
+        ),
+        (
+            "FLOPs saved to the loss of training from scratch, BERT of 5 layers x 144, 1 seed",
+            "{} to {}".format(*saved[0]),
+            "the source counted: {} to {}".format(*saved[1]),
+        ),
+    ]
+    assert [tuple(row) for row in table_with("measured")[1:]] == expected
+
+
 def test_figures_made_from_results_have_sources():
     """bench.report writes the block of `expand`, and test_render.py compares it."""
-    if "not measured yet" not in README.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:
+    if "not measured yet" not in TEXT.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:
         check_source("expand")
 
 
@@ -201,17 +240,17 @@ def test_every_result_of_a_gpu_names_commit_machine_and_date():
 
 
 def test_named_pictures_and_results_exist():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "LOG.md"]
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "LOG.md"]
     for page in pages:
-        for target in re.findall(r"\]\((bench/results[^)#]*)\)", page.read_text()):
-            assert (ROOT / target).exists(), f"{page.name} names {target}"
+        for target in re.findall(r"\]\(((?:\.\./)?bench/results[^)#]*)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} names {target}"
 
 
 def test_without_gpu_results_no_speed_is_claimed():
-    """Without results of a GPU the README gives no rate and no factor for one."""
+    """Without results of a GPU no page gives no rate and no factor for one."""
     if any(results.RESULTS.glob("*/*.json")):
         return
-    section = README.split("### On a GPU")[1].split("\n## ")[0]
+    section = TEXT.split("## On a GPU")[1].split("\n## ")[0]
     figures = re.findall(r"\d[\d.,]*\s*(?:x|TB/s|GB/s|TFLOP/s|tokens/s|ms)\b", section)
     assert not figures, figures
 

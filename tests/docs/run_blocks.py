@@ -1,0 +1,60 @@
+"""Runs the code blocks of pages, each page in a folder of its own, and notes what they print.
+
+    python -m tests.docs.run_blocks FOLDER PAGE...
+
+Python blocks are scripts of their own. Blocks of TOML become `run.toml`. Lines of bash that call
+`growkern` run in this process, which imports PyTorch once. FOLDER/printed.json gets, for each page,
+what every block has printed.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+# in these all blocks belong to one story; in other pages only Python stands alone
+STORIES = ("quickstart.md",)
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """The language and the text of each block."""
+    return BLOCK.findall(page.read_text())
+
+
+def run_page(page: Path, folder: Path) -> list[str]:
+    from growkern.cli.commands import app
+
+    folder.mkdir()
+    os.chdir(folder)
+    printed = []
+    for number, (language, text) in enumerate(blocks_of(page)):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            if language == "python":
+                script = folder / f"block{number}.py"
+                script.write_text(text)
+                runpy.run_path(str(script), run_name="__main__")
+            elif language == "toml" and page.name in STORIES:
+                (folder / "run.toml").write_text(text)
+            elif language == "bash" and page.name in STORIES:
+                for line in text.splitlines():
+                    app(shlex.split(line, comments=True)[1:], standalone_mode=False)
+        printed.append(out.getvalue())
+    return printed
+
+
+def main(folder: str, *pages: str) -> None:
+    paths = [Path(page).absolute() for page in pages]
+    place = Path(folder).absolute()
+    found = {path.name: run_page(path, place / path.stem) for path in paths}
+    (place / "printed.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

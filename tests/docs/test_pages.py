@@ -1,0 +1,119 @@
+"""The README and the documentation: all blocks run and print what the page says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import growkern
+from growkern.cli.commands import app
+from growkern.train.config import load_run
+from tests.docs.run_blocks import blocks_of
+
+ROOT = Path(growkern.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(page, language):
+    return [text for kind, text in blocks_of(ROOT / page) if kind == language]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocks")
+    line = [sys.executable, "-m", "tests.docs.run_blocks", folder, *PAGES]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+        "GROWKERN_TOKENS": str(folder / "tokens"),
+    }
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "printed.json").read_text())
+
+
+def test_every_block_runs_and_prints_what_the_page_says(printed):
+    """A block of text is an excerpt of what the block before it printed."""
+    compared = 0
+    for page in PAGES:
+        found, blocks = printed[page.name], blocks_of(page)
+        for before, (language, text) in enumerate(blocks[1:]):
+            if language == "text" and blocks[before][0] in ("python", "bash"):
+                lines = found[before].splitlines()
+                compared += 1
+                for line in text.splitlines():
+                    assert any(line.strip() in printed for printed in lines), (page.name, line)
+    assert compared >= 4
+
+
+def test_run_files_of_the_pages_are_valid(tmp_path):
+    def loaded(text):
+        (tmp_path / "run.toml").write_text(text)
+        return load_run(tmp_path / "run.toml")
+
+    (block,) = code_blocks("docs/training.md", "toml")
+    run = loaded(block)
+    assert run.two_stage and run.inheritance and run.teacher
+    (sections,) = code_blocks("docs/distributed.md", "toml")
+    run = loaded(re.sub(r"\[model\]\npath = .*\n", "", block) + sections)
+    assert run.distributed and run.growth
+    (data,) = code_blocks("docs/data.md", "toml")
+    of_text = re.search(r"^\[data\]\n(.+\n)+", block, re.M)[0]
+    assert loaded(block.replace(of_text, data)).data.text_column == "text"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_pages_name_real_files(page):
+    text = page.read_text()
+    links = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)", text)]
+    paths = re.findall(r"`((?:growkern|tests|bench|csrc)/[^`*< ]*)`", text)
+    missing = [path for path in (*links, *(ROOT / path for path in paths)) if not path.exists()]
+    assert not missing
+
+
+def test_pages_name_real_commands():
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known = {name.replace("_", "-") for name in known}
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"(?:^|`)growkern ([a-z][a-z-]+)", text, re.M))
+    assert named == known
+
+
+def test_the_reference_has_every_public_name():
+    named = set(re.findall(r"^::: growkern\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    assert named == set(growkern.__all__) - {"__version__"}
+
+
+def test_the_list_for_language_models_has_every_page():
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    assert set(re.findall(r"\((\w+\.md)\)", text)) == {page.name for page in PAGES[1:]}
+
+
+def test_readme_and_ci_name_real_make_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))
+    run = (ROOT / ".ci" / "run").read_text()
+    in_ci = set(re.findall(r"^make ([a-z-]+)", run, re.M))
+    assert {"demo", "test", "lint"} <= named <= targets
+    assert in_ci == {"lint", "test"}
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert "function" in (tmp_path / "api" / "index.html").read_text()
+    assert (tmp_path / "llms.txt").exists() and (tmp_path / "bench/results/demo.png").exists()
