@@ -27,13 +27,12 @@ MOST_BYTES = 1_000_000
 
 def source_name(plan: GrowthPlan) -> str:
     """The source's name on the Hub if it has one, else its directory's name or its class."""
-    directory = plan.source.directory
-    if directory is not None:
+    name = str(getattr(plan.small.config, "_name_or_path", "") or "")
+    directory = plan.source.directory or Path(name)
+    if (plan.source.directory is not None or name) and directory.is_dir():
         found = SNAPSHOT.search(directory.absolute().as_posix())
         return "/".join(found.groups()) if found else directory.resolve().name
-    name = str(getattr(plan.small.config, "_name_or_path", "") or "")
-    is_on_hub = REPOSITORY.fullmatch(name) and not Path(name).exists()
-    return name if is_on_hub else plan.small.class_name
+    return name if REPOSITORY.fullmatch(name) else plan.small.class_name
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:

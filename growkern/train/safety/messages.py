@@ -71,7 +71,8 @@ def describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
         name = f"{prefix}Muon for the matrices of the blocks, {name} for all else"
     if plan is None:
         return name
-    sizes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in plan.size_changes().items())
+    changes = plan.size_changes().items()
+    sizes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changes if old != new)
     return f"{name}, because the model was grown ({sizes})"
 
 

@@ -133,7 +133,7 @@ def test_unmatched_it_is_adamw():
 
 
 @pytest.mark.parametrize("peak", [None, 1.0, 2.0])
-@pytest.mark.parametrize("how", [{"n_embd": 20}, {"n_embd": 24, "n_layer": 3}])
+@pytest.mark.parametrize("how", [{"n_embd": 20}, {"n_embd": 24, "n_layer": 3, "depth": "stack"}])
 def test_new_entries_are_eased_in(how, peak):
     """Old entries move as without re-warm-up, new ones by 1/4, 2/4, 3/4, 4/4 of the peak."""
     options = {} if peak is None else {"rewarm_peak": peak}

@@ -83,7 +83,9 @@ def test_both_ways_to_grow_write_the_same_bytes(class_name, sizes, how, has_own,
     for name, given in (("model", type(source).from_pretrained(small)), ("directory", small)):
         growkern.grow(given, **how).save_pretrained(tmp_path / name)
         saved = {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
-        assert written.keys() - saved.keys() == {"lineage.json", "checksums.json"}
+        assert written.keys() - saved.keys() == {"checksums.json"}
+        # of a model in memory no files are known
+        assert saved.pop("lineage.json")
         assert saved == {file: written[file] for file in saved}
     if has_own and source.can_generate():
         assert b'"repetition_penalty": 1.3' in written["generation_config.json"]

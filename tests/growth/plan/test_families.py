@@ -503,6 +503,6 @@ def test_layer_lists_follow_their_layers():
         sliding_window=4,
         use_sliding_window=True,
     )
-    grown = growkern.grow(source, num_hidden_layers=5)
+    grown = growkern.grow(source, num_hidden_layers=5, depth="stack")
     assert grown.config.layer_types == [layers[i] for i in (0, 1, 2, 1, 2)]
     assert source.config.layer_types == layers

@@ -17,8 +17,8 @@ from tests.train.tiny import build
 STEPS = 9
 SIZES = ("num_hidden_layers", "intermediate_size")
 GROWTH = (
-    GrowthStep(at_step=3, sizes={SIZES[0]: 4}, rewarm_steps=2),
-    GrowthStep(at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, seed=1),
+    GrowthStep(at_step=3, sizes={SIZES[0]: 4}, depth="stack", rewarm_steps=2),
+    GrowthStep(at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, depth="stack", seed=1),
 )
 
 
