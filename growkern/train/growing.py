@@ -143,6 +143,11 @@ class GrowingTrainer(SafeTrainer):
             control.should_log = control.should_save = control.should_training_stop = True
         super()._maybe_log_save_evaluate(*args, **options)
 
+    def evaluate_if_missed(self) -> None:
+        """Like SafeTrainer's; numbers of a model that has grown since would be another's."""
+        if self._grown_from is None:
+            super().evaluate_if_missed()
+
     def _checkpoint_before_growth(self) -> Path:
         """The checkpoint of the smaller model that the last part of the run has saved.
 

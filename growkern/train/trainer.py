@@ -29,6 +29,7 @@ from growkern.train.checks import (
 from growkern.train.config import TwoStageConfig
 from growkern.train.flops import ModelCost, cost_of
 from growkern.train.growing import GrowingTrainer
+from growkern.train.growth.step import check_new_layers
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
@@ -132,6 +133,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
         self.two_stage = stages_in_steps(two_stage, self)
+        check_new_layers(self.growth, (self.two_stage and self.two_stage.stage1_steps) or 0)
         self.check_labels()
         self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them

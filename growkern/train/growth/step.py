@@ -125,6 +125,25 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         )
 
 
+def check_new_layers(growth: Sequence[GrowthStep], stage1_steps: int) -> None:
+    """Check that not both stage 1 and a growth say which layers train.
+
+    Args:
+        growth: inside the run.
+        stage1_steps: of the first stage; 0 if there is none.
+
+    Raises:
+        GrowthError: they do at some step.
+    """
+    for one in growth:
+        if one.new_layers_steps and one.at_step < stage1_steps:
+            raise GrowthError(
+                f"the growth at step {one.at_step} lets only its new layers train, for "
+                f"new_layers_steps={one.new_layers_steps}, while stage 1 draws what trains up to "
+                f"step {stage1_steps}: grow after stage 1, or leave one of the two out"
+            )
+
+
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
     """The learning rate at an optimizer step, which rises again after each growth.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from growkern.train.distributed.trainer import ShardedTrainer
 from growkern.train.safety.signals import SignalWatch
@@ -24,10 +25,27 @@ class _EvaluationStopped(Exception):
         self.number = number
 
 
+class MissedEvaluation(TrainerCallback):
+    """Makes up for an evaluation that a signal ended or prevented, when the run resumes.
+
+    Args:
+        trainer: evaluates.
+    """
+
+    def __init__(self, trainer: StoppableTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.eval_strategy == "steps" and state.global_step > args.eval_delay:
+            self.trainer.evaluate_if_missed()
+
+
 class StoppableTrainer(ShardedTrainer):
     """A trainer whose evaluations between two steps end after a signal."""
 
     control: Any
+    state: Any
+    eval_dataset: Any
     _signals: SignalWatch
     # number of the signal that ends the run, or 0
     _stop: int = 0
@@ -48,6 +66,18 @@ class StoppableTrainer(ShardedTrainer):
             pending = int(self.accelerator.gather(mine).max())
         if pending:
             raise _EvaluationStopped(pending)
+
+    def evaluate_if_missed(self) -> None:
+        """Evaluate the checkpoint that was loaded if its step has an evaluation but no numbers."""
+        step = self.state.global_step
+        lines = [line for line in self.state.log_history if line["step"] == step]
+        several = isinstance(self.eval_dataset, dict)
+        names = [f"eval_{name}" for name in self.eval_dataset] if several else ["eval"]
+        found = {key for line in lines for key in line}
+        if step % self.state.eval_steps or all(f"{name}_loss" in found for name in names):
+            return
+        if metrics := self._evaluate(None, None):
+            self._determine_best_metric(metrics, None)
 
     def _evaluate(self, *args: Any, **options: Any) -> Any:
         """Trainer's. After a signal it gives no numbers; the run will save and end."""

@@ -27,6 +27,7 @@ from growkern.train.safety.checkpoints import (
     last_checkpoint,
     newest_whole,
 )
+from growkern.train.safety.evaluation import MissedEvaluation
 from growkern.train.safety.precision import set_precision
 from growkern.train.safety.saving import SavingTrainer
 from growkern.train.safety.signals import SignalWatch, interruption
@@ -97,6 +98,7 @@ class SafeTrainer(SavingTrainer):
         self.precision = set_precision(model, args, precision)
         self.on_nonfinite, self.save_minutes = on_nonfinite, save_minutes
         super().__init__(model=model, args=args, **options)
+        self.add_callback(MissedEvaluation(self))
         self._signals = SignalWatch(enabled=False)
         self._report: StepReport | None = None
         self._step_loss: Tensor | float = 0.0

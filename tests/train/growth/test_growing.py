@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 import growkern
-from growkern import GrowthError, GrowthStep, TwoStageTrainer
+from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import Batches
@@ -182,6 +182,13 @@ def test_only_new_layers_train_at_first(tmp_path):
         ({"args": {"save_strategy": "no"}}, 'set save_strategy to "steps"'),
         ({"args": {"optim": "adafactor"}}, 'adafactor cannot be grown: set moments to "reset"'),
         ({"args": {"max_steps": -1, "num_train_epochs": 3}}, "give max_steps"),
+        (
+            {
+                "growth": [GrowthStep(at_step=2, sizes={SIZES[0]: 3}, new_layers_steps=1)],
+                "two_stage": TwoStageConfig(1, stage1_steps=3),
+            },
+            "grow after stage 1, or leave one of the two out",
+        ),
         (
             {"growth": [GrowthStep(at_step=2, sizes={"hidden_size": 32}, new_layers_steps=1)]},
             "needs new layers above the old ones, but 2 layers become 2",

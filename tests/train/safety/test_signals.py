@@ -114,23 +114,30 @@ class InEvaluation(TrainerCallback):
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_a_long_evaluation_ends_early(tmp_path, straight, step, capsys):
-    """Also the one after the last step, which the next start does again."""
+    """The next start does it again, with the numbers of a run that was not stopped."""
     args = {
         "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1,
         "metric_for_best_model": "eval_loss", "save_steps": 3,
     }  # fmt: skip
+    whole = small_trainer(tmp_path / "whole", args=args)
+    whole.train()
     callback = InEvaluation(step)
-    trainer = small_trainer(tmp_path, callbacks=[callback], args=args)
+    trainer = small_trainer(tmp_path / "stopped", callbacks=[callback], args=args)
     with pytest.raises(Terminated):
         trainer.train()
     assert callback.batches == 2
     assert f"SIGTERM after step {step}: saved in" in capsys.readouterr().err
-    assert checkpoints_in(tmp_path)[0].name == f"checkpoint-{step}"
-    again = small_trainer(tmp_path, args=args)
+    assert checkpoints_in(tmp_path / "stopped")[0].name == f"checkpoint-{step}"
+    again = small_trainer(tmp_path / "stopped", args=args)
     train_or_resume(again)
     assert_same(weights_of(again), straight)
-    evaluated = [line["step"] for line in again.state.log_history if "eval_loss" in line]
-    assert evaluated == ([4, 8] if step == 8 else [8])
+    seen, expected = (
+        {line["step"]: line["eval_loss"] for line in t.state.log_history if "eval_loss" in line}
+        for t in (again, whole)
+    )
+    assert list(expected) == [4, 8] and seen == expected
+    if step == 4:
+        assert again.state.best_metric == whole.state.best_metric
 
 
 def test_an_evaluation_of_ones_own_is_not_stopped(tmp_path):
