@@ -16,18 +16,22 @@ import growkern
 from examples.objectives import TEXTS, make_model, make_tokenizer
 from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
+from growkern.train.config import load_run
 from growkern.train.evaluation.from_file import read_arguments
 from growkern.train.run import train
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width
 MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
+# other files begin with these, in this order
+FIRST = ("source", "inheritance", "teacher_of_law")
+TRAINED = 30_000  # characters of a text that runs train on; the next ones are held out
 ELECTRA = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The folder that the files speak of, with the trained source."""
+    """The folder that the files speak of, with the runs that others begin with."""
     folder = tmp_path_factory.mktemp("runs")
     tokenizer = make_tokenizer("bert")
     for name, (layers, width) in MODELS.items():
@@ -45,12 +49,14 @@ def place(tmp_path_factory):
         sizes = {"hidden_size": 48, "intermediate_size": 96}
         growkern.grow_checkpoint(folder / f"small_{name}", folder / name, progress=False, **sizes)
     for name, files in (("text", TEXTS[:1]), ("law", TEXTS[1:2])):
-        (folder / name).mkdir()
-        for file in files:
-            (folder / name / f"{file.stem}.txt").write_text(file.read_text()[:30_000])
+        for where, part in ((name, slice(TRAINED)), (f"held_out/{name}", slice(TRAINED, 36_000))):
+            (folder / where).mkdir(parents=True)
+            for file in files:
+                (folder / where / f"{file.stem}.txt").write_text(file.read_text()[part])
     for file in RUNS:
         shutil.copy(file, folder)
-    train(folder / "source.toml", progress=False)
+    for name in FIRST:
+        train(folder / f"{name}.toml", progress=False)
     options = ["--run", folder / "cached_teacher.toml", "--out", folder / "kept", "--k", 16]
     command = ["cache-teacher", folder / "runs" / "small", *options]
     result = CliRunner().invoke(app, list(map(str, command)))
@@ -59,7 +65,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 11
+    assert len(RUNS) == 12
 
 
 def log_of(folder):
@@ -69,7 +75,7 @@ def log_of(folder):
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
 def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
-    if file.stem != "source":
+    if file.stem not in FIRST:
         with warnings.catch_warnings():
             warnings.simplefilter("error", GrowthWarning)
             assert train(place / file.name, progress=False).global_step == 40
@@ -78,7 +84,7 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     for one in folders:
         losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
-    layers = {"source": 2, "rtd": 2, "mslt": 3}.get(file.stem, 4)
+    layers = {"source": 2, "teacher_of_law": 2, "rtd": 2, "mslt": 3}.get(file.stem, 4)
     model = transformers.AutoModel.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
 
@@ -97,6 +103,23 @@ def test_the_file_of_evaluations_compares_what_it_says(place, monkeypatch):
     )
 
 
+def test_a_teacher_of_a_domain_has_learned_it_and_is_not_measured_by_its_text(place, monkeypatch):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
+    run, before = (load_run(place / f"{name}.toml") for name in ("domain", "teacher_of_law"))
+    assert run.teacher.paths == (before.output.directory,)
+    assert run.data.train == before.data.train
+    held_out = run.data.validation
+    files = {name: list(place.glob(patterns[0])) for name, patterns in held_out.items()}
+    assert all(files.values())
+    trained = {file for one in ("law", "text") for file in (place / one).iterdir()}
+    assert not trained & {file for found in files.values() for file in found}
+    small, teacher = (
+        growkern.evaluate(place / name, text=files["law"], sequence_length=32, progress=False).loss
+        for name in (before.model.path, before.output.directory)
+    )
+    assert teacher < small
+
+
 def test_the_files_do_what_they_say(place):
     """Facts that no loss shows; the runs are there after the test above."""
     runs = place / "runs"
@@ -112,6 +135,7 @@ def test_the_files_do_what_they_say(place):
     general = [line["eval_general_loss"] for line in lines if "eval_general_loss" in line]
     assert len(law) == len(general) == 2 and law != general
     assert law == [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert law[1] < law[0] and law[1] < math.log(len(make_tokenizer("bert")))
     rates = {
         line["step"]: line["learning_rate"] for line in log_of(runs / "recipe") if "mlm" in line
     }

@@ -20,7 +20,7 @@ from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.head import IGNORE_INDEX, take_logits
 from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
 # options of `DataSection` that an evaluation does not take
@@ -206,7 +206,7 @@ def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Te
         Sums (B,) float64 and counts (B,) int64. Logits below float32 are widened first.
     """
     labels_BS = batch["labels"]
-    logits_BSV = model(**{key: x for key, x in batch.items() if key != "labels"}).logits
+    logits_BSV = take_logits(model(**{key: x for key, x in batch.items() if key != "labels"}))
     if causal:
         labels_BS, logits_BSV = labels_BS[:, 1:], logits_BSV[:, :-1]
     labelled_BS = labels_BS != IGNORE_INDEX

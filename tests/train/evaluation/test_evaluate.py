@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 
 import growkern
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
@@ -52,6 +53,14 @@ def test_the_loss_is_that_of_transformers(family, text, measure):
     expected = math.exp(report.loss) if causal else None
     assert report.perplexity == expected
     assert json.loads(json.dumps(report.to_dict()))["perplexity"] == expected
+
+
+def test_a_model_with_a_second_head_is_measured_by_its_masked_tokens(text, measure):
+    """As the model with the same weights and the first head alone."""
+    model = build("bert", layers=1, tied=True)
+    both = transformers.BertForPreTraining(model.config)
+    both.load_state_dict(model.state_dict(), strict=False)
+    assert measure(both, text=text) == measure(model, text=text)
 
 
 def test_batches_do_not_matter_but_seeds_of_masks_do(text, measure):
