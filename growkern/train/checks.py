@@ -17,7 +17,7 @@ from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
-from growkern.train.distributed.shard import check_sharding
+from growkern.train.distributed.shard import check_gradient_division, check_sharding
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
 
@@ -33,9 +33,9 @@ def check_trained_model(model: Any) -> None:
     """Refuse models that a trainer cannot train right.
 
     Raises:
-        GrowthError: the model is inside DistributedDataParallel already, uses PEFT, or has gradient
-            checkpointing that loses gradients. It does where the input needs none, as that of the
-            lowest layer that trains in stage 1.
+        GrowthError: the model is inside DistributedDataParallel already, uses PEFT, does not
+            average its gradients, or has gradient checkpointing that loses gradients. It does where
+            the input needs none, as that of the lowest layer that trains in stage 1.
     """
     if isinstance(model, DistributedDataParallel):
         raise GrowthError(
@@ -43,6 +43,8 @@ def check_trained_model(model: Any) -> None:
             "it when several processes train"
         )
     refuse_adapters(model, "model")
+    if isinstance(model, nn.Module):
+        check_gradient_division(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():
         keywords = getattr(getattr(module, CHECKPOINTING, None), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):

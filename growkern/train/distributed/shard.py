@@ -224,6 +224,31 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
             )
 
 
+def check_gradient_division(model: Any) -> None:
+    """Check that FSDP2 averages the gradients of a sharded model over the processes.
+
+    Args:
+        model: in training, sharded or whole.
+
+    Raises:
+        GrowthError: a module divides its gradients by another number than that of the processes.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        # PyTorch 2.9 has one group per module
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            factor = getattr(group, "gradient_divide_factor", None)
+            if factor not in (None, dist.get_world_size()):
+                raise GrowthError(
+                    f"set_gradient_divide_factor({factor}) was called on {name or 'the model'}, "
+                    "but the loss is scaled for gradients that are averaged over the processes: "
+                    "leave the factor as fully_shard sets it"
+                )
+
+
 # -------------------------------------------------------- numbers of all ranks
 
 

@@ -167,6 +167,18 @@ def test_models_that_are_refused(mesh):
         sharded(mesh, model)
 
 
+@pytest.mark.parametrize("part", ["the model", "bert.encoder.layer.1"])
+def test_gradients_that_are_not_averaged_are_refused(mesh, tmp_path, part):
+    """The trainer scales the loss by the number of processes, and FSDP2 divides by it."""
+    model = sharded(mesh)
+    holder = model if part == "the model" else model.get_submodule(part)
+    holder.set_gradient_divide_factor(4.0)
+    with pytest.raises(GrowthError, match=rf"divide_factor\(4.0\) was called on {part}.*leave the"):
+        TwoStageTrainer(model, arguments(tmp_path, use_cpu=True))
+    holder.set_gradient_divide_factor(1.0)  # the mean over the one process
+    TwoStageTrainer(model, arguments(tmp_path, use_cpu=True))
+
+
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
