@@ -76,7 +76,7 @@ def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoSt
         trainer: with the training data.
 
     Raises:
-        GrowthError: the length is given in epochs, and the data has none.
+        GrowthError: the length is given in epochs, and the data has none, or the run is shorter.
     """
     if two_stage is None or two_stage.stage1_epochs is None:
         return two_stage
@@ -85,8 +85,17 @@ def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoSt
             "stage1_epochs needs training data with a length, and a stream has none: give "
             "stage1_steps"
         )
-    batches = len(trainer.get_train_dataloader())
-    return two_stage.in_steps(math.ceil(batches / trainer.args.gradient_accumulation_steps))
+    args = trainer.args
+    per_epoch = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    found = two_stage.in_steps(per_epoch)
+    if found.stage1_steps is not None and found.stage1_steps > steps:
+        raise GrowthError(
+            f"two_stage.stage1_epochs is {two_stage.stage1_epochs}, which makes "
+            f"{found.stage1_steps} steps of {per_epoch} per epoch: it must not be more than the "
+            f"{steps} steps of the run"
+        )
+    return found
 
 
 def as_list(one_or_many: Any) -> list[Any]:

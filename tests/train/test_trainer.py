@@ -339,7 +339,7 @@ def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
             arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
             inheritance=SCHEDULE,
             teacher=teacher,
-            train_dataset=Batches(4),
+            train_dataset=Batches(4 * 2),
         )
         for one in (model, teacher):
             projection = stack_of(one)[0].mlp.down_proj
@@ -457,6 +457,23 @@ def test_stage_1_lasts_some_passes_through_the_data(tmp_path, epochs, depths):
     # steps with the full depth may be of stage 1 as well
     assert all(found[step] == 5 for step in range(depths + 1, 10)) and len(found) == 9
     assert not depths or min(found.values()) < 5
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 9}, {"max_steps": -1, "num_train_epochs": 2.25}])
+def test_a_stage_1_longer_than_the_run_is_refused(tmp_path, length):
+    """4 steps are a pass: 2.25 passes are all 9 steps."""
+
+    def make(epochs):
+        return TwoStageTrainer(
+            build("bert", layers=1),
+            arguments(tmp_path, **length),
+            two_stage=TwoStageConfig(layers_per_block=1, stage1_epochs=epochs),
+            train_dataset=Batches(4 * 2),
+        )
+
+    assert make(2.25).two_stage.stage1_steps == 9
+    with pytest.raises(GrowthError, match=r"makes 10 steps of 4 per epoch: .* the 9 steps of"):
+        make(2.26)
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,10 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
 
 
 def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
+    """Exact where the moments are and all entries of each matrix have the same factors."""
+    (moments,) = _overall(plan)
+    level = moments.level
+    reasons = [] if level == "exact" else [f"the momentum is not the target's own: {moments.why}"]
     uneven = [
         task.name
         for task in plan.tasks
@@ -375,10 +379,11 @@ def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
         )
     ]
     if uneven:
-        why = (
+        level = level if reasons else "approximate"
+        reasons.append(
             f"copies are uneven in {len(uneven)} matrices, first in {uneven[0]}: Muon's step there "
             "is not the grown step, and its learning rate fits on average"
         )
-        return [Finding("approximate", "steps of Muon", why)]
-    why = "every matrix takes the grown step, with the factors of growth_lr_multipliers"
-    return [Finding("exact", "steps of Muon", why)]
+    but = ", but for the parts named above" if _exceptions(plan) else ""
+    why = f"every matrix takes the grown step, with the factors of growth_lr_multipliers{but}"
+    return [Finding(level, "steps of Muon", "; ".join(reasons) or why)]

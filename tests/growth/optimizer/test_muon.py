@@ -224,6 +224,33 @@ def test_states_of_another_optimizer_are_refused():
         growkern.grow_optimizer(unnamed.state_dict(), plan)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"symmetry": "none"},
+        {"symmetry": "none", "intermediate_size": 33},
+        {"symmetry": "routing"},
+        {"symmetry": "noise"},
+        {"symmetry": "split"},
+        {"symmetry": "none", "method": "aki"},
+        {"method": "random"},
+    ],
+    ids=str,
+)
+def test_findings_are_exact_if_and_only_if_steps_and_growth_commute(how, in_float64):
+    source = random_model("LlamaForCausalLM", LLAMA, std=0.2)
+    sizes, optimizers = {**GROUPS, **how}, both(source, None)
+    train(source, optimizers, range(2), clip_source)
+    target = growkern.grow(source, **sizes)
+    grown = both_grown(target, None, [x.state_dict() for x in optimizers])
+    train(source, optimizers, range(2, 4), clip_source)
+    train(target, grown, range(2, 4), clip_target)
+    old, new = outputs(source)["logits"], outputs(target)["logits"]
+    commute = (new - old).abs().max() <= 1e-12 * old.abs().max()
+    found = growkern.moment_findings(target.growth_plan, optimizer="muon")[-1]
+    assert (found.what, found.level == "exact") == ("steps of Muon", bool(commute)), found.why
+
+
 def test_findings_say_where_steps_of_muon_are_exact():
     source = random_model("LlamaForCausalLM", LLAMA)
     even, uneven = (
