@@ -95,6 +95,16 @@ def test_module_and_script_are_the_same_command():
     assert "Usage: growkern" in done.stdout
 
 
+def test_version_and_help():
+    def said(*arguments):
+        line = [sys.executable, "-m", "growkern", *arguments]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    assert said("--version").stdout == f"growkern {growkern.__version__}\n"
+    alone = said()
+    assert (alone.returncode, alone.stderr) == (2, "") and "Usage: growkern" in alone.stdout
+
+
 def test_target_sizes_come_from_the_family_tables(run):
     code, out, _ = run("plan", "--help")
     assert code == 0

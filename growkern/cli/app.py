@@ -6,14 +6,33 @@ from typing import Annotated, Any
 
 import typer
 
+from growkern.package import version
+
 app = typer.Typer(
     name="growkern",
-    help="Grow a trained transformer into a larger one, and train it further.",
     epilog="Add --debug to any command to see the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"growkern {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    asked: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Grow a trained transformer into a larger one, and train it further."""
+
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Directory of the source checkpoint.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")]

@@ -77,7 +77,9 @@ def main() -> None:
             elif debug or not _is_expected(error):
                 raise
             else:
-                print(one_line(error), file=sys.stderr)
+                # without arguments typer prints the help, and its error says no more
+                if type(error).__name__ != "NoArgsIsHelpError":
+                    print(one_line(error), file=sys.stderr)
                 code = 2
     if watch.raised and code:
         print(_stopped(watch.raised, arguments), file=sys.stderr)
