@@ -138,6 +138,11 @@ def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
         warnings.warn(f"trains with {name}, because {error}", GrowthWarning, stacklevel=4)
         return None
     if plan is None and needed:
+        if any(growth_plan_of(part) is not None for part in model.children()):
+            raise GrowthError(
+                "optimizer is 'growth-adamw', whose factors belong to one growth, but the parts of "
+                f"{type(model).__name__} were grown one by one: set optimizer to 'adamw' or 'muon'"
+            )
         raise GrowthError(
             "optimizer is 'growth-adamw', but the model was not grown: load it from the directory "
             "that growkern wrote, with its lineage.json, or set optimizer to 'adamw'"

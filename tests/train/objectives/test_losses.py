@@ -13,6 +13,7 @@ from growkern import (
     InheritanceSchedule,
     ReplacedTokenDetection,
     TwoStageConfig,
+    grow,
     inherited_loss,
 )
 from growkern import TwoStageTrainer as Trainer
@@ -317,3 +318,12 @@ def test_batches_without_the_targets_are_refused(tmp_path):
     trainer = trainer_of(model, tmp_path, "mlm+nsp")
     with pytest.raises(GrowthError, match="have no 'next_sentence_label'"):
         trainer.compute_loss(model, batch)
+
+
+def test_the_factors_of_two_growths_are_refused(tmp_path):
+    generator = make_model("ElectraForMaskedLM", tokenizer("bert"), width=16)
+    model = ReplacedTokenDetection(grow(generator, intermediate_size=80), model_of("rtd"))
+    with pytest.raises(GrowthError, match=r"factors belong to one growth, .* grown one by one"):
+        trainer_of(model, tmp_path, "rtd", optimizer="growth-adamw")
+    with pytest.raises(GrowthError, match="the model was not grown"):
+        trainer_of(pair(), tmp_path, "rtd", optimizer="growth-adamw")
