@@ -31,6 +31,8 @@ from growkern.train.load import check_fits, load_language_model
 
 # share of the passages of each source that is kept for the test, from the end of the source
 TEST_SHARE = 0.2
+# NumPy takes a seed of 32 bits
+LARGEST_SEED = (1 << 32) - 1
 # parameters that a language model may lack: the classifier starts with random ones
 NEW = "pooler."
 
@@ -41,7 +43,8 @@ class FinetuneReport:
 
     Attributes:
         accuracy: mean over the seeds, a share in 0 .. 1.
-        low, high: confidence interval of the mean, Student's t over the seeds; NaN for one seed.
+        low, high: confidence interval of the mean, Student's t over the seeds, cut to 0 .. 1;
+            NaN for one seed.
         confidence: of the interval, in (0, 1).
         accuracies: of each seed, from `seed` on.
         chance: accuracy of guessing: every source has as many passages.
@@ -149,6 +152,8 @@ def finetune(
                 for k in range(seeds)
             ]
     accuracy, (low, high) = ratio_interval(accuracies, [1.0] * seeds, confidence)
+    # t knows no bounds, a share has them; the ends of a single seed stay NaN
+    low, high = (end if math.isnan(end) else min(max(end, 0.0), 1.0) for end in (low, high))
     names = tuple(sources)
     return FinetuneReport(
         accuracy, low, high, confidence, tuple(accuracies),
@@ -163,6 +168,15 @@ def _check_numbers(options: dict[str, Any], *names: str) -> None:
     for name in names:
         if not 0 < options[name] < math.inf:
             raise GrowthError(f"{name} is {options[name]}: it must be positive")
+    last = options["seed"] + options["seeds"] - 1
+    if options["seed"] < 0 or last > LARGEST_SEED:
+        raise GrowthError(
+            f"the seeds are {options['seed']} to {last}: they must be in 0 .. {LARGEST_SEED}"
+        )
+    if options["passages"] < 2:
+        raise GrowthError(
+            f"passages is {options['passages']}: give 2 or more, because one is for the test"
+        )
 
 
 def _sources(text: Sequence[str | Path]) -> dict[str, list[Path]]:
@@ -206,7 +220,7 @@ def _task(
     tests = math.ceil(TEST_SHARE * count)
     if count - tests < 1:
         raise GrowthError(
-            f"{short} has {len(found[short])} passages of {length} tokens, and passages is {most}: "
+            f"{short} has {len(found[short])} passages of {length} tokens: "
             "at least 2 are needed: give more text or a smaller sequence_length"
         )
     parts: list[list[np.ndarray]] = [[], []]

@@ -1,6 +1,7 @@
 """Fine-tuning learns to tell texts apart, and starts from the weights of the language model."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -65,6 +66,15 @@ def test_the_same_call_gives_the_same_numbers_and_leaves_the_generators(sources)
     assert torch.are_deterministic_algorithms_enabled() == before
 
 
+def test_the_interval_of_a_share_is_inside_0_and_1(sources, monkeypatch):
+    found = iter([0.2, 1.0, 1.0])
+    monkeypatch.setattr("growkern.train.evaluation.finetune._accuracy", lambda *args: next(found))
+    model = build("bert", layers=1)
+    report = tune(model, sources, seeds=2)
+    assert (report.low, report.accuracy, report.high) == (0, 0.6, 1)
+    assert math.isnan(tune(model, sources, seeds=1).high)
+
+
 def test_texts_without_a_difference_stay_at_chance(tmp_path):
     """The test above would see a task that gives its answer away."""
     texts = [write(tmp_path / f"{seed}.txt", WORDS[5:], seed=seed) for seed in range(2)]
@@ -92,7 +102,10 @@ def test_tasks_that_cannot_be_made_are_refused(sources, tmp_path):
         ([sources[0], tmp_path / "none.txt"], {}, "no file matches .*none.txt"),
         (sources, {"seeds": 0}, "seeds is 0: it must be positive"),
         (sources, {"learning_rate": -1.0}, "learning_rate is -1.0"),
-        (sources, {"passages": 1}, "at least 2 are needed"),
+        (sources, {"passages": 1}, "passages is 1: give 2 or more"),
+        (sources, {"sequence_length": 900}, "at least 2 are needed: give more text"),
+        (sources, {"seed": -1}, "the seeds are -1 to 1: they must be in 0 .. 4294967295"),
+        (sources, {"seed": 2**32 - 1, "seeds": 2}, "the seeds are 4294967295 to 4294967296"),
         (sources, {"confidence": 2}, "confidence is 2"),
     ):
         with pytest.raises(growkern.GrowthError, match=words):
