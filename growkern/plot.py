@@ -114,7 +114,9 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     places = (directory, *checkpoints_in(directory))
     holder = next((place for place in places if (place / STATE_FILE).is_file()), None)
     if holder is None:
-        raise GrowthError(f"{directory} is not a training directory: it has no {STATE_FILE}")
+        runs = ", ".join(map(str, sorted(directory.glob("generation-*"))))
+        hint = f": give one of its runs, {runs}" if runs else ""
+        raise GrowthError(f"{directory} is not a training directory: it has no {STATE_FILE}{hint}")
     file = holder / STATE_FILE
     try:
         history = read_json(file, MOST_BYTES, "log")["log_history"]

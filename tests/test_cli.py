@@ -277,6 +277,7 @@ def test_finetune_prints_accuracies_as_table_and_as_json(run, checkpoint, tmp_pa
     assert_bad_input(run("finetune", checkpoint, files[0]), "two or more sources")
     assert_bad_input(run("finetune", checkpoint, *files, "--seeds", 0), "seeds is 0")
     assert_bad_input(run("finetune", tmp_path, *files), "no tokenizer files")
+    assert_bad_input(run("eval", tmp_path / "nix", *files), "nix is not a directory")
 
 
 @pytest.mark.parametrize("command", ["eval", "finetune"])

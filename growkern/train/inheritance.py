@@ -119,7 +119,10 @@ class Teachers:
     def __init__(self, models: Sequence[Any], weights: Sequence[float] | None) -> None:
         self.models = list(models)
         if weights is not None and len(weights) != len(self.models):
-            raise GrowthError(f"{len(weights)} teacher_weights for {len(self.models)} teachers")
+            teachers = "1 teacher" if len(self.models) == 1 else f"{len(self.models)} teachers"
+            raise GrowthError(
+                f"{len(weights)} teacher_weights for {teachers}: give one weight per teacher"
+            )
         self.weights = None if weights is None or len(self.models) == 1 else list(weights)
         for model in self.models:
             check_head(model)

@@ -78,10 +78,12 @@ def load_tokenizer(directory: Path) -> Any:
 
     Raises:
         GrowthError: a file is too large, no regular file, a link to somewhere else, or damaged. Or
-            the directory has no tokenizer files. transformers would make an empty tokenizer, to
-            which every word is unknown.
+            there is no such directory, or it has no tokenizer files. transformers would make an
+            empty tokenizer, to which every word is unknown.
     """
     directory = Path(directory)
+    if not directory.is_dir():
+        raise GrowthError(f"{directory} is not a directory: give one that exists")
     lacks = GrowthError(
         f"{directory} has no tokenizer files: copy those of the model's tokenizer into it, or name "
         "another directory of a tokenizer"

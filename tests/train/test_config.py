@@ -114,6 +114,23 @@ def test_a_wrong_file_is_refused_by_file_and_key(load, old, new, match):
     assert "RUN.toml" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "match"),
+    [
+        ('num_hidden_layers = "3"', r"sizes.num_hidden_layers is '3' \(str\): it must be int"),
+        ("n_layer = true", r"sizes.n_layer is True \(bool\): it must be int"),
+        ('methd = "aki"', "has no key 'methd'; did you mean 'method'"),
+        ("", "a growth needs sizes, such as num_hidden_layers = 12"),
+        ("sizes = 3", r"sizes is 3 \(int\): it must be a table"),
+    ],
+)
+@pytest.mark.parametrize("is_list", [True, False])
+def test_sizes_that_are_wrong_are_named(load, key, match, is_list):
+    head, where = ("[[growth]]", "at_step = 5") if is_list else ("[growth]", 'source = "grown"')
+    with pytest.raises(GrowthError, match=match):
+        load(f"{COMPLETE}\n{head}\n{where}\n{key}\n")
+
+
 HUGE = {
     "nested lists": ("steps = 100", "steps = " + "[" * 5000 + "]" * 5000, "nested more than 20"),
     "nested tables": ("steps = 100", "steps = " + "{a=" * 5000, "nested more than 20"),

@@ -339,7 +339,7 @@ def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
             arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
             inheritance=SCHEDULE,
             teacher=teacher,
-            train_dataset=Batches(4 * 2),
+            train_dataset=Batches(4),
         )
         for one in (model, teacher):
             projection = stack_of(one)[0].mlp.down_proj
@@ -415,7 +415,12 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path):
         **options,
     )
     weights = InheritanceSchedule(end_step=2, teacher_weights=(0.5, 0.5))
-    refuse("2 teacher_weights for 1", tmp_path=tmp_path, inheritance=weights, teacher=build("bert"))
+    refuse(
+        "2 teacher_weights for 1 teacher: give one",
+        tmp_path=tmp_path,
+        inheritance=weights,
+        teacher=build("bert"),
+    )
 
 
 def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):

@@ -212,8 +212,7 @@ def _write_columns(staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[
                 yield
     if not count:
         raise GrowthError(
-            f"{name} has fewer tokens than one row: give more data, or a smaller "
-            "data.sequence_length"
+            f"{name} has fewer tokens than one row: give more data, or a smaller sequence_length"
         )
 
 

@@ -142,6 +142,7 @@ def load_data(
     encoder_decoder: bool = False,
     seed: int = 0,
     progress: bool = True,
+    name: str = "data.train",
 ) -> TrainingData:
     """Load the data of a run: tokenised and cached on disk, or as a stream.
 
@@ -157,6 +158,7 @@ def load_data(
             The objective "pairs" says so too.
         seed: of the order of a stream.
         progress: whether to show a progress bar.
+        name: of the training files, for messages.
 
     Raises:
         GrowthError: the data cannot be found, read or cached, or does not fit the options; or
@@ -169,7 +171,7 @@ def load_data(
             "torch.distributed.init_process_group or make the TrainingArguments before load_data"
         )
     encoder_decoder = encoder_decoder or data.objective == "pairs"
-    sources = find_sources(data, Path(base))
+    sources = find_sources(data, Path(base), name)
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"
 

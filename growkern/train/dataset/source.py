@@ -135,7 +135,9 @@ class Source:
             return datasets.load_dataset_builder(loader, data_files={self.split: names}, **options)
 
 
-def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
+def find_sources(
+    data: DataSection, base: Path, name: str = "data.train"
+) -> dict[str, Source | None]:
     """The sources of "train" and "validation"; nothing is read.
 
     Several validation sets are "validation.<name>" each, without a "validation".
@@ -143,6 +145,7 @@ def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
     Args:
         data: the options.
         base: folder that relative paths begin in.
+        name: of the training files, for messages.
 
     Raises:
         GrowthError: there is no such file or directory, or files of two kinds are mixed, or a
@@ -152,7 +155,7 @@ def find_sources(data: DataSection, base: Path) -> dict[str, Source | None]:
         sets = {"validation": data.validation}
         if isinstance(data.validation, dict):
             sets = {f"validation.{name}": files for name, files in data.validation.items()}
-        found = {"train": _of_files(base, "data.train", data.train)}
+        found = {"train": _of_files(base, name, data.train)}
         for key, files in sets.items():
             found[key] = _of_files(base, f"data.{key}", tuple(files))
             if found[key] is None and key != "validation":

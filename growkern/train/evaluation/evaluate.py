@@ -120,7 +120,7 @@ def evaluate(
     section = _section([text] if isinstance(text, (str, Path)) else text, data)
     if section.dataset is None:
         # a file that is missing is named before the model is loaded
-        find_sources(section, Path())
+        find_sources(section, Path(), "text")
     directory = Path(model) if isinstance(model, (str, Path)) else None
     reader = tokenizer_of(tokenizer, directory)
     if directory is not None:
@@ -128,7 +128,7 @@ def evaluate(
         check_fits(directory, reader, section.sequence_length)
         model.to(torch.accelerator.current_accelerator() or "cpu")
     causal = is_causal(model)
-    loaded = load_data(section, reader, progress=progress)
+    loaded = load_data(section, reader, progress=progress, name="text")
     collator = evaluation_collator(loaded.collator(reader, causal=causal, seed=seed))
     rows: Any = loaded.train
     batches = _batches(rows, collator, batch_size, progress)

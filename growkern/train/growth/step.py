@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import GrowthOptions
 
@@ -166,8 +167,10 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
 def from_table(table: dict[str, Any]) -> dict[str, Any]:
     """A table of a run file with the sizes that stand beside its other keys put into `sizes`."""
     names = {field.name for field in fields(GrowthStep)}
-    sizes = {k: v for k, v in table.items() if k not in names and type(v) is int}
-    if not sizes or not isinstance(table.get("sizes", {}), dict):
+    # a size of a wrong type is still one; other unknown keys are typing errors
+    known = GrowthKeywords.__annotations__.keys() - names
+    sizes = {k: v for k, v in table.items() if k in known or (k not in names and type(v) is int)}
+    if not isinstance(table.get("sizes", {}), dict):
         return table
     rest = {k: v for k, v in table.items() if k not in sizes}
     return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}

@@ -115,6 +115,12 @@ def test_calls_that_make_no_sense_are_refused(options, words, measure):
         measure(build("bert", layers=1), **options)
 
 
+def test_an_empty_text_is_named_as_the_caller_named_it(measure, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(growkern.GrowthError, match=r"^text has fewer tokens than one row"):
+        measure(build("bert", layers=1), text=tmp_path / "empty.txt")
+
+
 def test_a_model_that_is_broken_is_named(text, measure):
     model = build("bert", layers=1)
     with torch.no_grad():
