@@ -1,6 +1,7 @@
 """Sharded models on a group of one rank: what is the same on any number of ranks."""
 
 import functools
+import warnings
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_half_precision_becomes_float32(mesh, tmp_path, precision):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     state = trainer.optimizer.state_dict()["state"]
     assert {s["exp_avg"].dtype for s in state.values()} == {expected}
+
+
+def test_checkpointed_blocks_warn_of_nothing():
+    """transformers warns of the name that its method once had."""
+    model = build("llama", layers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(model, DistributedOptions(activation_checkpointing=True))
+    kept = [block._gradient_checkpointing_func.keywords for block in model.model.layers]
+    assert kept == [{"use_reentrant": False}] * 2
+    assert all(block.gradient_checkpointing for block in model.model.layers)
 
 
 def gloo_threads():
