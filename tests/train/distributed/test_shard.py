@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from growkern import DistributedOptions, GrowthError, TwoStageConfig, TwoStageTrainer, shard
+from growkern import (
+    DistributedOptions,
+    GrowthError,
+    GrowthStep,
+    TwoStageConfig,
+    TwoStageTrainer,
+    shard,
+)
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
@@ -71,6 +79,29 @@ def test_parameters_that_stay_gathered_after_backward(mesh, tmp_path, part):
     assert runs["kept"][1] == runs["freed"][1]
     for name, weight in runs["freed"][0].items():
         assert torch.equal(weight, runs["kept"][0][name]), name
+
+
+def test_a_model_that_grows_keeps_the_mesh_of_the_user(mesh, tmp_path):
+    """Also when it is made again to resume."""
+    own = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    args = arguments(
+        tmp_path, use_cpu=True, max_steps=2, save_strategy="steps", save_steps=1,
+        save_only_model=False,
+    )  # fmt: skip
+
+    def train(resume=None):
+        trainer = TwoStageTrainer(
+            sharded(own, build("llama", layers=1, tied=True)),
+            args,
+            growth=[GrowthStep(at_step=1, sizes={"num_hidden_layers": 2})],
+            train_dataset=Batches(4),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.model.config.num_hidden_layers == 2
+        assert {p.device_mesh for p in trainer.model.parameters()} == {own}
+
+    train()
+    train(str(tmp_path / "checkpoint-2"))
 
 
 @pytest.mark.parametrize("optim", [one.value for one in ON_SHARDS])
