@@ -87,6 +87,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
     optimizer: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
+    # rows with a KL term in the whole accumulated batch of all processes
+    _kl_items: Tensor | None = None
 
     def __init__(
         self,
@@ -145,7 +147,6 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
         self._row_flops: Tensor | float = 0.0
         self._passes = Passes()
-        self._kl_items: Tensor | None = None
         self.meter = Meter(self.add_up)
         self.add_callback(LoopCallback(self))
         use_safe_tensorboard(self)
