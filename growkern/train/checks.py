@@ -17,7 +17,11 @@ from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
-from growkern.train.distributed.shard import check_gradient_division, check_sharding
+from growkern.train.distributed.shard import (
+    check_gradient_division,
+    check_sharding,
+    refuse_replicas,
+)
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
 
@@ -33,9 +37,9 @@ def check_trained_model(model: Any) -> None:
     """Refuse models that a trainer cannot train right.
 
     Raises:
-        GrowthError: the model is inside DistributedDataParallel already, uses PEFT, does not
-            average its gradients, or has gradient checkpointing that loses gradients. It does where
-            the input needs none, as that of the lowest layer that trains in stage 1.
+        GrowthError: the model is replicated already, uses PEFT, does not average its gradients, or
+            has gradient checkpointing that loses gradients. It does where the input needs none, as
+            that of the lowest layer that trains in stage 1.
     """
     if isinstance(model, DistributedDataParallel):
         raise GrowthError(
@@ -44,6 +48,7 @@ def check_trained_model(model: Any) -> None:
         )
     refuse_adapters(model, "model")
     if isinstance(model, nn.Module):
+        refuse_replicas(model, "model")
         check_gradient_division(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():
         keywords = getattr(getattr(module, CHECKPOINTING, None), "keywords", {})
@@ -129,6 +134,7 @@ def choose_teachers(
         return CachedTeacher(teacher, inheritance)
     for model in as_list(teacher):
         refuse_adapters(model, "teacher")
+        refuse_replicas(model, "teacher")
         check_sharding(model, "teacher")
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 

@@ -10,6 +10,9 @@ trained layer directly have no gradient of their input to compute, so they cost 
 width and V the vocabulary size, the output projection costs 2 H V per row forward and 6 H V when
 trained. It counts only for the rows that reach it.
 
+Padding is not counted: in training, S is the number of real tokens of a row. The count then does
+not depend on the rows that share a batch, and so not on the number of processes.
+
 A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
 are packed into one row count as one long sequence, unless the attention keeps them apart
 (FlashAttention). A decoder layer beside an encoder attends twice, and its keys and values for the
@@ -89,11 +92,14 @@ class ModelCost:
                 None.
             decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
         """
-        sizes = self._sizes(batch, length, pairs, decoder_length)
+        return self.forward_of(Sizes.of_rows(batch, length, pairs, decoder_length))
+
+    def forward_of(self, sizes: "Sizes") -> float:
+        """As `forward`, of a batch whose rows may be unequal."""
         outside = sizes.tokens * (self._before + self._after) + self._outside_attentions * (
-            sizes.pairs * self._attention
+            self._pairs(sizes) * self._attention
         )
-        return self._layer_flops(sizes) + outside + batch * self._per_sequence
+        return self._layer_flops(sizes) + outside + sizes.sequences * self._per_sequence
 
     def train(
         self,
@@ -112,13 +118,16 @@ class ModelCost:
             part: layers that run; the lower ones of these run forward only. None trains all.
             pairs, decoder_length: as in `forward`.
         """
+        return self.train_of(Sizes.of_rows(batch, length, pairs, decoder_length), part)
+
+    def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
+        """As `train`, of a batch whose rows may be unequal."""
         if part is None:
-            return 3 * self.forward(batch, length, pairs, decoder_length=decoder_length)
-        sizes = self._sizes(batch, length, pairs, decoder_length)
+            return 3 * self.forward_of(sizes)
         below = max(0, part.depth - part.trained)
         frozen = self._layer_flops(sizes, below)
         trained = self._layer_flops(sizes, part.depth) - frozen
-        once = 3 * batch * self._per_sequence
+        once = 3 * sizes.sequences * self._per_sequence
         if not part.input_is_frozen:
             return frozen + once + 3 * (trained + sizes.tokens * (self._before + self._after))
         lowest = [max(0, min(part.depth, len(stack)) - part.trained) for stack in self._at_input]
@@ -133,28 +142,19 @@ class ModelCost:
         """FLOPs of the output projection for one row."""
         return self._row * (3 if train else 1)
 
-    def _sizes(
-        self, batch: int, length: int, pairs: int | None, decoder_length: int | None
-    ) -> "_Sizes":
-        decoder_length = length if decoder_length is None else decoder_length
-        return _Sizes(
-            tokens=batch * length,
-            decoder_tokens=batch * decoder_length,
-            pairs=batch * length**2 if pairs is None or not self._keeps_apart else pairs,
-            decoder_pairs=batch * decoder_length**2,
-            cross_pairs=batch * length * decoder_length,
-        )
+    def _pairs(self, sizes: "Sizes") -> int:
+        return sizes.pairs if sizes.apart is None or not self._keeps_apart else sizes.apart
 
-    def _tokens(self, sizes: "_Sizes", crosses: bool) -> int:
+    def _tokens(self, sizes: "Sizes", crosses: bool) -> int:
         return sizes.decoder_tokens if crosses else sizes.tokens
 
-    def _layer_flops(self, sizes: "_Sizes", depth: int | None = None) -> float:
+    def _layer_flops(self, sizes: "Sizes", depth: int | None = None) -> float:
         total = 0.0
         for layers, of_encoder, crosses in zip(
             self._layers, self._of_encoder, self._crosses, strict=True
         ):
             linear, outer, count = sum(layers[:depth]), sum(of_encoder[:depth]), len(layers[:depth])
-            pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else sizes.pairs
+            pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
             total += self._tokens(sizes, crosses) * (linear - outer) + sizes.tokens * outer
             total += count * pairs * self._attention
         return total
@@ -169,28 +169,51 @@ class PairCost:
     """
 
     def __init__(self, generator: ModelCost, discriminator: ModelCost) -> None:
-        self.generator, self.discriminator = generator, discriminator
+        self.generator = generator
+        self._both = (generator, discriminator)
 
     def train(self, batch: int, length: int, part: Part | None = None, **options: Any) -> float:
         """As in `ModelCost`, of both."""
-        return sum(
-            one.train(batch, length, part, **options)
-            for one in (self.generator, self.discriminator)
-        )
+        return sum(one.train(batch, length, part, **options) for one in self._both)
+
+    def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
+        """As in `ModelCost`, of both."""
+        return sum(one.train_of(sizes, part) for one in self._both)
 
     def head_row(self, *, train: bool) -> float:
         """FLOPs of the output projection for one row, drawing included."""
         return self.generator.head_row(train=train) + self.generator.head_row(train=False)
 
 
-class _Sizes(NamedTuple):
-    """The numbers of tokens of a batch, and of pairs of tokens that attend to each other."""
+class Sizes(NamedTuple):
+    """The numbers of sequences, of tokens, and of pairs of tokens that attend to each other.
 
+    `apart` counts the pairs within the same sequence if several are packed into a row; else None.
+    """
+
+    sequences: int
     tokens: int
     decoder_tokens: int
     pairs: int
     decoder_pairs: int
     cross_pairs: int
+    apart: int | None = None
+
+    @classmethod
+    def of_rows(
+        cls, batch: int, length: int, apart: int | None, decoder_length: int | None
+    ) -> "Sizes":
+        """The sizes of equal rows; `decoder_length` None takes `length`."""
+        decoder_length = length if decoder_length is None else decoder_length
+        return cls(
+            sequences=batch,
+            tokens=batch * length,
+            decoder_tokens=batch * decoder_length,
+            pairs=batch * length**2,
+            decoder_pairs=batch * decoder_length**2,
+            cross_pairs=batch * length * decoder_length,
+            apart=apart,
+        )
 
 
 class _Uses(NamedTuple):

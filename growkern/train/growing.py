@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -20,6 +22,7 @@ from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.sharded.placement import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime
@@ -42,6 +45,7 @@ class _Forgotten(NamedTuple):
 
     dtype: torch.dtype
     distribution: DistributedOptions
+    mesh: DeviceMesh | None
     generation: Any
 
 
@@ -127,7 +131,7 @@ class GrowingTrainer(SafeTrainer):
         if grown != self.grown:
             old = self._forget_model()
             size = self._sizes[grown]
-            model = unfilled_model(self._class_name, size, old.distribution, old.dtype)
+            model = unfilled_model(self._class_name, size, old.distribution, old.dtype, old.mesh)
             self._replace_model(model, old, grown)
 
     def _next_step(self) -> int | None:
@@ -171,7 +175,7 @@ class GrowingTrainer(SafeTrainer):
         source, _ = sources_of(checkpoint)
         planned = self._sizes[self.grown + 1].plan
         assert planned is not None, "only the first size has no plan"
-        model = grown_model(planned, source, growth, old.distribution, old.dtype)
+        model = grown_model(planned, source, growth, old.distribution, old.dtype, old.mesh)
         self._replace_model(model, old, self.grown + 1)
         self._grown_from = checkpoint
 
@@ -185,9 +189,12 @@ class GrowingTrainer(SafeTrainer):
         # whoever made this model may still hold it
         model.zero_grad()
         self.model = self.model_wrapped = None
+        free_gathered(model)
+        parameter = next(model.parameters())
         return _Forgotten(
-            next(model.parameters()).dtype,
+            parameter.dtype,
             getattr(model, "distributed_options", None) or DistributedOptions(),
+            parameter.device_mesh if isinstance(parameter, DTensor) else None,
             model.generation_config if model.can_generate() else None,
         )
 

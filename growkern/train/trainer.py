@@ -27,7 +27,7 @@ from growkern.train.checks import (
     stages_in_steps,
 )
 from growkern.train.config import TwoStageConfig
-from growkern.train.flops import ModelCost, cost_of
+from growkern.train.flops import ModelCost, Sizes, cost_of
 from growkern.train.growing import GrowingTrainer
 from growkern.train.growth.step import check_new_layers
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
@@ -35,6 +35,7 @@ from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.meter import Meter
+from growkern.train.loop.passes import Passes, real_sizes
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
@@ -58,7 +59,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
 
     The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
     without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
-    flops (so far, without evaluation), kl, top1_agreement, alpha, depth and tokens_per_second.
+    flops (so far, without evaluation and padding), kl, top1_agreement, alpha, depth and
+    tokens_per_second.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, a model of an encoder and a decoder
@@ -85,6 +87,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
     optimizer: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
+    # rows with a KL term in the whole accumulated batch of all processes
+    _kl_items: Tensor | None = None
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._loss_shifts_labels = self._causal
         self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
         self._row_flops: Tensor | float = 0.0
-        self._kl_items: Tensor | None = None
+        self._passes = Passes()
         self.meter = Meter(self.add_up)
         self.add_callback(LoopCallback(self))
         use_safe_tensorboard(self)
@@ -301,21 +305,21 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._row_flops += live * per_row
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """FLOPs of the layers of student and teachers; `store_flos` adds the output projection."""
+        """0: `store_flos` counts the FLOPs of this batch with those of the others."""
         part, alpha = self._plan()
         batch, length = inputs[self.model.main_input_name].shape
         counts = inputs.get(ROW_COUNTS)
         if counts is not None and counts.is_filler:
             return 0.0
-        pairs = None if counts is None else counts.pairs
         self.meter.add_tokens(batch * length)
-        # of a decoder beside an encoder
-        decoder_length = inputs["labels"].shape[1] if self._decoder else None
-        sizes: dict[str, Any] = {"pairs": pairs, "decoder_length": decoder_length}
-        flops = self._cost.train(batch, length, part, **sizes)
-        if alpha > 0:
-            flops += sum(cost.forward(batch, length, **sizes) for cost in self._teacher_costs)
-        return flops
+        cost, teachers = self._cost, self._teacher_costs if alpha > 0 else []
+
+        def flops(sizes: Sizes) -> float:
+            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in teachers)
+
+        sizes = real_sizes(inputs, self.model.main_input_name, decoder=self._decoder)
+        self._passes.add(flops, sizes, None if counts is None else counts.pairs)
+        return 0.0
 
     def flops_per_step(
         self, sequences: int, length: int, labelled: float, decoder_length: int | None = None
@@ -352,8 +356,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         return flops
 
     def store_flos(self) -> None:
-        """Add the FLOPs since the last call, those of the output projection included."""
-        self.current_flos += float(self._row_flops)
+        """Add the FLOPs since the last call: of layers and output projection, without padding."""
+        self.current_flos += self._passes.drain() + float(self._row_flops)
         self._row_flops = 0.0
         super().store_flos()
 

@@ -185,3 +185,59 @@ def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert [line["flops"] for line in evaluations] == [line["flops"] for line in lines]
     assert trainer.state.total_flos == expected
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Rows of unequal numbers of tokens and labels."""
+
+    lengths = ((3, 7), (9, 2), (5, 5), (12, 3), (4, 8), (7, 6), (2, 4), (11, 9))
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        return [batch(1, n, seed=i)["input_ids"][0] for n in self.lengths[i]]
+
+
+def padded(rows):
+    """A batch for an encoder and a decoder. The decoder has no mask."""
+    ids, labels = (
+        torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in zip(*rows, strict=True)
+    )
+    lengths = [torch.tensor([len(row[k]) for row in rows]) for k in range(2)]
+    real, labelled = (
+        torch.arange(x.shape[1]) < n[:, None] for x, n in zip((ids, labels), lengths, strict=True)
+    )
+    return {
+        "input_ids": ids,
+        "attention_mask": real.long(),
+        "labels": labels.masked_fill(~labelled, -100),
+    }
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (4, 2), (1, 8)])
+def test_flops_do_not_depend_on_the_rows_that_share_a_batch(tmp_path, size, accumulation):
+    """So they are those of one process on any number. They are those of each row alone."""
+    model, teacher = build("t5", layers=2), build("t5", layers=1, width=8, seed=9)
+    trainer = TwoStageTrainer(
+        model,
+        arguments(
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            remove_unused_columns=False,
+        ),
+        inheritance=InheritanceSchedule(end_step=2),
+        teacher=teacher,
+        train_dataset=Ragged(),
+        data_collator=padded,
+    )
+    trainer.train()
+    student, old = (ModelCost(m, layer_stacks(m)) for m in (model, teacher))
+    head = student.head_row(train=True) + old.head_row(train=False)
+    expected = sum(
+        student.train(1, n, decoder_length=m) + old.forward(1, n, decoder_length=m) + m * head
+        for n, m in Ragged.lengths
+    )
+    assert trainer.state.total_flos == pytest.approx(expected, rel=1e-6)

@@ -34,6 +34,10 @@ from growkern.growth.source.adapters import refuse_adapters
 from growkern.train.distributed.options import NO_TENSOR_PARALLELISM, DistributedOptions
 from growkern.train.sub_model import find_stacks
 
+_REPLICATED = (
+    "is replicated by torch.distributed._composable: leave replicate out. The trainer wraps a "
+    "whole model in DistributedDataParallel; in a loop of your own, wrap it yourself"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -138,7 +142,7 @@ def shard(
         raise GrowthError(f"the {type(model).__name__} is sharded already")
     blocks = [block for stack in find_stacks(model) for block in stack]
     if options.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(model)
     if options.compile_blocks:
         # the whole model would be compiled again for each depth, and fail on the fused loss
         model.config.use_cache = False
@@ -168,6 +172,12 @@ def shard(
     return model
 
 
+def _checkpoint_activations(model: Any) -> None:
+    # transformers has renamed the method, and warns of the old name
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def prime(model: nn.Module) -> None:
     """Gather and free every group of a sharded model once.
 
@@ -192,8 +202,8 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
         tensor_parallel: whether a model that is tensor-parallel alone is taken.
 
     Raises:
-        GrowthError: tensor parallelism; parameters that FSDP2 does not manage; a mesh that leaves
-            out processes.
+        GrowthError: tensor parallelism; parameters that FSDP2 does not manage or only replicates; a
+            mesh that leaves out processes.
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
@@ -212,6 +222,8 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
                 f"{name} of the {role} is not sharded, so its gradient would not be added up over "
                 "the processes: call fully_shard without ignored_params"
             )
+        if all(one.is_replicate() for one in p.placements):
+            raise GrowthError(f"the {role} {_REPLICATED}, or shard it with fully_shard")
         *others, last = p.placements
         if not last.is_shard() or not all(one.is_replicate() for one in others):
             raise GrowthError(
@@ -222,6 +234,23 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
                 f"the {role} was sharded over {p.device_mesh.size()} of the "
                 f"{dist.get_world_size()} processes: use a mesh of all of them"
             )
+
+
+def refuse_replicas(model: nn.Module, role: str) -> None:
+    """Refuse a model that PyTorch's `replicate` has wrapped in DistributedDataParallel in place.
+
+    Args:
+        model: of the trainer.
+        role: of the model, for the error message.
+
+    Raises:
+        GrowthError: the model or a part of it was wrapped.
+    """
+    for module in model.modules():
+        # an import of the private module may fail in a later PyTorch
+        for one in type(module).__mro__:
+            if (one.__module__, one.__name__) == ("torch.distributed._composable.replicate", "DDP"):
+                raise GrowthError(f"the {role} {_REPLICATED}")
 
 
 def check_gradient_division(model: Any) -> None:

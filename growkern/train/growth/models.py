@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from growkern.errors import GrowthError
@@ -103,6 +104,7 @@ def grown_model(
     growth: GrowthStep,
     options: DistributedOptions,
     dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
 ) -> Any:
     """A grown model, sharded if the options say so. All processes call this.
 
@@ -112,14 +114,19 @@ def grown_model(
         growth: the options of the growth.
         options: of the distribution.
         dtype: of the weights.
+        mesh: as in `shard`.
     """
-    model = shard(_on_meta(plan.large.class_name, plan.target_config, dtype), options)
+    model = shard(_on_meta(plan.large.class_name, plan.target_config, dtype), options, mesh)
     grow_into(model, source, **growth.options())
     return model
 
 
 def unfilled_model(
-    class_name: str, size: Size, options: DistributedOptions, dtype: torch.dtype
+    class_name: str,
+    size: Size,
+    options: DistributedOptions,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
 ) -> Any:
     """A model whose weights are 0, to be loaded from a checkpoint. All processes call this.
 
@@ -128,8 +135,9 @@ def unfilled_model(
         size: of the model.
         options: of the distribution.
         dtype: of the weights.
+        mesh: as in `shard`.
     """
-    model = shard(_on_meta(class_name, size.config, dtype), options)
+    model = shard(_on_meta(class_name, size.config, dtype), options, mesh)
     if size.plan is not None:
         model.growth_plan = size.plan
     device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))

@@ -1,15 +1,24 @@
 """Sharded models on a group of one rank: what is the same on any number of ranks."""
 
 import functools
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from growkern import DistributedOptions, GrowthError, TwoStageConfig, TwoStageTrainer, shard
+from growkern import (
+    DistributedOptions,
+    GrowthError,
+    GrowthStep,
+    TwoStageConfig,
+    TwoStageTrainer,
+    shard,
+)
 from growkern.growth.sharded.placement import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
@@ -72,6 +81,29 @@ def test_parameters_that_stay_gathered_after_backward(mesh, tmp_path, part):
         assert torch.equal(weight, runs["kept"][0][name]), name
 
 
+def test_a_model_that_grows_keeps_the_mesh_of_the_user(mesh, tmp_path):
+    """Also when it is made again to resume."""
+    own = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    args = arguments(
+        tmp_path, use_cpu=True, max_steps=2, save_strategy="steps", save_steps=1,
+        save_only_model=False,
+    )  # fmt: skip
+
+    def train(resume=None):
+        trainer = TwoStageTrainer(
+            sharded(own, build("llama", layers=1, tied=True)),
+            args,
+            growth=[GrowthStep(at_step=1, sizes={"num_hidden_layers": 2})],
+            train_dataset=Batches(4),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.model.config.num_hidden_layers == 2
+        assert {p.device_mesh for p in trainer.model.parameters()} == {own}
+
+    train()
+    train(str(tmp_path / "checkpoint-2"))
+
+
 @pytest.mark.parametrize("optim", [one.value for one in ON_SHARDS])
 def test_optimizers_train_shards_and_resume(mesh, tmp_path, optim):
     """As the whole model. The checkpoint of stage 1 lacks the state of blocks that did not run."""
@@ -113,6 +145,17 @@ def test_half_precision_becomes_float32(mesh, tmp_path, precision):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     state = trainer.optimizer.state_dict()["state"]
     assert {s["exp_avg"].dtype for s in state.values()} == {expected}
+
+
+def test_checkpointed_blocks_warn_of_nothing():
+    """transformers warns of the name that its method once had."""
+    model = build("llama", layers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(model, DistributedOptions(activation_checkpointing=True))
+    kept = [block._gradient_checkpointing_func.keywords for block in model.model.layers]
+    assert kept == [{"use_reentrant": False}] * 2
+    assert all(block.gradient_checkpointing for block in model.model.layers)
 
 
 def gloo_threads():

@@ -287,6 +287,17 @@ def test_a_model_in_distributed_data_parallel(one_rank, tmp_path):
     refuse("wrapped in DistributedDataParallel: pass model.module", tmp_path, model)
 
 
+def test_models_that_pytorch_replicates(one_rank, tmp_path):
+    """By DistributedDataParallel in place, and by the groups of FSDP2."""
+    for name in ("replicate", "replicate_with_fsdp"):
+        module = pytest.importorskip(f"torch.distributed._composable.{name}")
+        for role in ("model", "teacher"):
+            model = module.replicate(build("bert", layers=2))
+            options = {} if role == "model" else {"teacher": model, "inheritance": SCHEDULE}
+            match = f"the {role} is replicated by .*: leave replicate out"
+            refuse(match, tmp_path, model if role == "model" else None, **options)
+
+
 def test_a_tensor_parallel_model(one_rank, tmp_path):
     model = distribute_module(build("llama", layers=2), one_rank)
     refuse("the model is tensor-parallel: .* not supported", tmp_path, model)
