@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -202,8 +203,8 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
         tensor_parallel: whether a model that is tensor-parallel alone is taken.
 
     Raises:
-        GrowthError: tensor parallelism; parameters that FSDP2 does not manage or only replicates; a
-            mesh that leaves out processes.
+        GrowthError: tensor parallelism; parameters that FSDP2 does not manage or only replicates;
+            tied weights in several groups; a mesh that leaves out processes.
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
@@ -216,6 +217,7 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
             "them, so that the other parameters are sharded too"
         )
     free_gathered(model)
+    _check_ties(model, role)
     for name, p in model.named_parameters():
         if not isinstance(p, DTensor):
             raise GrowthError(
@@ -262,20 +264,53 @@ def check_gradient_division(model: Any) -> None:
     Raises:
         GrowthError: a module divides its gradients by another number than that of the processes.
     """
+    for name, group in _groups(model):
+        factor = getattr(group, "gradient_divide_factor", None)
+        if factor not in (None, dist.get_world_size()):
+            raise GrowthError(
+                f"set_gradient_divide_factor({factor}) was called on {name or 'the model'}, but "
+                "the loss is scaled for gradients that are averaged over the processes: leave the "
+                "factor as fully_shard sets it"
+            )
+
+
+def _check_ties(model: Any, role: str) -> None:
+    """Check that `fully_shard` has not torn tied weights apart, as PyTorch does in the first pass.
+
+    Raises:
+        GrowthError: a weight is in two groups.
+    """
+    seen: dict[int, str] = {}
+    for name, group in _groups(model):
+        for p in group.fsdp_params:
+            # a number that PyTorch 2.9 does not give
+            number = getattr(p, "_orig_param_uid", None)
+            if number is None:
+                continue
+            if number in seen:
+                raise GrowthError(
+                    f"{name or role} and {seen[number] or role} share a weight, but are in groups "
+                    "of their own: call fully_shard on the blocks and then on the model, or with "
+                    "both in one list"
+                )
+            seen[number] = name
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The groups of parameters of FSDP2, each with the name of its module: "" is the model."""
+    # modules that were passed to fully_shard in one list have one state
+    states: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        # PyTorch 2.9 has one group per module
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            factor = getattr(group, "gradient_divide_factor", None)
-            if factor not in (None, dist.get_world_size()):
-                raise GrowthError(
-                    f"set_gradient_divide_factor({factor}) was called on {name or 'the model'}, "
-                    "but the loss is scaled for gradients that are averaged over the processes: "
-                    "leave the factor as fully_shard sets it"
-                )
+        if id(state) in states:
+            continue
+        states.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)
+        # PyTorch 2.9 has one per module, or None
+        found = [state._fsdp_param_group] if groups is None else groups
+        yield from ((name, group) for group in found if group is not None)
 
 
 # -------------------------------------------------------- numbers of all ranks

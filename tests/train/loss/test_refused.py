@@ -282,6 +282,16 @@ def test_models_that_were_sharded_in_part(one_rank, tmp_path):
     refuse("cls.predictions.bias of the model is not sharded", tmp_path, model)
 
 
+def test_tied_weights_in_groups_of_their_own(one_rank, tmp_path):
+    model = build("bert", layers=2, tied=True)
+    fully_shard(model.get_output_embeddings(), mesh=one_rank)
+    fully_shard(model, mesh=one_rank)
+    refuse("cls.predictions.decoder and model share a weight.* in one list", tmp_path, model)
+    model = build("llama", layers=2, tied=True)
+    fully_shard([model.get_input_embeddings(), model.get_output_embeddings()], mesh=one_rank)
+    TwoStageTrainer(fully_shard(model, mesh=one_rank), arguments(tmp_path, use_cpu=True))
+
+
 def test_a_model_in_distributed_data_parallel(one_rank, tmp_path):
     model = torch.nn.parallel.DistributedDataParallel(build("bert"))
     refuse("wrapped in DistributedDataParallel: pass model.module", tmp_path, model)
