@@ -230,7 +230,8 @@ class HeldRows:
 
     def take(self, vocab: int) -> tuple[Tensor, Tensor]:
         """dz (G, V) and hidden states (G, H) of all rows that are held; then none is."""
-        dz_GV = self.flat[:-1].view(-1, self.columns)[: self.count, :vocab]
+        # a process may hold no column at all
+        dz_GV = self.flat[:-1].view(len(self.x_GH), self.columns)[: self.count, :vocab]
         count, self.count = self.count, 0
         return dz_GV, self.x_GH[:count]
 
