@@ -68,6 +68,32 @@ def test_there_is_a_file_of_each_kind():
     assert len(RUNS) == 12
 
 
+# what the comments of a file offer in place of a line of it
+OTHERS = [
+    ("two_stage", 'method = "aki"', f'method = "{method}"')
+    for method in ("fpi", "direct_copy", "random")
+] + [("inheritance", 'decay = "linear"', 'decay = "switch"')]
+
+
+@pytest.mark.parametrize(("name", "line", "other"), OTHERS, ids=[x[2] for x in OTHERS])
+def test_what_the_comments_offer_trains_too(name, line, other, place, monkeypatch):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
+    text = (place / f"{name}.toml").read_text()
+    assert line in text and other.split('"')[1] in text
+    run = place / "other.toml"
+    run.write_text(text.replace(line, other).replace(f"runs/{name}", "runs/other"))
+    assert train(run, overwrite=True, progress=False).global_step == 40
+    log = log_of(place / "runs" / "other")
+    losses = [line["mlm"] for line in log if "mlm" in line]
+    assert losses[-1] < losses[0]
+    if name == "inheritance":
+        # of a line that the switch falls into the rate is a mean
+        rate, end = load_run(run).inheritance.rate, load_run(run).inheritance.end_step
+        before = [line["alpha"] for line in log if "alpha" in line and line["step"] <= end]
+        assert len(before) > 1 and before == pytest.approx([rate] * len(before))
+        assert next(line["alpha"] for line in reversed(log) if "alpha" in line) == 0
+
+
 def log_of(folder):
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 

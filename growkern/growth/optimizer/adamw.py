@@ -27,6 +27,7 @@ from growkern.growth.optimizer.steps import (
     can_be_fused,
     factors_for_step,
     is_old_of,
+    loss_of,
     rule_of,
     step_fused,
     uniform_of,
@@ -146,10 +147,7 @@ class GrowthAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure` as in `torch.optim.AdamW`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
         return loss

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
+from growkern.growth.optimizer.steps import loss_of
 
 
 class CombinedOptimizer(Optimizer):
@@ -86,10 +87,7 @@ class CombinedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every optimizer; `closure` is called once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for one in self.optimizers:
             one.step()
         return loss

@@ -19,6 +19,7 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.optimizer.steps import loss_of
 from growkern.growth.plan.growth_plan import GrowthPlan
 
 # PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once
@@ -91,10 +92,7 @@ class GrowthMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure` as in `torch.optim.Muon`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         try:
             self.param_groups = [part for group in groups for part in self._parts(group)]

@@ -12,7 +12,7 @@ PyTorch does it, for all such parameters at once. Other parameters take `growker
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,14 @@ from growkern.growth.optimizer.moments import EntryFactors
 from growkern.ops.adamw.factors import Factors, Part, Rule
 
 FUSED_DEVICES = ("cpu", "cuda")
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of a step computes, with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class Uniform(NamedTuple):

@@ -36,7 +36,7 @@ class MissedEvaluation(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if args.eval_strategy == "steps" and state.global_step > args.eval_delay:
+        if args.eval_strategy == "steps" and state.global_step >= max(1, args.eval_delay):
             self.trainer.evaluate_if_missed()
 
 

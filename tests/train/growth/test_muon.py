@@ -19,7 +19,7 @@ from growkern import (
 from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.train.optimizer.choose import check_optimizer
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
-from tests.train.growth.test_optimizer import ERRORS, TWICE, grown, optimizer_of, trained
+from tests.train.growth.test_optimizer import optimizer_of, trained, trained_both_ways
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import Batches, arguments, micro_batches
@@ -90,21 +90,9 @@ def test_it_steps_as_muon_and_adamw_by_hand(family, tmp_path, in_float64):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_grown_then_trained_is_trained_then_grown(family, tmp_path, in_float64):
     """Through the trainer, with clipping: the same function as growth after the same steps."""
-    source, large = grown(family, symmetry="none")
-    settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3, "optimizer": "muon"}
-    trainer = trained(large, tmp_path, **settings)
-    small = trained(source, tmp_path, **settings)
-    kinds = [[type(part) for part in optimizer_of(one).optimizers] for one in (trainer, small)]
+    both = trained_both_ways(family, tmp_path, optimizer="muon")
+    kinds = [[type(part) for part in optimizer_of(one).optimizers] for one in both]
     assert kinds == [[GrowthAdamW, GrowthMuon], [torch.optim.AdamW, torch.optim.Muon]]
-    again = growkern.grow(source, symmetry="none", **TWICE[family])
-    for (name, found), expected in zip(large.named_parameters(), again.parameters(), strict=True):
-        assert (found - expected).abs().max() <= ERRORS[family], name
-    norms = [
-        [line["grad_norm"] for line in one.state.log_history if "grad_norm" in line]
-        for one in (trainer, small)
-    ]
-    assert norms[0] == pytest.approx(norms[1], rel=100 * ERRORS[family])
-    assert max(norms[0]) > 0.5
 
 
 @pytest.fixture(scope="module")

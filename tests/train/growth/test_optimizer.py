@@ -44,15 +44,11 @@ def optimizer_of(trainer):
     return trainer.optimizer.optimizer
 
 
-@pytest.mark.parametrize("family", TWICE)
-def test_grown_then_trained_is_trained_then_grown(family, tmp_path):
-    """By default, with clipping: the same function as growth after the same steps."""
+def trained_both_ways(family, path, **options):
+    """The trainers of a grown model and of its source, after growth and the same steps commuted."""
     source, large = grown(family, symmetry="none")
-    settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3}
-    trainer = trained(large, tmp_path, **settings)
-    small = trained(source, tmp_path, **settings)
-    assert isinstance(optimizer_of(trainer), GrowthAdamW)
-    assert type(optimizer_of(small)) is torch.optim.AdamW
+    settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3, **options}
+    trainer, small = (trained(model, path, **settings) for model in (large, source))
     again = growkern.grow(source, symmetry="none", **TWICE[family])
     for (name, found), expected in zip(large.named_parameters(), again.parameters(), strict=True):
         assert (found - expected).abs().max() <= ERRORS[family], name
@@ -62,6 +58,15 @@ def test_grown_then_trained_is_trained_then_grown(family, tmp_path):
     ]
     assert norms[0] == pytest.approx(norms[1], rel=100 * ERRORS[family])
     assert max(norms[0]) > 0.5
+    return trainer, small
+
+
+@pytest.mark.parametrize("family", TWICE)
+def test_grown_then_trained_is_trained_then_grown(family, tmp_path):
+    """By default, with clipping: the same function as growth after the same steps."""
+    trainer, small = trained_both_ways(family, tmp_path)
+    assert isinstance(optimizer_of(trainer), GrowthAdamW)
+    assert type(optimizer_of(small)) is torch.optim.AdamW
 
 
 def test_a_grown_model_from_disk_trains_alike(tmp_path):
