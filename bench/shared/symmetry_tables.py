@@ -10,9 +10,10 @@ from typing import Any
 
 # the learning rate with which the sources end
 END_RATE = 1e-3
-# steps of a run that is more than the choice of a learning rate
+# steps of a run that is more than the choice of a learning rate, and the columns of its table
 LONG = 2000
-SHOWN = (50, 200, 400, 1000, 2000)
+LONGER = 2 * LONG
+SHOWN = {LONG: (50, 200, 400, 1000, LONG), LONGER: (400, 1000, LONG, 3000, LONGER)}
 # the columns of the short table: title, variant and optimizer
 SHORT = {
     "small model, trained on": ("continued", "adamw"),
@@ -49,11 +50,11 @@ in nats per byte, means over the seeds.
 """
 
 
-def _groups(rows: Iterable[Row]) -> dict[str, dict[Setup, list[Row]]]:
-    """Full runs by model, then by variant, optimizer, learning rate and warm-up."""
+def _groups(rows: Iterable[Row], steps: int = LONG) -> dict[str, dict[Setup, list[Row]]]:
+    """Runs of so many steps by model, then by variant, optimizer, learning rate and warm-up."""
     found: dict[str, dict[Setup, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["steps"] >= LONG:
+        if row["steps"] == steps:
             name = (
                 f"{row['symmetry']} {row['amplitude']:g}" if row["amplitude"] else row["symmetry"]
             )
@@ -90,10 +91,10 @@ def _ahead(rows: Sequence[Row], small: Sequence[Row]) -> str:
     return "never" if first is None else str(first)
 
 
-def _line(setup: Setup, rows: Sequence[Row], small: Sequence[Row]) -> str:
-    ends = [row["losses"][str(LONG)] for row in sorted(rows, key=lambda row: row["seed"])]
-    means = " | ".join(f"{_mean(rows, step):.4f}" for step in SHOWN)
-    apart = [row["apart"][str(LONG)] for row in rows if row["apart"]]
+def _line(setup: Setup, rows: Sequence[Row], small: Sequence[Row], end: int) -> str:
+    ends = [row["losses"][str(end)] for row in sorted(rows, key=lambda row: row["seed"])]
+    means = " | ".join(f"{_mean(rows, step):.4f}" for step in SHOWN[end])
+    apart = [row["apart"][str(end)] for row in rows if row["apart"]]
     between = "- | -"
     if apart:
         stream, ffn = (statistics.fmean(x[k] for x in apart) for k in ("stream", "ffn"))
@@ -140,23 +141,31 @@ def report(rows: Iterable[Row], picture: Path | None = None) -> str:
         rows: of the study.
         picture: draws mean losses over steps into this file, if given.
     """
-    groups, lines = _groups(rows), list[str]()
+    rows = list(rows)
+    lines = _tables(_groups(rows), LONG)
+    if longer := _groups(rows, LONGER):
+        lines += ["## Twice as long", "", *_tables(longer, LONGER)]
+    if picture is not None:
+        _draw(_groups(rows), picture)
+    return "\n".join(lines)
+
+
+def _tables(groups: Mapping[str, Mapping[Setup, Sequence[Row]]], end: int) -> list[str]:
+    """The lines of one table per model."""
+    lines = list[str]()
     for model, variants in sorted(groups.items()):
         any_row = next(iter(variants.values()))[0]
         lines += [f"### {model} (source {any_row['source_loss']:.4f})", ""]
-        steps = " | ".join(map(str, SHOWN))
+        steps = " | ".join(map(str, SHOWN[end]))
         lines.append(
-            f"| symmetry | optimizer | rate | warm-up | {steps} | each seed at {LONG} | bump | "
+            f"| symmetry | optimizer | rate | warm-up | {steps} | each seed at {end} | bump | "
             "stream apart | units apart | ahead from |"
         )
-        lines.append("|---|---|---|---|" + "---|" * (len(SHOWN) + 5))
-        ordered = sorted(variants.items(), key=lambda item: -_mean(item[1], LONG))
-        lines += [_line(setup, found, _continued(variants, setup)) for setup, found in ordered] + [
-            ""
-        ]
-    if picture is not None:
-        _draw(groups, picture)
-    return "\n".join(lines)
+        lines.append("|---|---|---|---|" + "---|" * (len(SHOWN[end]) + 5))
+        ordered = sorted(variants.items(), key=lambda item: -_mean(item[1], end))
+        lines += [_line(setup, found, _continued(variants, setup), end) for setup, found in ordered]
+        lines.append("")
+    return lines
 
 
 def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: Path) -> None:

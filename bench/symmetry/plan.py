@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.shared.symmetry_tables import END_RATE, WARMUP
+from bench.shared.symmetry_tables import END_RATE, LONG, LONGER, WARMUP
 from bench.symmetry.models import AKI, HALF, Model
 from bench.symmetry.runs import Run
 
@@ -87,7 +87,7 @@ def planned(rows: Rows) -> Iterator[Run]:
                 for variant, optimizer in pairs:
                     rate = block.rate or chosen_rate(rows, model, variant[0], optimizer)
                     if rate is not None:
-                        how = {"warmup": block.warmup}
+                        how = {"warmup": block.warmup, "steps": block.steps}
                         yield Run(model, *variant, optimizer, rate, seed, **how)
 
 
@@ -95,7 +95,8 @@ def planned(rows: Rows) -> Iterator[Run]:
 class Block:
     """Every variant with every optimizer, for some models and seeds.
 
-    `rate` is the learning rate of all of them; None takes the chosen ones. `warmup` is in steps.
+    `rate` is the learning rate of all of them; None takes the chosen ones. `warmup` and `steps`,
+    those after growth, are numbers of steps.
     """
 
     models: Sequence[Model]
@@ -104,6 +105,7 @@ class Block:
     seeds: Sequence[int]
     rate: float | None = None
     warmup: int = WARMUP
+    steps: int = LONG
 
 
 def _blocks() -> Iterator[Block]:
@@ -128,6 +130,10 @@ def _blocks() -> Iterator[Block]:
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1], END_RATE)
     yield Block(LARGE, main, both, SEEDS, END_RATE)
     yield Block(MASKED[1:], main, both, SEEDS, END_RATE)
+    # the main variants at their chosen rates, and for twice as long
+    yield Block(SMALL, main, both, SEEDS)
+    yield Block(SMALL, main, both, SEEDS[:1], END_RATE, steps=LONGER)
+    yield Block(SMALL[:1], THIRD, both, SEEDS[:1])
     # all of it at the chosen rates
     yield Block(SMALL, (*first, *SECOND, *THIRD), both, SEEDS)
     yield Block(LARGE, (*first, *SECOND, *THIRD), both, SEEDS)
