@@ -26,7 +26,7 @@ from bench.shared.loss_measure import (
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.cached_teacher.rows import topk_of_head
+from growkern.train.topk_teacher.rows import topk_of_head
 
 # rows, vocabulary, student width, teacher width
 SHAPES = {

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
-    from growkern.train.cached_teacher.store import TeacherCache as TeacherCache
-    from growkern.train.cached_teacher.write import CacheReport as CacheReport
-    from growkern.train.cached_teacher.write import cache_teacher as cache_teacher
     from growkern.train.config import TwoStageConfig as TwoStageConfig
     from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.options import DataSection as DataSection
@@ -52,6 +49,11 @@ if TYPE_CHECKING:
     from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
+    from growkern.train.topk_teacher.distillkit import DistillKitTeacher as DistillKitTeacher
+    from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
+    from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
+    from growkern.train.topk_teacher.write import CacheReport as CacheReport
+    from growkern.train.topk_teacher.write import cache_teacher as cache_teacher
     from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
@@ -81,9 +83,11 @@ _MODULE_OF = {
     "GrowthAdamW": "growkern.growth.optimizer.adamw",
     "GrowthMuon": "growkern.growth.optimizer.muon",
     "topk_kl_mlm_loss": "growkern.ops.loss.topk_kl_mlm_loss",
-    "CacheReport": "growkern.train.cached_teacher.write",
-    "TeacherCache": "growkern.train.cached_teacher.store",
-    "cache_teacher": "growkern.train.cached_teacher.write",
+    "CacheReport": "growkern.train.topk_teacher.write",
+    "DistillKitTeacher": "growkern.train.topk_teacher.distillkit",
+    "ServedTeacher": "growkern.train.topk_teacher.served",
+    "TeacherCache": "growkern.train.topk_teacher.store",
+    "cache_teacher": "growkern.train.topk_teacher.write",
     "TwoStageConfig": "growkern.train.config",
     "DataSection": "growkern.train.dataset.options",
     "load_data": "growkern.train.dataset.load",

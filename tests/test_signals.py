@@ -20,8 +20,8 @@ import growkern.growth.record.fold_checkpoint
 import growkern.growth.record.verify
 import growkern.growth.replay
 import growkern.plot
-import growkern.train.cached_teacher.write
 import growkern.train.run
+import growkern.train.topk_teacher.write
 from growkern.cli.main import main
 from tests.faults.walk import tree
 from tests.test_cli import RUN, checkpoint  # noqa: F401

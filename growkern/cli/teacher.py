@@ -82,7 +82,7 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from growkern.train.cached_teacher.write import cache_teacher as make
+    from growkern.train.topk_teacher.write import cache_teacher as make
 
     silence_transformers()
     of_run = {

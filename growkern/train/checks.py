@@ -14,8 +14,6 @@ from transformers.utils import is_liger_kernel_available
 
 from growkern.errors import GrowthError
 from growkern.growth.source.adapters import refuse_adapters
-from growkern.train.cached_teacher.store import TeacherCache
-from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import (
     check_gradient_division,
@@ -24,6 +22,8 @@ from growkern.train.distributed.shard import (
 )
 from growkern.train.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
+from growkern.train.topk_teacher.facts import TopKRows
+from growkern.train.topk_teacher.teacher import TopKTeacher
 
 # attribute in which transformers keeps the function that runs a block again
 CHECKPOINTING = "_gradient_checkpointing_func"
@@ -110,15 +110,15 @@ def as_list(one_or_many: Any) -> list[Any]:
 
 def choose_teachers(
     inheritance: InheritanceSchedule | None, teacher: Any
-) -> Teachers | CachedTeacher:
+) -> Teachers | TopKTeacher:
     """Make the teachers of a trainer from its arguments.
 
     Args:
         inheritance: None trains without a teacher.
-        teacher: None, a model, several models, or a `TeacherCache`.
+        teacher: None, a model, several models, or a teacher known by its k likeliest tokens.
 
     Returns:
-        Teachers that run, possibly none, or one that is read from a cache.
+        Teachers that run, possibly none, or one whose rows are read.
 
     Raises:
         GrowthError: only one of the two is given, or they do not fit together.
@@ -130,8 +130,8 @@ def choose_teachers(
         raise GrowthError(f"{given} is given without {missing}: pass both or neither")
     if inheritance is None:
         return Teachers([], None)
-    if isinstance(teacher, TeacherCache):
-        return CachedTeacher(teacher, inheritance)
+    if isinstance(teacher, TopKRows):
+        return TopKTeacher(teacher, inheritance)
     for model in as_list(teacher):
         refuse_adapters(model, "teacher")
         refuse_replicas(model, "teacher")
@@ -139,7 +139,7 @@ def choose_teachers(
     return Teachers(as_list(teacher), inheritance.teacher_weights)
 
 
-def check_objectives(teachers: Teachers | CachedTeacher, model: Any, causal: bool) -> None:
+def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool) -> None:
     """Check that the teachers predict the same tokens as the model in training.
 
     Args:
@@ -151,9 +151,9 @@ def check_objectives(teachers: Teachers | CachedTeacher, model: Any, causal: boo
         GrowthError: a teacher has another objective, or begins a decoder's text with another token.
     """
     decoder = is_two_stacks(model)
-    if decoder and isinstance(teachers, CachedTeacher):
+    if decoder and isinstance(teachers, TopKTeacher):
         raise GrowthError(
-            "a teacher cache holds predictions of a model with one stack of layers, but "
+            "a teacher known by its likeliest tokens has one stack of layers, but "
             f"{type(model).__name__} has an encoder and a decoder: give the teacher itself"
         )
     for one in teachers.models:

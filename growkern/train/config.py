@@ -12,7 +12,7 @@ The sections of the file and their keys:
     [growth]       source, sizes, method, symmetry, moments, optimizer, ...    (optional)
     [distributed]  sharding, replicas, param_dtype, activation_checkpointing, ...  (optional)
     [loss]         row_weights, and how labels count, see `LossOptions`        (optional)
-    [teacher]      paths or cache                                              (with inheritance)
+    [teacher]      paths, cache, or url and k                                  (with inheritance)
     [trainer]      any argument of `transformers.TrainingArguments` that is not here  (optional)
 
     [[generation]]  sections of one of several runs, see `load_runs`           (optional)
@@ -37,6 +37,7 @@ from growkern.train.loss.options import LossOptions
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
+from growkern.train.topk_teacher.options import TeacherSection
 
 LARGEST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
@@ -123,31 +124,6 @@ class TwoStageConfig:
     def part_of(self, depth: int) -> Part:
         """The part that trains when so many layers run."""
         return Part(depth, self.layers_per_block, self.embeddings)
-
-
-@dataclass(frozen=True)
-class TeacherSection:
-    """The teachers: models that run during training, or a cache of one that ran before.
-
-    The tokenizers of the teachers must equal the tokenizer of the run.
-
-    Args:
-        paths: checkpoint directories of the teachers.
-        cache: directory that `growkern cache-teacher` wrote.
-
-    Raises:
-        GrowthError: both are given, or neither.
-    """
-
-    paths: tuple[str, ...] = ()
-    cache: str | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.paths) == bool(self.cache):
-            raise GrowthError(
-                "give either paths (teachers that run during training) or cache (of one that ran "
-                "before)"
-            )
 
 
 @dataclass(frozen=True)

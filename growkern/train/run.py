@@ -21,7 +21,6 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
-from growkern.train.cached_teacher.store import TeacherCache
 from growkern.train.checks import check_arguments, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
@@ -62,6 +61,9 @@ from growkern.train.safety.messages import (
     resume_command,
 )
 from growkern.train.safety.signals import SignalWatch
+from growkern.train.topk_teacher.facts import TopKRows
+from growkern.train.topk_teacher.served import ServedTeacher
+from growkern.train.topk_teacher.store import TeacherCache
 from growkern.train.trainer import TwoStageTrainer
 from growkern.units import human
 
@@ -297,9 +299,9 @@ def build_trainer(
         args,
         two_stage=run.two_stage,
         inheritance=run.inheritance,
-        teacher=TeacherCache(base / run.teacher.cache)
-        if run.teacher and run.teacher.cache
-        else [build_teacher(one, run.distributed) for one in teacher_paths] or None,
+        teacher=_rows_of_teacher(run, base)
+        or [build_teacher(one, run.distributed) for one in teacher_paths]
+        or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],
         loss=run.loss,
         growth=run.later_growths,
@@ -313,6 +315,16 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
+
+
+def _rows_of_teacher(run: Run, base: Path) -> TopKRows | None:
+    """A teacher that is known by its likeliest tokens, if the run has one."""
+    section = run.teacher
+    if section is not None and section.cache:
+        return TeacherCache(base / section.cache)
+    if section is not None and section.url and section.k:
+        return ServedTeacher(section.url, section.k, model=section.served_model)
+    return None
 
 
 def _join_others(run: Run) -> None:

@@ -15,7 +15,6 @@ from transformers import TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
-from growkern.train.cached_teacher.teacher import CachedTeacher
 from growkern.train.checks import (
     as_list,
     check_accelerator,
@@ -45,6 +44,7 @@ from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, p
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.stream import StreamTrainer
 from growkern.train.sub_model import Part, find_stacks, layer_stacks, model_depth, only
+from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
 class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
@@ -68,7 +68,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         args: of `transformers.Trainer`.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
-        teacher: a model, several models, or a `TeacherCache`.
+        teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
+            `DistillKitTeacher`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
@@ -119,7 +120,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             self.side,
             two_stage=two_stage is not None,
             teacher=inheritance is not None,
-            cached=isinstance(self._teachers, CachedTeacher),
+            cached=isinstance(self._teachers, TopKTeacher),
             grows=bool(options.get("growth")),
         )
         if teacher_tokenizer is not None:

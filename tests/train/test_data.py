@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.train import data
-from growkern.train.cached_teacher.teacher import CachedCollator, CachedTeacher
 from growkern.train.data import (
     CausalLMCollator,
     MaskedLMCollator,
@@ -18,9 +17,10 @@ from growkern.train.data import (
     matching_files,
     pack_text,
 )
-from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
+from growkern.train.topk_teacher.teacher import TopKCollator, TopKTeacher
 from tests.train.test_trainer import Batches, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
+from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
 TOKENIZER = TinyTokenizer()
 
@@ -177,7 +177,7 @@ def test_evaluation_takes_the_frozen_form_where_there_is_one():
 @pytest.mark.parametrize("inner", [stack, Following()], ids=["function", "object"])
 def test_a_cache_goes_round_an_inner_collator_only_if_it_follows(inner, tmp_path):
     make(tmp_path / "c", k=4, epochs=2)
-    collator = CachedCollator(inner, TeacherCache(tmp_path / "c"))
+    collator = TopKCollator(inner, TeacherCache(tmp_path / "c"))
     for epoch in range(4):
         collator.set_epoch(epoch)
     assert getattr(inner, "epochs", [0, 1, 0, 1]) == [0, 1, 0, 1]
@@ -192,7 +192,7 @@ class Stream(IterableDataset):
 def test_data_without_an_index_is_not_looked_up_beforehand(tmp_path):
     make(tmp_path / "c", k=4)
     cache = TeacherCache(tmp_path / "c")
-    teacher = CachedTeacher(cache, InheritanceSchedule(end_step=2))
+    teacher = TopKTeacher(cache, InheritanceSchedule(end_step=2))
     asked = []
     cache.batch = lambda batch: asked.append(1) or (torch.zeros(1), torch.zeros(1))
     teacher.collator(collator_of("bert"), Stream())

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
-from growkern.train.cached_teacher.teacher import CachedCollator
 from growkern.train.data import EpochCollator
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loop.meter import Meter
+from growkern.train.topk_teacher.teacher import TopKCollator
 
 
 class FollowedTrainer(Protocol):
@@ -59,7 +59,7 @@ class LoopCallback(TrainerCallback):
         """Start the clock; stop reading the cached teacher once its rate is 0."""
         self.trainer.meter.start_step()
         collator, schedule = self.trainer.data_collator, self.trainer.inheritance
-        if schedule is not None and isinstance(collator, CachedCollator):
+        if schedule is not None and isinstance(collator, TopKCollator):
             collator.leave_out(schedule.rate_at(state.global_step) == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

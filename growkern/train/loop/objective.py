@@ -46,13 +46,13 @@ def choose_objective(run: Run, base: Path) -> Objective:
         SIDE_LOSSES.get(objective),
         two_stage=run.two_stage is not None,
         teacher=run.teacher is not None,
-        cached=run.teacher is not None and run.teacher.cache is not None,
+        cached=run.teacher is not None and not run.teacher.is_model,
         grows=bool(run.growth),
     )
-    if objective in OF_TWO_STACKS and run.teacher is not None and run.teacher.cache:
+    if objective in OF_TWO_STACKS and run.teacher is not None and not run.teacher.is_model:
         raise GrowthError(
-            f"a teacher cache holds no decoder's predictions, which {objective!r} needs: give the "
-            "paths of teachers"
+            f"a teacher's cache or server has no decoder's predictions, which {objective!r} needs: "
+            "give the paths of teachers"
         )
     if run.model.generator is not None:
         _check_both(run, base / run.model.generator, config)

@@ -6,7 +6,8 @@ vocabulary, H width.
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.cached_teacher.header import DTYPES, CacheHeader
-from growkern.train.cached_teacher.store import keys_of, rows_of
 from growkern.train.data import Collator, EpochCollator
-from growkern.train.head import head_inputs, softcap_of
+from growkern.train.head import check_head, head_inputs, softcap_of
+from growkern.train.load import is_causal
+from growkern.train.topk_teacher.facts import TopKRows
+from growkern.train.topk_teacher.header import DTYPES, CacheHeader
+from growkern.train.topk_teacher.store import keys_of, rows_of
 
 # float32 logits that are made at a time: 64 MiB
 LOGIT_ELEMENTS = 1 << 24
@@ -116,14 +119,124 @@ def weights_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
-def kept_rows(
-    model: Any, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """Run the teacher on a batch and take the k likeliest tokens of each row.
+class RowTeacher(Protocol):
+    """A teacher whose rows are stored.
+
+    Attributes:
+        causal: whether it predicts the next token.
+        columns: of its head.
+    """
+
+    causal: bool
+    columns: int
+
+    def fingerprint(self) -> str:
+        """A SHA-256 by which the teacher is known."""
+        ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """The time in which `top_k` is called."""
+        ...
+
+    def top_k(
+        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
+    ) -> tuple[Tensor, Tensor]:
+        """Ids (R, k) and log-probs (R, k) of the rows at `kept_BS`, likeliest first."""
+        ...
+
+
+class ModelTeacher:
+    """A model that runs in this process, in evaluation mode.
+
+    Raises:
+        GrowthError: the model has no head that the loss can read.
+    """
+
+    def __init__(self, model: Any) -> None:
+        check_head(model)
+        self.model, self.causal = model, is_causal(model)
+        self.columns: int = model.get_output_embeddings().weight.shape[0]
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of the weights."""
+        return weights_fingerprint(self.model)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Evaluation mode, without a cache of keys and values."""
+        model = self.model
+        training, use_cache = model.training, getattr(model.config, "use_cache", None)
+        model.eval()
+        model.config.use_cache = False
+        try:
+            yield
+        finally:
+            model.train(training)
+            model.config.use_cache = use_cache
+
+    @torch.no_grad()
+    def top_k(
+        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model on a batch."""
+        model = self.model
+        inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+        hidden, weight, bias = head_inputs(model, inputs)
+        return topk_of_head(
+            hidden[kept_BS.to(model.device)], weight, bias, header.vocab_size, header.k,
+            header.temperature, softcap_of(model),
+        )  # fmt: skip
+
+
+class ReadTeacher:
+    """A teacher whose rows come from a server or from a file of another library.
 
     Args:
-        model: the teacher.
+        rows: of the teacher.
+        vocab_size: columns of its softmax; None takes those that the rows name.
+
+    Raises:
+        GrowthError: the number of columns is unknown.
+    """
+
+    def __init__(self, rows: TopKRows, vocab_size: int | None) -> None:
+        self.rows, self.causal = rows, rows.facts.causal
+        columns = rows.facts.vocab_size or vocab_size
+        if columns is None:
+            raise GrowthError(f"{rows.name} does not say how many columns it has: give vocab_size")
+        self.columns = columns
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of its name."""
+        return hashlib.sha256(self.rows.name.encode()).hexdigest()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Nothing has to be prepared."""
+        return nullcontext()
+
+    def top_k(
+        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
+    ) -> tuple[Tensor, Tensor]:
+        """Read the rows of a batch.
+
+        Raises:
+            GrowthError: they have another k or temperature.
+        """
+        ids_BSk, logprobs_BSk = self.rows.batch(batch)
+        found = {"k": ids_BSk.shape[-1], "temperature": self.rows.facts.temperature}
+        wanted = {"k": header.k, "temperature": header.temperature}
+        if found != wanted:
+            raise GrowthError(f"{self.rows.name} gives {found}, but the cache is to have {wanted}")
+        return ids_BSk[kept_BS], logprobs_BSk[kept_BS]
+
+
+def kept_rows(
+    teacher: RowTeacher, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Ask the teacher for the k likeliest tokens of each row of a batch.
+
+    Args:
+        teacher: a model or other rows.
         batch: collated examples.
         header: says which rows, how many tokens, which temperature and dtype.
         keys_B: the keys of the examples, from the first pass.
@@ -140,13 +253,8 @@ def kept_rows(
             "batch of its own in the cache. Use growkern's MaskedLMCollator, or a data set that is "
             "masked already"
         )
-    kept_BS = rows_of(batch, header.rows, header.causal).to(model.device)
-    inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-    hidden, weight, bias = head_inputs(model, inputs)
-    ids_Rk, log_p_Rk = topk_of_head(
-        hidden[kept_BS], weight, bias, header.vocab_size, header.k, header.temperature,
-        softcap_of(model),
-    )  # fmt: skip
+    kept_BS = rows_of(batch, header.rows, header.causal)
+    ids_Rk, log_p_Rk = teacher.top_k(batch, kept_BS, header)
     if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
         raise GrowthError("the teacher gives NaN or Inf: check its weights, or run it in float32")
     return ids_Rk.int().cpu(), log_p_Rk.to(DTYPES[header.dtype]).cpu()

@@ -10,23 +10,25 @@ from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTra
 from growkern.cli.commands import app
 from growkern.train.data import MaskedLMCollator
 from growkern.train.run import train
-from tests.train.cached_teacher.test_teacher_cache import blocks_of, collator_of, make
 from tests.train.dataset.data import write_jsonl
 from tests.train.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
+from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
 SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
 
 
-def train_with(path, family, teacher, *, schedule=SCHEDULE, collator=None, model=None, **options):
+def train_with(
+    path, family, teacher, *, schedule=SCHEDULE, collator=None, model=None, dataset=None, **options
+):
     trainer = TwoStageTrainer(
         model or build(family, tied=True).double(),
         arguments(path, **options),
         two_stage=STAGES,
         inheritance=schedule,
         teacher=teacher,
-        train_dataset=blocks_of(),
+        train_dataset=blocks_of() if dataset is None else dataset,
         eval_dataset=blocks_of(4, seed=3),
         data_collator=collator or collator_of(family),
     )
@@ -139,7 +141,7 @@ def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
     with pytest.raises(GrowthError, match="which the run reads"):
         train(workplace / "kept.toml", progress=False)
     (workplace / "kept.toml").write_text(text.replace("[output]", 'paths = ["teacher"]\n[output]'))
-    with pytest.raises(GrowthError, match="either paths"):
+    with pytest.raises(GrowthError, match="give one of paths"):
         train(workplace / "kept.toml", progress=False)
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.errors import GrowthWarning
-from growkern.train.cached_teacher import store
-from growkern.train.cached_teacher import write as writer
-from growkern.train.cached_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
 from growkern.train.head import align_labels, head_inputs
+from growkern.train.topk_teacher import store
+from growkern.train.topk_teacher import write as writer
+from growkern.train.topk_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
 from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 

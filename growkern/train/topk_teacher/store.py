@@ -27,6 +27,7 @@ import math
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ from growkern.bounded import parse_json
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
-from growkern.train.cached_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows
+from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.whole import write_whole
 
 INDEX_FILE = "index.safetensors"
@@ -210,7 +212,7 @@ def _read_index(file: Path, header: CacheHeader) -> Arrays:
 # ------------------------------------------------------------------ reader
 
 
-class TeacherCache:
+class TeacherCache(TopKRows):
     """A teacher cache written by `growkern.cache_teacher`, open for reading.
 
     Rows are read from disk when they are needed. A copy in another process maps the files again.
@@ -222,6 +224,8 @@ class TeacherCache:
     Raises:
         GrowthError: the directory is not a complete cache, or its header or index was changed.
     """
+
+    remedy = "make the cache again"
 
     def __init__(self, directory: str | Path) -> None:
         self._open(Path(directory))
@@ -236,8 +240,9 @@ class TeacherCache:
             self._check_file(name)
 
     def _open(self, directory: Path) -> None:
-        self.directory = directory
-        self.header = read_header(directory)
+        self.directory, self.name = directory, str(directory)
+        header = self.header = read_header(directory)
+        self.facts = RowFacts(**{one.name: getattr(header, one.name) for one in fields(RowFacts)})
         self._index = _read_index(directory / INDEX_FILE, self.header)
         sizes = np.diff(self._index["shard_row"]).tolist()
         self._shards = [

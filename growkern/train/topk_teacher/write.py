@@ -24,7 +24,10 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
 from growkern.publish.manifest import checksum, write_manifest
-from growkern.train.cached_teacher.header import (
+from growkern.train.data import Collator
+from growkern.train.inheritance import tokenizer_fingerprint
+from growkern.train.load import load_language_model
+from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,
     MAX_ID_BITS,
@@ -33,24 +36,22 @@ from growkern.train.cached_teacher.header import (
     read_header,
     write_header,
 )
-from growkern.train.cached_teacher.rows import (
+from growkern.train.topk_teacher.rows import (
     Contents,
     Examples,
+    ModelTeacher,
+    ReadTeacher,
+    RowTeacher,
     kept_rows,
     survey,
-    weights_fingerprint,
 )
-from growkern.train.cached_teacher.store import (
+from growkern.train.topk_teacher.store import (
     INDEX_FILE,
     TeacherCache,
     pack_ids,
     shard_file,
     write_tensors,
 )
-from growkern.train.data import Collator
-from growkern.train.head import check_head
-from growkern.train.inheritance import tokenizer_fingerprint
-from growkern.train.load import is_causal, load_language_model
 
 SHARD_BYTES = 256 << 20
 # the workplace beside the cache is .NAME.caching
@@ -114,7 +115,8 @@ def cache_teacher(
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or its checkpoint directory. It runs in
-            evaluation mode, in its own dtype, on its own device.
+            evaluation mode, in its own dtype, on its own device. Or a `ServedTeacher` or a
+            `DistillKitTeacher`.
         dataset: the training data, read by index; it has a length.
         directory: of the new cache. It appears when it is complete. Until then the work is in a
             hidden directory beside it, where a second equal call resumes.
@@ -145,11 +147,11 @@ def cache_teacher(
     with _workplace(directory, overwrite) as place:
         if isinstance(model, (str, Path)):
             model = load_language_model(Path(model))
-        check_head(model)
-        causal = is_causal(model)
-        vocabulary = _vocabulary(model, vocab_size, k)
+        is_model = isinstance(model, torch.nn.Module)
+        teacher = ModelTeacher(model) if is_model else ReadTeacher(model, vocab_size)
+        vocabulary = _vocabulary(teacher.columns, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)
-        contents = survey(examples, rows, causal, progress)
+        contents = survey(examples, rows, teacher.causal, progress)
         header = CacheHeader(
             format=FORMAT,
             k=k,
@@ -157,14 +159,14 @@ def cache_teacher(
             rows=rows,
             dtype=dtype,
             vocab_size=vocabulary,
-            causal=causal,
+            causal=teacher.causal,
             epochs=epochs,
             examples=len(examples),
-            teacher=weights_fingerprint(model),
+            teacher=teacher.fingerprint(),
             tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             data=hashlib.sha256(contents.keys_E.tobytes()).hexdigest(),
         )
-        _write(place, model, examples, header, contents, shard_bytes, overwrite, progress)
+        _write(place, teacher, examples, header, contents, shard_bytes, overwrite, progress)
         place.publish(overwrite=overwrite)
     cache = TeacherCache(directory)
     seconds = time.perf_counter() - start_time
@@ -212,8 +214,7 @@ def may_replace(directory: Path) -> bool:
     return True
 
 
-def _vocabulary(model: Any, vocab_size: int | None, k: int) -> int:
-    columns = model.get_output_embeddings().weight.shape[0]
+def _vocabulary(columns: int, vocab_size: int | None, k: int) -> int:
     vocabulary = columns if vocab_size is None else vocab_size
     if not 0 < vocabulary <= columns or k > vocabulary or vocabulary > 1 << MAX_ID_BITS:
         raise GrowthError(
@@ -238,7 +239,7 @@ def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
 
 def _write(
     place: workplace.Workplace,
-    model: Any,
+    teacher: RowTeacher,
     examples: Examples,
     header: CacheHeader,
     contents: Contents,
@@ -257,7 +258,7 @@ def _write(
             for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         }
         checksums = _write_shards(
-            model, examples, header, new, contents.keys_E, shards, journal, progress
+            teacher, examples, header, new, contents.keys_E, shards, journal, progress
         )
     place.keep_only([name for name, _, _ in shards])
     write_header(new, header)
@@ -295,7 +296,7 @@ def _checksum(file: Path) -> str | None:
 
 
 def _write_shards(
-    model: Any,
+    teacher: RowTeacher,
     examples: Examples,
     header: CacheHeader,
     directory: Path,
@@ -313,11 +314,8 @@ def _write_shards(
         The checksum of each file.
     """
     checksums: dict[str, str] = {}
-    training, use_cache = model.training, getattr(model.config, "use_cache", None)
-    model.eval()
-    model.config.use_cache = False
     bar = tqdm(total=sum(shards.values()), desc="teacher", unit=" rows", disable=not progress)
-    try:
+    with bar, teacher.running():
         for mark, rows in shards.items():
             name, start, end = mark
             file, noted = directory / name, journal.marks.get(mark)
@@ -325,7 +323,7 @@ def _write_shards(
                 checksums[name] = noted
             else:
                 shard = [
-                    kept_rows(model, batch, header, keys_E[first : first + size])
+                    kept_rows(teacher, batch, header, keys_E[first : first + size])
                     for batch, first, size in _placed(examples.batches(start, end), start)
                 ]
                 ids, logprobs = (torch.cat(x) for x in zip(*shard, strict=True))
@@ -336,10 +334,6 @@ def _write_shards(
                 checksums[name] = checksum(file)
                 journal.add({mark: checksums[name]}, {})
             bar.update(rows)
-    finally:
-        bar.close()
-        model.train(training)
-        model.config.use_cache = use_cache
     return checksums
 
 

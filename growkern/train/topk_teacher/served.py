@@ -1,0 +1,188 @@
+"""`ServedTeacher`: the k likeliest tokens of a teacher that runs on a server.
+
+Shape letters used in this file: B examples, S positions, k tokens per row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError, nearest
+from growkern.train.inheritance import tokenizer_fingerprint
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows
+from growkern.train.topk_teacher.http import Connection
+from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
+
+KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
+
+
+class ServedTeacher(TopKRows):
+    """A causal teacher on a server of vLLM or SGLang, asked for the log-probs of its prompt.
+
+    `TwoStageTrainer` takes it as a teacher, `growkern.cache_teacher` keeps its rows, and `batch`
+    gives the arguments of `growkern.topk_kl_mlm_loss`. Servers give log-probs at temperature 1, so
+    the inheritance must have that temperature. An answer holds text for every number: k from 8 to
+    32 is practical in training. For more, or for several epochs, keep the rows in a cache.
+
+    Every data worker asks by itself. The server sees the token ids of the batch, one request for
+    each example, so both sides must use the same tokenizer.
+
+    Args:
+        url: of the server, such as "http://host:8000".
+        k: tokens per row. vLLM gives at most 20 unless it was started with ``--max-logprobs``.
+        server: "vllm" or "sglang"; None asks the server.
+        model: the name under which the server knows the teacher; None takes its only one.
+        vocab_size: columns of the teacher's softmax; ids beyond are refused. None skips the check.
+        tokenizer: of the teacher. It is compared with the student's when training starts.
+        api_key: sent as a bearer token. None reads the variable GROWKERN_TEACHER_API_KEY.
+        timeout: seconds that one answer may take.
+        retries: further attempts when the server is busy or out of reach. The first wait is half a
+            second, and each further one twice as long.
+        concurrency: requests at a time.
+
+    Raises:
+        GrowthError: an option is wrong, or the server cannot be reached or has no such model.
+    """
+
+    remedy = "run the teacher yourself: a server gives log-probs at temperature 1 only"
+
+    def __init__(
+        self,
+        url: str,
+        k: int,
+        *,
+        server: str | None = None,
+        model: str | None = None,
+        vocab_size: int | None = None,
+        tokenizer: Any | None = None,
+        api_key: str | None = None,
+        timeout: float = 120.0,
+        retries: int = 4,
+        concurrency: int = 8,
+    ) -> None:
+        if server is not None and server not in SCHEMAS:
+            raise GrowthError(f"server is {server!r}{nearest(server, tuple(SCHEMAS))}")
+        for name, value, least in (
+            ("k", k, 1), ("timeout", timeout, 1e-3), ("retries", retries, 0),
+            ("concurrency", concurrency, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise GrowthError(f"{name} is {value}: it must be at least {least:g}")
+        key = api_key or os.environ.get(KEY_VARIABLE)
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self._connection = Connection(self.name, timeout, retries, key)
+        self.k, self.concurrency = k, concurrency
+        card = self._find_model(model)
+        self.model: str = card["id"]
+        self._longest = card.get("max_model_len")
+        self._schema = _schema_of(self.name, server or card.get("owned_by"))
+        self.facts = RowFacts(
+            temperature=1.0,
+            rows="all",
+            causal=True,
+            vocab_size=vocab_size,
+            tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            epochs=1,
+        )
+
+    def _find_model(self, name: str | None) -> dict[str, Any]:
+        """The server's own record of the teacher."""
+        answer = self._connection.get("/v1/models")
+        try:
+            cards = {str(card["id"]): card for card in answer["data"]}
+        except (TypeError, KeyError) as error:
+            raise GrowthError(
+                f"{self.name}/v1/models lists no models: is this a server of vLLM or SGLang?"
+            ) from error
+        if name is None and len(cards) == 1:
+            return next(iter(cards.values()))
+        if name not in cards:
+            what = "has several models" if name is None else f"has no model {name!r}"
+            raise GrowthError(f"{self.name} {what}: give model, one of {sorted(cards)}")
+        return cards[name]
+
+    def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Ask the server for the rows of a collated batch.
+
+        Args:
+            batch: input_ids (B, S), and maybe attention_mask.
+
+        Returns:
+            Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
+            example have no row, and zeros in its place.
+
+        Raises:
+            GrowthError: the server fails, refuses the request, or answers in another schema.
+        """
+        ids_BS = batch["input_ids"]
+        mask_BS = batch.get("attention_mask")
+        mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS
+        places = [row.nonzero().flatten() for row in mask_BS.cpu()]
+        prompts = [ids[at].tolist() for ids, at in zip(ids_BS.cpu(), places, strict=True)]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            answers = list(pool.map(self._rows_of, prompts))
+        ids_BSk = torch.zeros((*ids_BS.shape, self.k), dtype=torch.int32)
+        logprobs_BSk = torch.zeros(ids_BSk.shape)
+        for b, (at, rows) in enumerate(zip(places, answers, strict=True)):
+            if rows is not None:
+                ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = rows
+        return ids_BSk, logprobs_BSk
+
+    def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """The rows (len(tokens) - 1, k) of one prompt; None if it has no row."""
+        if len(tokens) < 2:
+            return None
+        if self._longest is not None and len(tokens) >= self._longest:
+            raise GrowthError(
+                f"{self.name}: an example has {len(tokens)} tokens, but {self.model} is served "
+                f"with room for {self._longest}, one of them generated: shorten the sequences"
+            )
+        schema = self._schema
+        answer = self._connection.post(schema.path, schema.body(self.model, tokens, self.k))
+        try:
+            found = schema.rows(answer)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise GrowthError(
+                f"{self.name}{schema.path}: the answer lacks a prompt's log-probs in the schema of "
+                f"{schema.name}: give server, one of {sorted(SCHEMAS)}"
+            ) from error
+        if len(found) != len(tokens) - 1:
+            raise GrowthError(
+                f"{self.name}: {len(tokens)} tokens were sent, and {len(found) + 1} came back"
+            )
+        return self._checked(found)
+
+    def _checked(self, found: list[list[tuple[float, int]]]) -> tuple[Tensor, Tensor]:
+        """The k likeliest tokens of each row, likeliest first."""
+        fewest = min(map(len, found))
+        if fewest < self.k:
+            raise GrowthError(
+                f"{self.name} gives {fewest} tokens per row, not k={self.k}: {self._schema.more}"
+            )
+        # the prompt's own token may stand beside the k
+        kept = [sorted(row, reverse=True)[: self.k] for row in found]
+        logprobs = torch.tensor([[logprob for logprob, _ in row] for row in kept])
+        ids = torch.tensor([[token for _, token in row] for row in kept], dtype=torch.int64)
+        if bool(logprobs.isnan().any()):
+            raise GrowthError(f"{self.name} gives NaN: check the teacher that it serves")
+        limit = self.facts.vocab_size or 1 << 31
+        if bool(((ids < 0) | (ids >= limit)).any()):
+            raise GrowthError(
+                f"{self.name} gives token {int(ids.max())}, but vocab_size is {limit}: teacher and "
+                "student must have the same tokenizer"
+            )
+        return ids.int(), logprobs
+
+
+def _schema_of(url: str, server: Any) -> Schema:
+    """The schema of a server, by the name that it gives itself."""
+    schema = SCHEMAS.get(str(server).lower())
+    if schema is None:
+        raise GrowthError(f"{url} calls itself {server!r}: give server, one of {sorted(SCHEMAS)}")
+    return schema

@@ -1,0 +1,178 @@
+"""Trains with a teacher that is known by its k likeliest tokens, in the place of models that run.
+
+The predictions of a masked language model are valid only for the masks that it saw. A cache stores
+them for the masks of its first epochs, and training cycles through these masks. A causal model
+saw the text without masks, so its predictions serve every epoch. An example whose tokens or masks
+are not in the cache is refused.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from growkern.errors import GrowthError
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
+from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
+from growkern.train.inheritance import InheritanceSchedule, objective, tokenizer_fingerprint
+from growkern.train.topk_teacher.facts import TopKRows
+
+IDS, LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
+
+
+class TopKTeacher:
+    """A teacher that is read from a cache, a server or a file, with the methods of `Teachers`.
+
+    Args:
+        rows: of one teacher.
+        schedule: its temperature must be the one of the rows, which must hold all that it needs.
+
+    Raises:
+        GrowthError: the rows do not fit the schedule.
+    """
+
+    # no model runs, so there are no FLOPs to count
+    models: tuple[()] = ()
+
+    def __init__(self, rows: TopKRows, schedule: InheritanceSchedule) -> None:
+        self.rows, facts = rows, rows.facts
+        self._columns: int | None = None
+        found = {"temperature": facts.temperature, "kl_rows": facts.rows}
+        if schedule.temperature != facts.temperature or (
+            schedule.kl_rows == "all" and facts.rows != "all"
+        ):
+            wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
+            raise GrowthError(
+                f"{rows.name} was made with {found}, but the inheritance asks for {wanted}: "
+                f"change the inheritance, or {rows.remedy}"
+            )
+        if schedule.teacher_weights is not None and len(schedule.teacher_weights) != 1:
+            raise GrowthError(f"{rows.name} holds one teacher: leave teacher_weights out")
+
+    def freeze(self, student: nn.Module, device: torch.device) -> None:
+        """Do nothing: there is no model to freeze."""
+
+    def check_objective(self, causal: bool) -> None:
+        """Check that the teacher predicted the same tokens as the student.
+
+        Args:
+            causal: whether the student predicts the next token.
+
+        Raises:
+            GrowthError: it has the other objective.
+        """
+        if self.rows.facts.causal != causal:
+            raise GrowthError(
+                f"{self.rows.name} holds a teacher that predicts {objective(not causal)}, but the "
+                f"student predicts {objective(causal)}: choose a teacher with the student's "
+                "objective"
+            )
+
+    def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
+        """The number of vocabulary columns that mean the same token in student and teacher.
+
+        Args:
+            student: the model in training.
+            tokenizer: of the student; None skips the comparison with the teacher's tokenizer.
+
+        Returns:
+            The number of columns, or None when both vocabularies have the same size, or the
+            teacher's is unknown.
+
+        Raises:
+            GrowthError: the tokenizers or the vocabularies cannot be matched.
+        """
+        name, facts = self.rows.name, self.rows.facts
+        columns = student.get_output_embeddings().weight.shape[0]
+        self._columns = columns
+        if (
+            tokenizer is not None
+            and facts.tokenizer is not None
+            and tokenizer_fingerprint(tokenizer) != facts.tokenizer
+        ):
+            raise GrowthError(
+                f"{name} was made with another tokenizer: every token must have the same id for "
+                "teacher and student"
+            )
+        if facts.vocab_size is None or facts.vocab_size == columns:
+            return None
+        if facts.vocab_size > columns or tokenizer is None or facts.vocab_size < len(tokenizer):
+            raise GrowthError(
+                f"{name} has a vocabulary of {facts.vocab_size} tokens, but the student's head has "
+                f"{columns} columns. If they differ in padding only, make it with "
+                "vocab_size=len(tokenizer) and pass the tokenizer as processing_class"
+            )
+        return facts.vocab_size
+
+    def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":
+        """Wrap a collator so that training batches hold the rows of the teacher.
+
+        Args:
+            collator: the one that the rows were made with.
+            dataset: the training data. If it can be indexed, the rows of its first and last example
+                are read at once.
+
+        Raises:
+            GrowthError: the rows of one of these examples cannot be had.
+        """
+        wrapped = TopKCollator(collator, self.rows, self._columns)
+        if isinstance(dataset, IndexedDataset) and len(dataset):
+            for i in (0, len(dataset) - 1):
+                wrapped([dataset[i]])
+        return wrapped
+
+    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+        """The loss for a batch. The rows of the teacher are removed from `inputs`.
+
+        Args:
+            inputs: a batch without labels.
+            alpha: share of the KL term.
+
+        Returns:
+            `topk_kl_mlm_loss` with the arguments of the teacher filled in.
+        """
+        topk = {name: inputs.pop(name, None) for name in (IDS, LOGPROBS)}
+        return partial(topk_kl_mlm_loss, **(topk if alpha > 0 else dict.fromkeys(topk)))
+
+
+class TopKCollator:
+    """Adds the rows of such a teacher to the batches of another collator.
+
+    Args:
+        collator: makes the batches.
+        rows: of every example.
+        columns: of the student's head, None if unknown. An id beyond them is refused here: a GPU
+            could only stop with an assertion.
+    """
+
+    def __init__(self, collator: Collator, rows: TopKRows, columns: int | None = None) -> None:
+        self.inner, self.rows, self.columns = collator, rows, columns
+        # shared memory: `leave_out` reaches data workers that already run, forked or spawned
+        self._gone = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the masks of this epoch; after the teacher's last one begin again."""
+        if isinstance(self.inner, EpochCollator):
+            self.inner.set_epoch(epoch % self.rows.facts.epochs)
+
+    def frozen(self) -> Collator:
+        """The variant for evaluation, which has no teacher."""
+        return evaluation_collator(self.inner)
+
+    def leave_out(self, gone: bool) -> None:
+        """Make batches without a teacher (True) or with one. The masks stay the same."""
+        self._gone.fill_(gone)
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        batch = self.inner(features)
+        if self._gone:
+            return batch
+        ids_BSk, logprobs_BSk = self.rows.batch(batch)
+        if self.columns is not None and int(ids_BSk.max()) >= self.columns:
+            raise GrowthError(
+                f"{self.rows.name} gives token {int(ids_BSk.max())}, but the student's head has "
+                f"{self.columns} columns: teacher and student must have the same tokenizer"
+            )
+        return batch | {IDS: ids_BSk, LOGPROBS: logprobs_BSk}

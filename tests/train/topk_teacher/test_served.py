@@ -1,0 +1,224 @@
+"""A teacher on a server trains as the same model does here. A server that fails is named."""
+
+import copy
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache
+from growkern.train.run import train
+from growkern.train.topk_teacher import http
+from growkern.train.topk_teacher.teacher import TopKTeacher
+from tests.train.test_run import workplace  # noqa: F401
+from tests.train.test_trainer import losses_of
+from tests.train.tiny import VOCAB, TinyTokenizer, build
+from tests.train.topk_teacher.server import serving
+from tests.train.topk_teacher.test_cached_teacher import train_with
+from tests.train.topk_teacher.test_teacher_cache import make
+
+OWNERS = ("vllm", "sglang")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+
+
+def teacher_model():
+    return build("llama", layers=2, width=8, seed=9).double().eval()
+
+
+@pytest.fixture(params=OWNERS)
+def server(request):
+    with serving(teacher_model(), request.param) as (state, url):
+        yield state, url
+
+
+def padded_batch():
+    """Three examples: without padding, with it on the right, with it on the left."""
+    tokens = torch.arange(5, 5 + 27).reshape(3, 9) % (VOCAB - 5) + 5
+    mask = torch.ones_like(tokens)
+    mask[1, 6:], mask[2, :4] = 0, 0
+    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens}
+
+
+def test_rows_are_those_of_the_model(server):
+    batch = padded_batch()
+    ids, logprobs = ServedTeacher(server[1], 7).batch(batch)
+    assert ids.shape == logprobs.shape == (3, 9, 7) and ids.dtype == torch.int32
+    model = teacher_model()
+    for b, mask in enumerate(batch["attention_mask"].bool()):
+        at = mask.nonzero().flatten()
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"][b, at][None]).logits[0, :-1]
+        best = logits.log_softmax(-1).topk(7)
+        assert torch.equal(ids[b, at[:-1]].long(), best.indices)
+        torch.testing.assert_close(logprobs[b, at[:-1]].double(), best.values, rtol=0, atol=1e-6)
+        rest = torch.ones(9, dtype=torch.bool)
+        rest[at[:-1]] = False
+        assert not ids[b, rest].any() and not logprobs[b, rest].any()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trains_as_the_live_teacher(workers, server, tmp_path):
+    schedule = InheritanceSchedule(rate=0.8, end_step=7, temperature=1.0)
+    options = {"schedule": schedule, "dataloader_num_workers": workers}
+    live = train_with(tmp_path / "a", "llama", copy.deepcopy(teacher_model()), **options)
+    served = train_with(tmp_path / "b", "llama", ServedTeacher(server[1], VOCAB), **options)
+    # what is sent becomes float32: the model's float64 losses agree to its rounding
+    assert losses_of(served) == pytest.approx(losses_of(live), rel=1e-5)
+    for name, weight in served.model.named_parameters():
+        torch.testing.assert_close(weight, live.model.get_parameter(name), rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_it_is_that_of_the_model(server, tmp_path):
+    served = ServedTeacher(server[1], 5)
+    how = {"temperature": 1.0, "dtype": "float32"}
+    make(tmp_path / "a", "llama", model=teacher_model(), **how)
+    make(tmp_path / "b", "llama", model=served, vocab_size=VOCAB, **how)
+    ours, theirs = (TeacherCache(tmp_path / name).rows(range(11)) for name in "ab")
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=1e-6)
+    with pytest.raises(GrowthError, match="does not say how many columns it has: give vocab_size"):
+        make(tmp_path / "c", "llama", model=served, temperature=1.0)
+    with pytest.raises(GrowthError, match=r"gives \{'k': 5.*is to have \{'k': 4"):
+        make(tmp_path / "d", "llama", model=served, vocab_size=VOCAB, temperature=1.0, k=4)
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_a_run_file_names_a_server(workplace):  # noqa: F811
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(workplace / "teacher").double()
+    run = (
+        (workplace / "run.toml")
+        .read_text()
+        .replace("end_step = 4", "end_step = 4\ntemperature = 1.0")
+    )
+    (workplace / "live.toml").write_text(run)
+    live = train(workplace / "live.toml", progress=False)
+    with serving(teacher.eval()) as (state, url):
+        lines = f'url = "{url}"\nserved_model = "teacher"\nk = {VOCAB}'
+        text = run.replace('paths = ["teacher"]', lines).replace('"out"', '"out2"')
+        (workplace / "served.toml").write_text(text)
+        served = train(workplace / "served.toml", progress=False)
+        assert served.training_loss == pytest.approx(live.training_loss, rel=1e-5)
+        assert sum(path == "/v1/completions" for path, _, _ in state.requests) > 8
+    for wrong, message in (
+        (text.replace(f"k = {VOCAB}", ""), "url and k"),
+        (text.replace(f'url = "{url}"', 'cache = "kept"'), "url and k"),
+        (text.replace("[output]", 'paths = ["teacher"]\n[output]'), "give one of paths"),
+    ):
+        (workplace / "wrong.toml").write_text(wrong)
+        with pytest.raises(GrowthError, match=message):
+            train(workplace / "wrong.toml", progress=False)
+
+
+def test_tries_again_while_the_server_is_busy(server):
+    state, url = server
+    state.faults = [(503, {}, b""), (429, {"Retry-After": "0"}, b'{"error": "slow down"}')]
+    ids, _ = ServedTeacher(url, 3, retries=2).batch(padded_batch())
+    assert ids.any() and not state.faults
+
+
+@pytest.mark.parametrize(
+    "faults, message",
+    [
+        ([(503, {}, b"upstream is down")] * 9, r"503 .*upstream is down \(3 attempts\)"),
+        ([(400, {}, b'{"error": {"message": "at most 20"}}')], "400 Bad Request: at most 20$"),
+        ([(401, {}, b"")], "401 Unauthorized: give the server's api_key"),
+        ([(200, {}, b"<html>")], "the answer is not JSON"),
+        ([(200, {}, b"{}")], "lacks a prompt's log-probs in the schema of"),
+    ],
+)
+def test_a_failure_is_one_line(faults, message, server):
+    state, url = server
+    teacher = ServedTeacher(url, 3, retries=2, concurrency=1)
+    state.faults = list(faults)
+    with pytest.raises(GrowthError, match=message) as error:
+        teacher.batch(padded_batch())
+    assert "\n" not in str(error.value) and url in str(error.value)
+
+
+def test_a_slow_server_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(GrowthError, match=r"no answer within 0\.1 s: raise timeout \(2 att"):
+            ServedTeacher(url, 3, timeout=0.1, retries=1)
+    with pytest.raises(GrowthError, match="is the server running"):
+        ServedTeacher(url, 3, retries=0)
+
+
+def test_the_key_is_sent_and_never_shown(server, monkeypatch):
+    state, url = server
+    monkeypatch.setenv("GROWKERN_TEACHER_API_KEY", "secret")
+    teacher = ServedTeacher(url + "/v1/", 3)
+    teacher.batch(padded_batch())
+    assert all(headers["Authorization"] == "Bearer secret" for _, headers, _ in state.requests)
+    assert "secret" not in repr(vars(teacher))
+
+
+def shorter(answer):
+    """An answer with one row less, in either schema."""
+    rows = (
+        answer["choices"][0]["prompt_logprobs"]
+        if "choices" in answer
+        else answer["meta_info"]["input_top_logprobs"]
+    )
+    rows.pop()
+    return answer
+
+
+def test_wrong_answers_are_refused(server):
+    state, url = server
+    batch = padded_batch()
+    state.most = 2
+    with pytest.raises(GrowthError, match=r"gives [23] tokens per row, not k=6"):
+        ServedTeacher(url, 6).batch(batch)
+    state.most, state.edit = 10**6, shorter
+    with pytest.raises(GrowthError, match="tokens were sent, and 8 came back"):
+        ServedTeacher(url, 6).batch({"input_ids": batch["input_ids"][:1]})
+    state.edit = lambda answer: answer
+    with pytest.raises(GrowthError, match="vocab_size is 4: teacher and student must have the"):
+        ServedTeacher(url, 6, vocab_size=4).batch(batch)
+    state.longest = 9
+    with pytest.raises(GrowthError, match="has 9 tokens, but teacher is served with room for 9"):
+        ServedTeacher(url, 6).batch(batch)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"k": 0}, "k is 0: it must be at least 1"),
+        ({"timeout": 0}, "timeout is 0: it must be at least 0.001"),
+        ({"server": "vlm"}, "server is 'vlm'.*vllm"),
+        ({"model": "other"}, r"has no model 'other': give model, one of \['teacher'\]"),
+    ],
+)
+def test_wrong_options_are_refused(options, message, server):
+    with pytest.raises(GrowthError, match=message):
+        ServedTeacher(server[1], **({"k": 3} | options))
+
+
+def test_what_the_server_is_must_be_clear(server):
+    state, url = server
+    state.names = ["a", "b"]
+    with pytest.raises(GrowthError, match=r"has several models: give model, one of \['a', 'b'\]"):
+        ServedTeacher(url, 3)
+    assert ServedTeacher(url, 3, model="b").model == "b"
+    state.owner = "someone"
+    with pytest.raises(GrowthError, match="calls itself 'someone': give server"):
+        ServedTeacher(url, 3, model="b")
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_training(server, tmp_path):
+    served = ServedTeacher(server[1], 3, tokenizer=TinyTokenizer())
+    with pytest.raises(GrowthError, match=r"'temperature': 1\.0.*asks for.*'temperature': 2\.0"):
+        train_with(tmp_path, "llama", served)
+    schedule = InheritanceSchedule(end_step=2, temperature=1.0)
+    with pytest.raises(GrowthError, match="teacher that predicts the next token"):
+        train_with(tmp_path, "bert", served, schedule=schedule)
+    served.facts = replace(served.facts, tokenizer="0" * 64)
+    with pytest.raises(GrowthError, match="made with another tokenizer"):
+        TopKTeacher(served, schedule).common_vocabulary(build("llama"), TinyTokenizer())
