@@ -132,7 +132,9 @@ def test_every_loop_trains_what_plain_logits_train(name, tmp_path):
             assert off.max() <= 3.1 * LR and off.mean() <= 0.05 * LR, (loop, key)
 
 
-EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "__init__")
+# TRL needs a newer Python
+LEFT_OUT = {"__init__"} | ({"trl_distillation"} if sys.version_info < (3, 11) else set())
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in LEFT_OUT)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -17,7 +17,12 @@ import shlex
 import sys
 from pathlib import Path
 
+from tests.train.tiny import build
+from tests.train.topk_teacher.server import serving
+
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+# the server of the pages, for which one of the tests stands in
+SERVER = "http://localhost:8000"
 # in these all blocks belong to one story; in other pages only Python stands alone
 STORIES = ("quickstart.md",)
 
@@ -27,7 +32,7 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
 
-def run_page(page: Path, folder: Path) -> list[str]:
+def run_page(page: Path, folder: Path, server: str) -> list[str]:
     from growkern.cli.commands import app
 
     folder.mkdir()
@@ -38,7 +43,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
         with contextlib.redirect_stdout(out):
             if language == "python":
                 script = folder / f"block{number}.py"
-                script.write_text(text)
+                script.write_text(text.replace(SERVER, server))
                 runpy.run_path(str(script), run_name="__main__")
             elif language == "toml" and page.name in STORIES:
                 (folder / "run.toml").write_text(text)
@@ -52,7 +57,8 @@ def run_page(page: Path, folder: Path) -> list[str]:
 def main(folder: str, *pages: str) -> None:
     paths = [Path(page).absolute() for page in pages]
     place = Path(folder).absolute()
-    found = {path.name: run_page(path, place / path.stem) for path in paths}
+    with serving(build("llama", layers=2, width=8).eval()) as (_, server):
+        found = {path.name: run_page(path, place / path.stem, server) for path in paths}
     (place / "printed.json").write_text(json.dumps(found))
 
 
