@@ -23,8 +23,8 @@ import growkern.plot
 import growkern.train.run
 import growkern.train.topk_teacher.write
 from growkern.cli.main import main
+from tests.cli.test_commands import RUN, checkpoint  # noqa: F401
 from tests.faults.walk import tree
-from tests.test_cli import RUN, checkpoint  # noqa: F401
 
 SIZES = ("--hidden-size=24", "--max-shard-size=4KB")
 COMMANDS = {

@@ -80,7 +80,7 @@ def evaluate(
 ) -> None:
     """Measure the masked-LM loss or the perplexity of MODEL on text, with its uncertainty.
 
-    A file MODEL.toml has the options in a table [evaluate], by the names of growkern.evaluate.
+    A file MODEL.toml has the options in a table \\[evaluate], by the names of growkern.evaluate.
     """
     from growkern.train.evaluation.evaluate import evaluate as measure
 
@@ -133,7 +133,7 @@ def finetune(
 ) -> None:
     """Fine-tune MODEL to tell which SOURCE a passage comes from, and test it.
 
-    A file MODEL.toml has the options in a table [finetune], by the names of growkern.finetune.
+    A file MODEL.toml has the options in a table \\[finetune], by the names of growkern.finetune.
     """
     from growkern.train.evaluation.finetune import finetune as tune
 

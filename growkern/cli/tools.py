@@ -21,7 +21,9 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller models; takes a few minutes.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the models and the data order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the models and the data order.")
+    ] = 0,
 ) -> None:
     """Train a small model, grow it and compare ways to train on. Needs no download."""
     from growkern.demo.run import run_demo

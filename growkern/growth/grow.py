@@ -282,6 +282,8 @@ def carry_out(
         check_target(source_dir, target, overwrite)
     grown = make_plan()
     workers = workers_within(grown, limit)
+    if optimizer is None and moments != "grow":
+        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)

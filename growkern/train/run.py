@@ -19,9 +19,10 @@ from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
 from growkern.train.build import build_model, build_teacher
-from growkern.train.checks import check_arguments, check_switches
+from growkern.train.checks import check_arguments, check_block_size, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
@@ -276,6 +277,7 @@ def build_trainer(
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
     check_generator(run, base, tokenizer)
+    _check_depth(run, base)
     _join_others(run)
     # before any work: arguments that cannot be used are noticed at once
     evaluate = bool(run.data.validation or run.data.validation_split)
@@ -315,6 +317,13 @@ def build_trainer(
         on_nonfinite=run.training.on_nonfinite,
         save_minutes=run.training.save_minutes,
     )
+
+
+def _check_depth(run: Run, base: Path) -> None:
+    """Check the blocks of stage 1 against a model that exists, before data and model are read."""
+    layers = getattr(read_config(base / run.checkpoint, any_family=True), "num_hidden_layers", None)
+    if layers is not None and not run.growth:
+        check_block_size(run.two_stage, layers)
 
 
 def _rows_of_teacher(run: Run, base: Path) -> TopKRows | None:

@@ -46,13 +46,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         GrowthError: the file cannot be read, is not TOML, or exceeds a limit of this module.
     """
+    if path.is_dir():
+        raise GrowthError(f"{path} is a directory: give a file of settings (TOML)")
     try:
         text = read_bounded(path, MOST_BYTES, "run file").decode()
         _look_through(text)
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         why = str(error).removeprefix(f"{path}: ")
-        raise GrowthError(f"cannot read {path}: {why}") from error
+        raise GrowthError(f"cannot read {path} as TOML: {why}") from error
 
 
 def _look_through(text: str) -> None:

@@ -63,7 +63,8 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise GrowthError(f"{target} holds the source itself: give another directory")
     if not may_replace(target):
         raise GrowthError(
-            f"{target} holds something other than a checkpoint; only a checkpoint is replaced"
+            f"{target} holds something other than a checkpoint, which is never replaced: "
+            "give another directory"
         )
 
 

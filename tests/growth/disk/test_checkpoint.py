@@ -372,7 +372,7 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     (target / "precious.txt").write_text("mine")
     with pytest.raises(growkern.GrowthError, match=r"exists.*overwrite"):
         grow(source, target)
-    with pytest.raises(growkern.GrowthError, match="only a checkpoint is replaced"):
+    with pytest.raises(growkern.GrowthError, match="never replaced: give another directory"):
         grow(source, target, overwrite=True)
     (target / "config.json").write_text("{}")
     with pytest.raises(growkern.GrowthError, match="smaller"):

@@ -6,7 +6,7 @@ Truth: the files themselves, changed by hand.
 import os
 
 from growkern.train.safety.checkpoints import open_staging, publish_into
-from tests.test_cli import SIZES, assert_bad_input, checkpoint, run
+from tests.cli.test_commands import SIZES, assert_bad_input, checkpoint, run
 
 __all__ = ["checkpoint", "run"]
 

@@ -1,0 +1,138 @@
+"""Wrong uses of the `growkern` command, and the words that name what is wrong and what to do.
+
+Each command ends with exit code 2 and one line on stderr, prints nothing else and leaves no file.
+Names in braces stand for:
+
+    {bert} {gpt2} {llama} {t5}   tiny checkpoints
+    {large}                      {bert}, grown to twice the width
+    {text}                       a text file
+    {run}                        a run file that trains {bert} on {text}
+    {new}                        a path that does not exist yet
+    {empty}                      an empty directory
+    {trained}                    a directory that holds something else
+"""
+
+from typing import NamedTuple
+
+
+class Use(NamedTuple):
+    """A wrong command.
+
+    Attributes:
+        line: what is typed after `growkern`.
+        words: that the message has.
+        edit: lines of {run} that are changed first, and what they are changed to.
+    """
+
+    line: str
+    words: tuple[str, ...]
+    edit: tuple[str, str] = ("", "")
+
+
+WIDE = "--hidden-size 24 --intermediate-size 40 --num-attention-heads 6"
+
+COMMANDS = [
+    Use("gorw {bert} {new}", ("gorw", "grow")),
+    Use("plan", ("SRC",)),
+    Use("grow {bert}", ("DST",)),
+    Use("grow {bert} {new} {new}", ("unexpected",)),
+    Use("plan {bert} --hiden-size 24", ("--hiden-size", "--hidden-size")),
+    Use("plan {bert} --hidden-size", ("--hidden-size", "argument")),
+    Use("plan {bert} --hidden-size wide", ("--hidden-size", "integer")),
+]
+
+SOURCES = [
+    Use("plan not/there/at/all --hidden-size 24", ("not/there/at/all",)),
+    Use("plan {text} --hidden-size 24", ("directory",)),
+    Use("plan {empty} --hidden-size 24", ("config.json",)),
+    Use("grow {trained} {new} --hidden-size 24", ("config.json",)),
+    Use("verify {bert} {new}", ("new",)),
+    Use("verify {bert} {gpt2}", ("lineage.json",)),
+]
+
+SIZES = [
+    Use("plan {bert} --hidden-size 4", ("hidden_size", "12", "smaller")),
+    Use("plan {bert} --hidden-size 25", ("hidden_size", "25")),
+    Use("plan {bert} --hidden-size 24 --num-attention-heads 7", ("num_attention_heads", "7")),
+    Use("plan {bert} --hidden-size -1", ("hidden_size", "-1")),
+    Use("plan {bert} --num-hidden-layers 1", ("num_hidden_layers", "smaller")),
+    Use("plan {bert} --n-embd 24", ("n_embd", "hidden_size")),
+    Use("plan {gpt2} --hidden-size 24", ("hidden_size", "n_embd")),
+    Use("plan {bert} --num-key-value-heads 2", ("num_key_value_heads",)),
+    Use("plan {llama} --num-attention-heads 6 --num-key-value-heads 4", ("num_key_value_heads",)),
+    Use("plan {bert} --vocab-size 3", ("vocab_size", "smaller")),
+    Use("plan {bert} --pad-vocab-to-multiple-of 0", ("pad", "0")),
+    Use("plan {t5} --num-decoder-layers 0", ("num_decoder_layers",)),
+]
+
+OPTIONS = [
+    Use(f"plan {{bert}} {WIDE} --method fip", ("fip", "fpi")),
+    Use(f"plan {{bert}} {WIDE} --depth stacked", ("stacked", "stack")),
+    Use(f"plan {{bert}} {WIDE} --scheme papers", ("papers", "paper")),
+    Use(f"plan {{bert}} {WIDE} --symmetry noisy", ("noisy", "noise")),
+    Use(f"plan {{bert}} {WIDE} --noise 9", ("noise", "9")),
+    Use(f"plan {{bert}} {WIDE} --symmetry none --noise 0.3", ("noise", "give symmetry='noise'")),
+    Use(f"plan {{bert}} {WIDE} --routing outputs,hidden", ("routing",)),
+    Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
+    Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
+    Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "above 0")),
+]
+
+WRITING = [
+    Use(f"grow {{bert}} {{bert}} {WIDE}", ("bert", "exists")),
+    Use(f"grow {{bert}} {{trained}} {WIDE}", ("trained", "exists")),
+    Use(f"grow {{bert}} {{trained}} {WIDE} --overwrite", ("trained", "another directory")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --dtype float12", ("float12", "float32")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --max-shard-size huge", ("huge", "512MB")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --memory-limit 1KB", ("memory_limit", "at least")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --optimizer not-there.pt", ("not-there.pt",)),
+    Use(f"grow {{bert}} {{new}} {WIDE} --moments reset", ("moments", "optimizer")),
+    Use("fold {bert} {new}", ("lineage.json", "only grown checkpoints")),
+    Use("fold {large} {bert}", ("exists", "--overwrite")),
+    Use("replay {text} {bert} {new}", ("text", "growth record")),
+    Use("replay {large}/lineage.json {gpt2} {new}", ("bert", "gpt2")),
+]
+
+TRAINING = [
+    Use("train not-there.toml", ("not-there.toml",)),
+    Use("train {text}", ("text", "TOML")),
+    Use("train {bert}", ("directory", "TOML")),
+    Use("train {run}", ("'stepz'", "'steps'"), ("steps = 2", "stepz = 2")),
+    Use("train {run}", ("steps", "0"), ("steps = 2", "steps = 0")),
+    Use("train {run}", ("steps", "two"), ("steps = 2", 'steps = "two"')),
+    Use("train {run}", ("'trainnig'", "'training'"), ("[training]", "[trainnig]")),
+    Use("train {run}", ("nowhere",), ('train = ["text"]', 'train = ["nowhere"]')),
+    Use("train {run}", ("positions",), ("sequence_length = 8", "sequence_length = 9999")),
+    Use(
+        "train {run}", ("layers_per_block", "99"), ("layers_per_block = 1", "layers_per_block = 99")
+    ),
+    Use(
+        "train {run}",
+        ("teacher", "inheritance"),
+        ("[output]", "[inheritance]\nend_step = 1\n[output]"),
+    ),
+    Use("train {run}", ("dir",), ('directory = "out"', 'directory = "bert"')),
+    Use("export {trained} {new}", ("trained", "checkpoint")),
+]
+
+MEASURING = [
+    Use(
+        "cache-teacher {bert} {text} --out {new} --k 99 --temperature 1 --sequence-length 8",
+        ("k is 99",),
+    ),
+    Use("cache-teacher {bert} {text} --out {new} --k 2", ("--temperature", "--run")),
+    Use("cache-teacher {bert} --out {new} --k 2 --temperature 1", ("TEXT", "--run")),
+    Use(
+        "cache-teacher {bert} {text} --out {trained} --k 2 --temperature 1 --sequence-length 8",
+        ("trained", "exists"),
+    ),
+    Use("eval {bert}", ("--text",)),
+    Use("eval {bert} --text none-*.txt", ("none-*.txt",)),
+    Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),
+    Use("finetune {bert} {text}", ("source",)),
+    Use("plot {trained}", ("trained", "training directory")),
+    Use("bench expnd", ("expnd", "expand")),
+    Use("demo --seed -1", ("--seed", "0")),
+]
+
+USES = [*COMMANDS, *SOURCES, *SIZES, *OPTIONS, *WRITING, *TRAINING, *MEASURING]
