@@ -260,6 +260,8 @@ def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
 def gpu_table(results: Path) -> str:
     """The table of all GPUs, one column for each."""
     folders = gpus(results)
+    if not folders:
+        return "No GPU has been measured yet."
     names = [
         next(f["gpu"] for p in sorted(folder.glob("*.json")) if "gpu" in (f := _facts(p)))
         for folder in folders
@@ -267,8 +269,8 @@ def gpu_table(results: Path) -> str:
     lines = []
     for what, piece, figure in GPU_ROWS:
         cells = [_gpu_cell(folder / f"{piece}.json", figure) for folder in folders]
-        lines.append([what, *(cells or [NOTHING])])
-    return table(["`python -m bench.gpu`", *(names or ["GPU"])], lines)
+        lines.append([what, *cells])
+    return table(["`python -m bench.gpu`", *names], lines)
 
 
 # --------------------------------------------------------------- ahead of time

@@ -153,39 +153,32 @@ def test_the_sentences_between_the_tables_match_their_results():
     assert says(f"({source['flops'][-1]:.2e} FLOPs, loss {source['losses'][-1]:.2f})")
 
 
-def test_the_sentence_on_grow_checkpoint_matches_its_result():
+def test_the_table_of_grow_checkpoint_matches_its_result():
     small, medium, large, cold = check_source("grow_checkpoint")["rows"]
-    warm = [row["cache"] for row in (small, medium, large)]
-    assert (*warm, cold["cache"]) == ("warm", "warm", "warm", "cold")
-    assert says(
-        f"Growing a Llama to {large['target GB']:.2f} GB took {large['stream s']:.1f} s and "
-        f"{large['stream peak MB']:.0f} MB of memory on this shared machine of 2 cores, "
-        f"to {medium['target GB']:.2f} GB {medium['stream s']:.1f} s and "
-        f"{medium['stream peak MB']:.0f} MB, to {small['target GB']:.2f} GB "
-        f"{small['stream s']:.2f} s and {small['stream peak MB']:.0f} MB"
-    )
-    assert says(
-        f"took {large['cp, on disk s']:.1f} s, {medium['cp, on disk s']:.1f} s and "
-        f"{small['cp, on disk s']:.2f} s beside it; with cold files, measured once, "
-        f"{cold['stream s']:.1f} s stood against {cold['cp, on disk s']:.1f} s"
-    )
+    assert [row["cache"] for row in (small, medium, large, cold)] == ["warm"] * 3 + ["cold"]
+    digits = {id(small): 2}
+    expected = [
+        [
+            f"{row['target GB']:.2f} GB" + (", files not in memory" if row is cold else ""),
+            f"{row['stream s']:.{digits.get(id(row), 1)}f} s",
+            f"{row['stream peak MB']:.0f} MB",
+            f"{row['cp, on disk s']:.{digits.get(id(row), 1)}f} s",
+        ]
+        for row in (large, medium, small, cold)
+    ]
+    assert table_with("grown on disk to")[1:] == expected
 
 
-def test_the_sentence_on_a_whole_process_matches_its_result():
+def test_the_table_of_a_whole_process_matches_its_result():
     document = check_source("grow_optimizer")
-    alone, streamed, whole = document["rows"]
-    assert document["machine"]["memory_limit"] == "100MB"
-    assert says(
-        f"With `--memory-limit 100MB` a process that grew a GPT-2 to {alone['written GB']:.1f} GB "
-        f"peaked at {alone['process peak MB']:.0f} MB, {alone['base MB']:.0f} of them imports"
-    )
-    assert says(
-        f"with its `optimizer.pt`, {streamed['written GB']:.1f} GB in all, at "
-        f"{streamed['process peak MB']:.0f} MB, where the same in memory took "
-        f"{whole['process peak MB']:.0f} MB"
-    )
-    assert says(f"{streamed['seconds']:.0f} s and {whole['seconds']:.0f} s, measured ")
-    assert all(row["repeats"] == 1 for row in document["rows"]) == says("s, measured once,")
+    limit = document["machine"]["memory_limit"]
+    head, *lines = table_with("a whole process with")
+    assert f"--memory-limit {limit}`" in head[0]
+    for row, line in zip(document["rows"], lines, strict=True):
+        written, peak = f"{row['written GB']:.1f} GB", f"{row['process peak MB']:.0f} MB"
+        assert line[1:] == [written, peak, f"{row['seconds']:.0f} s"]
+        assert says(f"take {row['base MB']:.0f} MB of each")
+    assert all(row["repeats"] == 1 for row in document["rows"]) == says("Measured once")
 
 
 def test_the_readmes_table_matches_its_results():
