@@ -12,7 +12,6 @@ from torch import Tensor
 from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
 
-
 # of models of today; transformers is asked for others, as its table takes 2 s to import
 USUAL_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
