@@ -6,6 +6,7 @@ to import.
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -31,7 +32,7 @@ def cpu_bytes_per_second(dtype: torch.dtype) -> float:
     scale = torch.full((2 * PROBE_SIZE,), 0.5)
     out = torch.empty(2 * PROBE_SIZE, 2 * PROBE_SIZE, dtype=dtype)
     call = ExpandCall(out, weight, rows=index, cols=index, col_scale=scale)
-    kernel = expand_on_cpu
+    kernel: Callable[[ExpandCall], None] = expand_on_cpu
     if native.loaded() is None:
         from growkern.ops.expand.op import KERNELS
 
