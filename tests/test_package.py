@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 from packaging.requirements import Requirement
 
 import growkern
@@ -47,6 +48,46 @@ def test_import_is_light():
     heavy = ("torch", "triton", "transformers", "rich", "typer", "numpy")
     loaded = python(f"import growkern, sys; print([m for m in {heavy} if m in sys.modules])")
     assert loaded == "[]"
+
+
+def imported_by(arguments: list[str], modules: tuple[str, ...]) -> list[str]:
+    """Those of the modules that a command of growkern imports."""
+    code = f"""
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from growkern.cli.main import main
+sys.argv = ["growkern", *{arguments!r}]
+with redirect_stdout(StringIO()) as output:
+    try:
+        main()
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+assert output.getvalue()
+print([name for name in {modules!r} if name in sys.modules])
+"""
+    return ast.literal_eval(python(code))
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "plan --help"])
+def test_help_is_light(arguments):
+    heavy = ("torch", "transformers", "numpy", "triton", "matplotlib")
+    assert imported_by(arguments.split(), heavy) == []
+
+
+def test_plan_imports_no_modelling_code(tmp_path):
+    # Llama is slower: transformers itself imports modelling code for its config
+    config = transformers.BertConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        vocab_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    heavy = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo", "sympy")
+    heavy += ("torch.distributed.tensor", "torch.distributed.checkpoint", "matplotlib", "datasets")
+    assert imported_by(["plan", str(tmp_path), "--hidden-size", "16"], heavy) == []
 
 
 @pytest.mark.parametrize("name", growkern.__all__)

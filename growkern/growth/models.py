@@ -11,16 +11,24 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """True for a `DTensor`, which is spread over processes."""
+    # not isinstance: importing the class takes 0.5 s, and few growths have such tensors
+    return hasattr(tensor, "device_mesh")
 
 
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
@@ -80,7 +88,7 @@ def restore_buffers(model: Any) -> None:
 @contextmanager
 def _local_buffers(module: nn.Module) -> Iterator[None]:
     """Replace DTensor buffers by their local parts, as `_init_weights` handles plain tensors."""
-    distributed = {k: b for k, b in module._buffers.items() if isinstance(b, DTensor)}
+    distributed = {k: b for k, b in module._buffers.items() if is_dtensor(b)}
     module._buffers.update({k: b.to_local() for k, b in distributed.items()})
     try:
         yield

@@ -19,7 +19,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.optimizer.moments import MOMENTS, MUON
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
-from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.call import DTYPES
 
 Moments = Literal["grow", "old_slices", "reset"]
 CHOICES = get_args(Moments)

@@ -6,19 +6,15 @@ A warning that rests on a publication names it. No warning stops a growth.
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from growkern.errors import GrowthError
 from growkern.growth.options import parse_size
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import MEMORY_LIMIT, part_bytes, stream_bytes
 from growkern.growth.plan.target import PAD_VOCAB
-from growkern.ops.expand.op import expand
+from growkern.ops.expand.speed import cpu_bytes_per_second
 
 # tokens per parameter of a compute-optimal training run (Hoffmann et al., 2022)
 CHINCHILLA = 20
@@ -26,11 +22,6 @@ CHINCHILLA = 20
 TILE = 64
 # bytes per parameter in float32: weight, gradient and two moments
 TRAINING_BYTES = 16
-# rows and columns of the probe: at half this size it fits into the CPU's caches, and estimates
-# for one growth ranged from 0.09 to 1.9 s
-PROBE_SIZE = 2048
-# how often the probe runs
-PROBES = 6
 
 
 def estimate(plan: Blueprint, ranks: int = 1) -> dict[str, Any]:
@@ -64,23 +55,8 @@ def estimate(plan: Blueprint, ranks: int = 1) -> dict[str, Any]:
         "rank_peak_bytes": shard + part_bytes(plan, ranks),
         "training_bytes_per_rank": -(-TRAINING_BYTES * parameters // ranks),
         "flops_per_token": plan.flops_per_token(),
-        "expand_seconds": size / _bytes_per_second(plan.dtype),
+        "expand_seconds": size / cpu_bytes_per_second(plan.dtype),
     }
-
-
-def _bytes_per_second(dtype: torch.dtype) -> float:
-    """Bytes of output per second of `expand` on this machine, for doubling both axes."""
-    weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype)
-    index = torch.arange(2 * PROBE_SIZE) % PROBE_SIZE
-    scale = torch.full((2 * PROBE_SIZE,), 0.5)
-    out = torch.empty(2 * PROBE_SIZE, 2 * PROBE_SIZE, dtype=dtype)
-    times = []
-    for _ in range(PROBES):
-        start = time.perf_counter()
-        expand(weight, rows=index, cols=index, col_scale=scale, out=out)
-        times.append(time.perf_counter() - start)
-    # the first run also loads libraries
-    return out.nbytes / statistics.median(times[1:])
 
 
 def advice(plan: Blueprint, tokens: float | None = None) -> tuple[str, ...]:

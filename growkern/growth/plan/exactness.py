@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from growkern.growth.models import is_dtensor
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.probe import angle_error, output_bound
@@ -149,7 +149,7 @@ def _carries_exactly(plan: Blueprint) -> bool:
         if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
             gamma = plan.source.read(task.source)
             # weights on the meta device have no values, and sharded ones lie elsewhere
-            if gamma.is_meta or isinstance(gamma, DTensor) or bool((gamma != gamma[0]).any()):
+            if gamma.is_meta or is_dtensor(gamma) or bool((gamma != gamma[0]).any()):
                 return False
     return True
 

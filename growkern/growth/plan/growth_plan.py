@@ -26,7 +26,7 @@ from growkern.growth.plan.table import plan_table
 from growkern.growth.plan.target import check_given, finish_target
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space import maps
-from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
 if TYPE_CHECKING:

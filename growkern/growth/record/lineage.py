@@ -32,7 +32,7 @@ from growkern.growth.source.config import check_config, config_from
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
-from growkern.ops.expand.checks import DTYPES as GROWN_DTYPES
+from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GROWN_DTYPES}

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
-from growkern.growth.models import restore_buffers, untrained_model
+from growkern.growth.models import is_dtensor, restore_buffers, untrained_model
 
 # attributes that change no output in evaluation mode, or that transformers itself changes
 NO_FUNCTION = {
@@ -91,7 +90,7 @@ def _differences(live: nn.Module, built: nn.Module) -> Iterator[tuple[str, Any, 
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    if found.is_meta or isinstance(found, DTensor) or found.shape != expected.shape:
+    if found.is_meta or is_dtensor(found) or found.shape != expected.shape:
         # of another shape: the model may have resized its own tables
         return True
     # `model.to(dtype)` also casts buffers

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.models import untrained_model
+from growkern.growth.models import is_dtensor, untrained_model
 from growkern.growth.source.source import Source
 
 # parameters of a model that may be copied to float64
@@ -43,7 +42,7 @@ def fits(source: Source, most: int = LARGEST) -> bool:
     if sum(map(_numbers, source.spec.shapes.values())) > most:
         return False
     first = source.read(next(iter(source.dtypes)))
-    return not isinstance(first, DTensor) and not first.is_meta
+    return not is_dtensor(first) and not first.is_meta
 
 
 def _numbers(shape: tuple[int, ...]) -> int:

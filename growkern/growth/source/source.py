@@ -97,10 +97,11 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
             config.
     """
     refuse_adapters(source, "source")
-    if isinstance(source, transformers.PreTrainedModel):
-        opened = _open_model(source)
-    elif isinstance(source, (str, Path)):
+    # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
+    if isinstance(source, (str, Path)):
         opened = _open_directory(Path(source))
+    elif isinstance(source, transformers.PreTrainedModel):
+        opened = _open_model(source)
     else:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"

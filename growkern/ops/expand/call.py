@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# of weights and results
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 # the axis of the result that has noise or routing; kernels use the same numbers
 NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
 

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.transforms import has_tangent
-from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # the fields of a call that belong to each axis of the weight
 MAPS = ("rows", "cols")
 FACTORS = (("row_scale", "row_noise"), ("col_scale", "col_noise"))

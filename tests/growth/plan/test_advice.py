@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import growkern
+from growkern.ops.backend import native
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 
@@ -30,8 +31,14 @@ def test_estimate_counts_bytes_and_flops():
     assert four["training_bytes_per_rank"] == 4 * parameters
     matrices = [p for n, p in target.named_parameters() if p.ndim == 2 and "embed" not in n]
     assert one["flops_per_token"] == 6 * sum(p.numel() for p in matrices)
-    assert one["expand_seconds"] > 0
     assert one["read_bytes"] == 2 * sum(p.numel() for p in source.parameters())
+
+
+def test_estimate_measures_the_speed_of_this_machine(monkeypatch):
+    plan = growkern.plan(random_model("LlamaForCausalLM", LLAMA), hidden_size=24)
+    assert plan.estimate()["expand_seconds"] > 0
+    monkeypatch.setattr(native, "loaded", lambda: None)
+    assert plan.estimate()["expand_seconds"] > 0
 
 
 PEAK = """

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 import growkern
 from growkern.errors import GrowthError
+from growkern.growth.source.checks import USUAL_ACTIVATIONS
 from tests.growth.models import GPT2, LLAMA, random_model
 
 CONFIGS = {
@@ -53,6 +55,10 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hostile") / "small"
     random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32).save_pretrained(directory)
     return directory
+
+
+def test_transformers_knows_the_usual_activations():
+    assert set(USUAL_ACTIVATIONS) < set(ACT2FN)
 
 
 def refusal(checkpoint, tmp_path, text):

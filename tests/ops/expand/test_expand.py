@@ -12,8 +12,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import op
-from growkern.ops.expand.call import ExpandCall, Inputs, Routing
-from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.call import DTYPES, ExpandCall, Inputs, Routing
 from growkern.ops.expand.hashes import hash_noise, line_keys
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.call import DTYPES
 from growkern.ops.expand.op import expand, folded
 from tests.ops.expand.test_expand import LIVE
 from tests.walks import walk

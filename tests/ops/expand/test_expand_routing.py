@@ -5,8 +5,7 @@ import torch
 
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
-from growkern.ops.expand.call import ExpandCall, Routing
-from growkern.ops.expand.checks import DTYPES
+from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.hashes import chosen, line_keys
 from growkern.ops.expand.limits import MOST_COPIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
