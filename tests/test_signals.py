@@ -19,7 +19,7 @@ import growkern.growth.grow
 import growkern.growth.record.fold_checkpoint
 import growkern.growth.record.verify
 import growkern.growth.replay
-import growkern.plot
+import growkern.plot.curve
 import growkern.train.run
 import growkern.train.topk_teacher.write
 from growkern.cli.main import main

@@ -15,7 +15,7 @@ from typing import Any
 from bench.paper.settings import Setting
 from bench.paper.systems import Job, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
-from growkern.plot import read_curve
+from growkern.plot.curve import read_curve
 from growkern.train.run import train
 
 ROWS = "rows.jsonl"

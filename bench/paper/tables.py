@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.paper.settings import SETTINGS
 from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS
-from growkern.plot import first_crossing
+from growkern.plot.curve import first_crossing
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The commands `growkern train`, `growkern export` and `growkern plot`."""
+"""The commands `growkern train` and `growkern export`."""
 
 import signal
 import sys
@@ -76,32 +76,3 @@ def export(
     silence_transformers()
     checkpoint = make(run, target, dtype=dtype, overwrite=overwrite)
     print(f"{target}: the model of {checkpoint}")
-
-
-@app.command()
-def plot(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...", help="Training directories; with --attention, checkpoints."
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="PNG file.  \\[loss_vs_flops.png or attention.png]")
-    ] = None,
-    attention: Annotated[
-        Path | None, typer.Option(metavar="TEXT", help="Draw attention maps for this text file.")
-    ] = None,
-) -> None:
-    """Draw loss against FLOPs of runs side by side, or attention maps of checkpoints."""
-    from growkern.plot import plot_attention, plot_runs
-    from growkern.train.data import read_text
-
-    if attention is None:
-        out = out or Path("loss_vs_flops.png")
-        plot_runs(directories, out)
-    else:
-        out = out or Path("attention.png")
-        silence_transformers()
-        plot_attention(directories, read_text(attention, 4096), out)
-    print(out)

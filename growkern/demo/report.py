@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from growkern.plot import Curve, saving
+from growkern.plot.curve import Curve, saving
 
 NOT_REACHED = "not reached"
 

@@ -37,7 +37,8 @@ from growkern.growth.plan.growth_plan import plan
 from growkern.growth.record.verify import verify
 from growkern.info import collect
 from growkern.package import version
-from growkern.plot import Curve, draw
+from growkern.plot.curve import Curve
+from growkern.plot.losses import draw
 from growkern.publish.lock import locked
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text

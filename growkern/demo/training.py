@@ -12,7 +12,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState, Trainin
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.demo.config import DemoConfig, Training
-from growkern.plot import Curve, curve_of
+from growkern.plot.curve import Curve, curve_of
 from growkern.train.data import MaskedLMCollator, TokenBlocks
 from growkern.train.run import train_or_resume
 from growkern.train.safety.checkpoints import last_checkpoint

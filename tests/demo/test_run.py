@@ -14,7 +14,7 @@ from growkern.demo.config import CONTESTANTS, FULL, MICRO, QUICK
 from growkern.demo.report import result_table, summarize
 from growkern.demo.run import run_demo
 from growkern.errors import GrowthError
-from growkern.plot import Curve, read_curve
+from growkern.plot.curve import Curve, read_curve
 from growkern.train.trainer import TwoStageTrainer
 
 

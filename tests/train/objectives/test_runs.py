@@ -17,7 +17,7 @@ from examples import objectives as example
 from examples.objectives import MODELS, make_model
 from growkern import GrowthError, ReplacedTokenDetection, grow
 from growkern.errors import GrowthWarning
-from growkern.plot import read_curve
+from growkern.plot.curve import read_curve
 from growkern.publish.manifest import differences
 from growkern.train.load import has_tokenizer
 from growkern.train.run import train

@@ -1,0 +1,74 @@
+"""The command `growkern plot`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from growkern.cli.app import app, silence_transformers
+from growkern.errors import GrowthError
+
+
+@app.command()
+def plot(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Training directories, the first is the reference; with --attention or --weights "
+            "a checkpoint and the one grown from it.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write, .png, .svg, .pdf ...  "
+            "\\[loss_vs_flops.png, attention.png or weights.png]"
+        ),
+    ] = None,
+    attention: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="Draw attention maps for this text file.")
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Draw where each unit of the large model comes from.")
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Training directory of the small model, to count its FLOPs too."
+        ),
+    ] = None,
+    lineage: Annotated[
+        Path | None,
+        typer.Option(help="lineage.json of the growth; default: the one of the grown checkpoint."),
+    ] = None,
+) -> None:
+    """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
+    from growkern.plot.attention import plot_attention
+    from growkern.plot.losses import plot_runs
+    from growkern.plot.weights import plot_weights
+    from growkern.train.data import read_text
+
+    is_growth = weights or attention is not None
+    if weights and attention is not None:
+        raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
+    if is_growth and source is not None:
+        raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
+    if lineage is not None and not is_growth:
+        raise GrowthError("--lineage goes with --attention or --weights")
+    silence_transformers()
+    if weights:
+        if len(directories) != 2:
+            raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
+        out = out or Path("weights.png")
+        plot_weights(*directories, out, lineage=lineage)
+    elif attention is not None:
+        out = out or Path("attention.png")
+        plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)
+    else:
+        out = out or Path("loss_vs_flops.png")
+        lacks = plot_runs(directories, out, source=source)
+        if lacks:
+            print(f"growkern: {lacks}", file=sys.stderr)
+    print(out)

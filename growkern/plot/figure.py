@@ -1,0 +1,90 @@
+"""What all pictures share: size, colours that colour-blind readers can tell apart, and saving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from growkern.errors import GrowthError
+from growkern.whole import write_whole
+
+# inches and dots per inch: no picture is wider than 1600 pixels
+WIDTH, DPI = 10.0, 150
+MOST_PIXELS = 1600
+TEXT, SMALL = 10.0, 8.5
+GREY = "0.45"
+# needs LaTeX
+UNUSED_FORMATS = {"pgf"}
+
+# Okabe and Ito (2008), from dark to light. The lengths have no common factor, so that a style
+# repeats after 7 x 5 x 6 curves
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "X")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve is drawn: it can be told apart in black and white too."""
+
+    color: str
+    dashes: Any
+    marker: str
+
+
+def style_of(number: int) -> Style:
+    """The style of a curve by its number, counted from 0."""
+    return Style(
+        COLORS[number % len(COLORS)],
+        DASHES[number % len(DASHES)],
+        MARKERS[number % len(MARKERS)],
+    )
+
+
+def new_figure(height: float, *, layout: str | None = None) -> Any:
+    """An empty figure of the width of all pictures.
+
+    Args:
+        height: inches.
+        layout: of matplotlib; None leaves the place of everything to the caller.
+
+    Raises:
+        GrowthError: matplotlib is missing.
+    """
+    try:
+        # not pyplot: it would choose a display and keep every figure in memory
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise GrowthError("plots need matplotlib: pip install 'growkern[plot]'") from error
+    figure = Figure(figsize=(WIDTH, height), layout=layout, dpi=DPI)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_format(out: Path) -> None:
+    """Refuse a file whose name does not end with a format that matplotlib writes.
+
+    Raises:
+        GrowthError: the name does not, or matplotlib is missing.
+    """
+    known = sorted(new_figure(1).canvas.get_supported_filetypes().keys() - UNUSED_FORMATS)
+    if out.suffix.lower().removeprefix(".") not in known:
+        kind = repr(out.suffix) if out.suffix else "no ending"
+        raise GrowthError(f"{out}: {kind} is no format of a picture: choose {', '.join(known)}")
+
+
+def save(figure: Any, out: Path) -> None:
+    """Write a figure, in the format that the file's name ends with.
+
+    Raises:
+        GrowthError: the format is unknown, or the file cannot be written.
+    """
+    check_format(out)
+    kind = out.suffix.lower().removeprefix(".")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))
+    except OSError as error:
+        raise GrowthError(f"{out}: {error.strerror or error}") from error

@@ -1,0 +1,320 @@
+"""Draws loss against FLOPs of training runs, and below it the FLOPs to reach the mark.
+
+The mark is the final loss of the reference, the first run. Runs of one name are seeds of one setup:
+they are drawn as their mean, with a band from the lowest to the highest loss. If the run of the
+small model is given, every other run starts after it: its FLOPs are part of what they cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from growkern.errors import GrowthError
+from growkern.plot.curve import Curve, first_crossing, read_curve
+from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, save, style_of
+from growkern.plot.labels import curves_in, label_ends, overview
+
+NO_VALIDATION = (
+    "no validation loss in the logs, so this is the training loss: "
+    "set validation or validation_split under [data]"
+)
+ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower under [training]"
+# a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
+# run is shown in the overview alone
+FAR_START = 4.0
+# zoom in if that leaves out at least this share of the height
+LEAST_ZOOM = 0.35
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one name.
+
+    Attributes:
+        name: of all of them.
+        curves: one per seed.
+        before: FLOPs that were spent before they started, on the small model.
+    """
+
+    name: str
+    curves: tuple[Curve, ...]
+    before: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return self.name + (f" ({len(self.curves)} runs)" if len(self.curves) > 1 else "")
+
+    def mean(self) -> tuple[np.ndarray, np.ndarray]:
+        """FLOPs and all losses, (points,) and (runs, points), where all of the runs have some."""
+        if len(self.curves) == 1:
+            return np.array(self.curves[0].flops) + self.before, np.array([self.curves[0].losses])
+        first = max(curve.flops[0] for curve in self.curves)
+        last = min(curve.flops[-1] for curve in self.curves)
+        points = np.unique([x for c in self.curves for x in c.flops if first <= x <= last])
+        losses = [np.interp(points, curve.flops, curve.losses) for curve in self.curves]
+        return points + self.before, np.array(losses)
+
+    def costs(self, mark: float) -> list[float]:
+        """FLOPs, without `before`, of the runs that reach a loss."""
+        found = [curve.flops_at(mark) for curve in self.curves]
+        return [cost for cost in found if cost is not None]
+
+    def cost(self, mark: float) -> float | None:
+        """FLOPs, without `before`, to reach a loss: the mean over the runs if all of them do.
+
+        Else it is that of their mean, and None if that does not reach the loss either.
+        """
+        costs = self.costs(mark)
+        if len(costs) == len(self.curves):
+            return float(np.mean(costs))
+        flops, losses = self.mean()
+        found = first_crossing((flops - self.before).tolist(), losses.mean(0).tolist(), mark)
+        return None if found is None else float(found)
+
+
+def groups_of(curves: Sequence[Curve], source: Curve | None) -> list[Group]:
+    """The runs by name, in the order in which the names come first. The first is the reference."""
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    return [
+        Group(
+            name,
+            tuple(curve for curve in curves if curve.name == name),
+            source.flops[-1] if source and name != names[0] else 0.0,
+        )
+        for name in names
+    ]
+
+
+def plot_runs(
+    runs: Sequence[str | Path], out: str | Path, *, source: str | Path | None = None
+) -> str:
+    """Draw training directories together. The first is the reference for the others.
+
+    Args:
+        runs: training directories. Those whose directories have one name are seeds of one setup.
+        out: file to write; its name ends with a format of matplotlib, such as .png or .svg.
+        source: training directory of the small model.
+
+    Returns:
+        A sentence about what the logs lack, "" if they lack nothing.
+
+    Raises:
+        GrowthError: see `read_curve` and `draw`.
+    """
+    check_format(Path(out))
+    curves = [read_curve(run) for run in runs]
+    small = None if source is None else read_curve(source, f"{Path(source).name} (small model)")
+    draw(curves, out, source=small)
+    return _lacks(curves)
+
+
+def draw(
+    curves: Sequence[Curve], out: str | Path, *, title: str = "", source: Curve | None = None
+) -> None:
+    """Draw loss against FLOPs. The first curve is the reference.
+
+    Args:
+        curves: at least one. Those of one name are seeds of one setup.
+        out: file to write; its name ends with a format of matplotlib.
+        title: of the picture.
+        source: of the small model, that all but the reference started from.
+
+    Raises:
+        GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
+            or the file cannot be written.
+    """
+    check_format(Path(out))
+    drawn = [*curves, source] if source else curves
+    if len({curve.validation for curve in drawn}) != 1:
+        raise GrowthError("give runs that all have a validation loss, or runs that all have none")
+    groups = groups_of(curves, source)
+    if source and len(groups) < 2:
+        raise GrowthError("give the run from scratch first, and then the runs of grown models")
+    below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
+    figure = new_figure(5.4 + below, layout="constrained")
+    if below:
+        axes, bars = figure.subplots(2, 1, sharex=True, height_ratios=[5.4, below])
+    else:
+        axes = bars = figure.add_subplot()
+    mark = float(np.mean([curve.losses[-1] for curve in groups[0].curves]))
+    unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
+    _draw_curves(axes, groups, source, mark, unit)
+    if below:
+        _draw_costs(bars, groups, mark, unit)
+    bars.set_xlabel(
+        f"training FLOPs (1e{round(math.log10(unit))}), teacher included"
+        + (", starting with the small model's" if source else ""),
+        fontsize=TEXT,
+    )
+    axes.set_title("\n".join(filter(None, [title, _lacks(curves)])), fontsize=TEXT)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    figure.canvas.draw()
+    # later text must not move what the labels were placed by
+    figure.set_layout_engine("none")
+    overview(axes)
+    curves_drawn = curves_in(axes)
+    label_ends(axes, curves_drawn[: -len(groups)])
+    # if the names do not fit, they stand beside the bars
+    label_ends(axes, curves_drawn[-len(groups) :])
+    save(figure, Path(out))
+
+
+def _lacks(curves: Sequence[Curve]) -> str:
+    if not curves[0].validation:
+        return NO_VALIDATION
+    return ONE_LOSS if all(len(curve.steps) == 1 for curve in curves) else ""
+
+
+def _unit(most: float) -> float:
+    """A power of 1000 to count FLOPs in."""
+    return 10.0 ** (3 * (math.log10(most) // 3)) if most > 0 else 1.0
+
+
+# ------------------------------------------------------------------- curves
+
+
+def _draw_curves(
+    axes: Any, groups: Sequence[Group], source: Curve | None, mark: float, unit: float
+) -> None:
+    if source:
+        x = np.array(source.flops) / unit
+        axes.plot(x, source.losses, color=GREY, linewidth=1.2, label=source.name, gid="curve")
+    for number, group in enumerate(groups):
+        style = style_of(number)
+        flops, losses = group.mean()
+        for curve in group.curves if len(group.curves) > 1 else ():
+            x = (np.array(curve.flops) + group.before) / unit
+            axes.plot(x, curve.losses, color=style.color, linewidth=0.5, alpha=0.6)
+        if len(group.curves) > 1:
+            low, high = losses.min(0), losses.max(0)
+            axes.fill_between(flops / unit, low, high, color=style.color, alpha=0.18, linewidth=0)
+        axes.plot(
+            flops / unit,
+            losses.mean(0),
+            color=style.color,
+            linestyle=style.dashes,
+            linewidth=1.7,
+            marker=style.marker,
+            # about eight on each curve, not at the same places as those of others
+            markevery=(number % max(1, len(flops) // 8), max(1, len(flops) // 8)),
+            markersize=4.5,
+            label=group.name,
+            gid="curve",
+        )
+        for cost in group.costs(mark):
+            point = {"marker": style.marker, "color": style.color, "markersize": 9}
+            axes.plot([(group.before + cost) / unit], [mark], markeredgecolor="white", **point)
+    axes.axhline(mark, color="0.25", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5, gid="mark")
+    of = groups[0].name + ("" if len(groups[0].curves) == 1 else ", mean")
+    axes.annotate(
+        f"mark: final loss of {of}, {mark:.3f}",
+        (0.01, mark),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=SMALL,
+        color="0.25",
+        gid="mark",
+    )
+    kind = "validation loss" if groups[0].curves[0].validation else "training loss"
+    has_band = any(len(group.curves) > 1 for group in groups)
+    band = "; line: mean of the runs, band: min to max" if has_band else ""
+    axes.set_ylabel(kind + band, fontsize=TEXT)
+    # room for markers at 0
+    axes.set_xlim(left=-0.01 * axes.get_xlim()[1])
+    axes.set_ylim(*loss_limits(groups, source))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def loss_limits(groups: Sequence[Group], source: Curve | None) -> tuple[float, float]:
+    """The range of losses to show: that of the runs compared, from their start to their end.
+
+    The reference and the small model start from random weights. Their early fall is left out, as
+    it would squeeze all else into a line.
+    """
+    drawn = [curve for group in groups for curve in group.curves] + ([source] if source else [])
+    low, high = min(min(c.losses) for c in drawn), max(max(c.losses) for c in drawn)
+    compared = groups[1:] or groups
+    tops = []
+    for curve in (curve for group in compared for curve in group.curves):
+        span = curve.flops[-1] - curve.flops[0]
+        settled = float(np.interp(curve.flops[0] + span / 10, curve.flops, curve.losses))
+        early = curve.losses[0] - low <= FAR_START * (settled - low)
+        tops.append(max(settled, curve.losses[0]) if early else settled)
+    tops += [max(one.losses[-1] for one in drawn)]
+    top = low + 1.35 * (max(tops) - low)
+    if top - low > (1 - LEAST_ZOOM) * (high - low):
+        top = high + 0.03 * (high - low)
+    pad = 0.11 * ((top - low) or max(abs(low), 1.0))
+    return low - pad, max(top, low + pad)
+
+
+# -------------------------------------------------------------------- costs
+
+
+def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) -> None:
+    """One bar per group: the FLOPs until it reaches the mark."""
+    reference = groups[0].cost(mark) or 0.0
+    for number, group in enumerate(groups):
+        style, cost, costs = style_of(number), group.cost(mark), group.costs(mark)
+        place: dict[str, Any] = {"y": number + 0.22, "height": 0.2}
+        before = group.before / unit
+        if group.before:
+            axes.barh(width=before, color="white", edgecolor=GREY, hatch="////", **place)
+        # an open bar ends where the longest run does, without reaching the mark
+        kind = {"color": style.color} if cost else {"color": "white", "edgecolor": style.color}
+        width = max(curve.flops[-1] for curve in group.curves) if cost is None else cost
+        axes.barh(width=width / unit, left=before, gid="cost", **place, **kind)
+        if len(group.curves) > 1 and len(costs) == len(group.curves):
+            ends = before + np.array([min(costs), max(costs)]) / unit
+            axes.plot(ends, [place["y"]] * 2, color="0.6", linewidth=1.5, marker="|")
+        kept = {"transform": axes.get_yaxis_transform(), "clip_on": False}
+        axes.plot(
+            [0.005, 0.025, 0.045],
+            [number - 0.2] * 3,
+            color=style.color,
+            linestyle=style.dashes,
+            marker=style.marker,
+            markevery=[1],
+            markersize=4.5,
+            linewidth=1.7,
+            **kept,
+        )
+        words = _saved(group, cost, reference) if number else "reference"
+        axes.text(
+            0.055,
+            number - 0.2,
+            f"{group.label}: {words}",
+            fontsize=SMALL,
+            va="center",
+            gid="cost",
+            **kept,
+        )
+    hatched = "; hatched: training of the small model" if any(g.before for g in groups) else ""
+    axes.set_title(f"FLOPs to reach loss {mark:.3f}{hatched}", fontsize=TEXT, loc="left")
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.grid(alpha=0.25, axis="x")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _saved(group: Group, cost: float | None, reference: float) -> str:
+    """The share of the reference's FLOPs that a group saved, in words. (1) of `curve`"""
+    if cost is None:
+        return "not reached"
+
+    def share(spent: float) -> str:
+        saved = 1 - spent / reference if reference else 0.0
+        return f"{saved:.0%} saved" if saved >= 0 else f"{-saved:.0%} more"
+
+    whole = f"; {share(cost + group.before)} counting the small model" if group.before else ""
+    return f"{share(cost)}{whole}"

@@ -1,0 +1,235 @@
+"""Draws where each layer, head, neuron and hidden unit of a grown model comes from.
+
+A colour stands for a unit of the source. The upper strip of a panel is the source, the lower one
+the grown model: a colour that comes twice is a unit that was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from growkern.errors import GrowthError
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.plot.figure import GREY, SMALL, TEXT, WIDTH, check_format, new_figure, save
+from growkern.plot.units import NOTHING, Units, heads_of, recorded_growth, units_of
+
+# boxes have the number of their source up to this many
+MOST_NUMBERS = 48
+# rows of a panel whose layers have maps of their own
+MOST_ROWS = 12
+# inches: height of the source's strip, of a row, between panels, and the margins
+SOURCE, ROW, ONE_ROW, BETWEEN = 0.28, 0.24, 0.42, 0.85
+LEFT, RIGHT, TOP, BOTTOM = 1.45, 0.3, 1.0, 0.45
+# from dark to light, so that the order is seen without colours too
+COLORS = "viridis"
+OLD = "as in the small model"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One kind of units, with the source unit of each.
+
+    Attributes:
+        title: what they are.
+        count: of units in the source.
+        sources: source unit of each, one row per layer or one for all; `NOTHING` for new ones.
+        is_next: which come from the next source layer (AKI), of the same shape.
+        inserted: which are new layers that compute nothing yet, of the same shape.
+        labels: of the rows.
+    """
+
+    title: str
+    count: int
+    sources: np.ndarray
+    is_next: np.ndarray
+    inserted: np.ndarray
+    labels: tuple[str, ...]
+
+
+def plot_weights(
+    source: str | Path, grown: str | Path, out: str | Path, *, lineage: str | Path | None = None
+) -> None:
+    """Draw where each unit of a grown model comes from. No weights are read.
+
+    Args:
+        source, grown: directories of the checkpoints.
+        out: file to write; its name ends with a format of matplotlib.
+        lineage: the lineage file, or its directory; None: that of `grown`.
+
+    Raises:
+        GrowthError: there is no growth record, it is of other models, the weights are random,
+            matplotlib is missing, or the file cannot be written.
+    """
+    check_format(Path(out))
+    plan = recorded_growth(source, grown, lineage)
+    if plan.options.method == "random":
+        raise GrowthError(f"{grown}: method='random' takes no unit from the source: nothing to draw")
+    small, large = (Path(p).resolve().name for p in (source, grown))
+    panels = [*layer_panels(plan), *unit_panels(plan)]
+    _draw(panels, f"Where the units of {large} come from, by the colour of their unit in {small}", Path(out))
+
+
+# ------------------------------------------------------------------- panels
+
+
+def layer_panels(plan: GrowthPlan) -> list[Panel]:
+    """One panel per stack of layers."""
+    panels = []
+    for stack, layers in plan.layer_maps.items():
+        sources = np.array([layers])
+        inserted = np.array([[(stack, i) in plan.inserted for i in range(len(layers))]])
+        count = plan.small.size(plan.small.family.stacks[stack])
+        name = f"{stack} layers" if stack else "layers"
+        nothing = np.zeros_like(inserted)
+        panels.append(Panel(name, count, sources, nothing, inserted, ("grown",)))
+    return panels
+
+
+def unit_panels(plan: GrowthPlan) -> list[Panel]:
+    """The panels of hidden units, heads and neurons, in this order."""
+    panels, spaces = [], plan.small.family.spaces
+    seen = set()
+    for name, spec in spaces.items():
+        # keys and values are arranged as the queries are, unless there are fewer of them
+        if spec.kind not in ("stream", "heads", "units") or spec.size == "stream":
+            continue
+        what = (spec.kind, spec.heads or spec.size)
+        if what in seen or name not in plan.maps():
+            continue
+        seen.add(what)
+        field = {"stream": "stream", "heads": str(spec.heads), "units": str(spec.size)}[spec.kind]
+        old, _ = plan.layout.sizes(field)
+        of: Callable[..., Units] = heads_of if spec.kind == "heads" else units_of
+        panels.append(_panel(plan, name, _title(plan, field), old, of))
+    return panels
+
+
+def _title(plan: GrowthPlan, size: str) -> str:
+    """The name of a size as users know it, such as `num_attention_heads`."""
+    return plan.small.family.config_field(size)
+
+
+def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., Units]) -> Panel:
+    stack = next((s for s in plan.layer_maps if s and name.startswith(s)), next(iter(plan.layer_maps)))
+    layers = range(len(plan.layer_maps[stack]))
+    found = [of(plan, name, stack, layer) for layer in layers]
+    sources = np.array([units.source.numpy() for units in found])
+    is_next = np.array([units.is_next.numpy() for units in found])
+    # layers that are all alike are one row
+    pairs = [(s.tobytes(), n.tobytes()) for s, n in zip(sources, is_next, strict=True)]
+    firsts = [i for i, pair in enumerate(pairs) if pair not in pairs[:i]]
+    if len(firsts) == 1:
+        rows, labels = [0], ["grown"]
+    elif len(layers) <= MOST_ROWS:
+        rows, labels = list(layers), [f"layer {i}" for i in layers]
+    else:
+        rows = np.linspace(0, len(layers) - 1, MOST_ROWS).round().astype(int).tolist()
+        labels = [f"layer {i}" for i in rows]
+    none = np.zeros_like(is_next[rows])
+    return Panel(title, old, sources[rows], is_next[rows], none, tuple(labels))
+
+
+# ------------------------------------------------------------------ drawing
+
+
+def _draw(panels: Sequence[Panel], title: str, out: Path) -> None:
+    heights = [SOURCE + 0.1 + _rows_height(panel) for panel in panels]
+    height = TOP + sum(heights) + BETWEEN * (len(panels) - 1) + BOTTOM
+    figure = new_figure(height)
+    top = TOP
+    for panel, own in zip(panels, heights, strict=True):
+        axes = figure.add_axes(
+            (LEFT / WIDTH, 1 - (top + own) / height, 1 - (LEFT + RIGHT) / WIDTH, own / height)
+        )
+        _draw_panel(axes, panel, own)
+        top += own + BETWEEN
+    figure.text(0.02, 1 - 0.3 / height, title, fontsize=TEXT + 1, va="center")
+    save(figure, out)
+
+
+def _rows_height(panel: Panel) -> float:
+    return ONE_ROW if len(panel.labels) == 1 else ROW * len(panel.labels)
+
+
+def _draw_panel(axes: Any, panel: Panel, height: float) -> None:
+    """The source's strip, and below it that of the grown model, in inches of `height`."""
+    from matplotlib import colormaps
+
+    target = panel.sources.shape[1]
+    row = _rows_height(panel) / len(panel.labels)
+    axes.set_xlim(0, target)
+    axes.set_ylim(height, 0)
+    axes.spines[:].set_visible(False)
+    colors = colormaps[COLORS](np.linspace(0.0, 0.95, max(panel.count, 2)))
+    strips = [(0.0, SOURCE, np.arange(panel.count), None, None)]
+    strips += [
+        (SOURCE + 0.1 + i * row, row, *of)
+        for i, of in enumerate(zip(panel.sources, panel.is_next, panel.inserted, strict=True))
+    ]
+    for top, high, sources, is_next, inserted in strips:
+        picture = np.where((sources == NOTHING)[:, None], 1.0, colors[sources])[None]
+        axes.imshow(
+            picture, extent=(0, len(sources), top + high, top), aspect="auto", interpolation="nearest"
+        )
+        _outline(axes, (sources == NOTHING), top, high, hatch="....", edge=GREY)
+        if is_next is not None:
+            _outline(axes, is_next, top, high, hatch="\\\\\\", edge="white")
+            _outline(axes, inserted, top, high, hatch="////", edge="white")
+        if target <= MOST_NUMBERS:
+            _number(axes, sources, colors, top, high, inserted)
+    axes.axvline(panel.count, color="#D55E00", linewidth=1.4, linestyle=(0, (3, 2)))
+    places = [SOURCE / 2] + [top + high / 2 for top, high, *_ in strips[1:]]
+    axes.set_yticks(places, ["small", *panel.labels], fontsize=SMALL)
+    axes.tick_params(axis="y", length=0)
+    if target <= MOST_NUMBERS:
+        axes.set_xticks(np.arange(target) + 0.5, range(target), fontsize=SMALL - 1)
+        axes.tick_params(axis="x", length=0, pad=2)
+    else:
+        axes.tick_params(axis="x", labelsize=SMALL - 1)
+    axes.set_title(f"{panel.title}: {panel.count} to {target}{_words(panel)}", fontsize=TEXT, loc="left")
+
+
+def _outline(axes: Any, where: Any, top: float, high: float, *, hatch: str, edge: str) -> None:
+    """Hatch runs of units."""
+    from matplotlib.patches import Rectangle
+
+    steps = np.flatnonzero(np.diff(np.concatenate([[0], where.astype(int), [0]])))
+    for start, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
+        axes.add_patch(
+            Rectangle((start, top), stop - start, high, fill=False, hatch=hatch, edgecolor=edge, lw=0)
+        )
+
+
+def _number(axes: Any, sources: Any, colors: Any, top: float, high: float, inserted: Any) -> None:
+    for i, source in enumerate(sources.tolist()):
+        if source == NOTHING:
+            continue
+        is_dark = float(colors[source][:3] @ [0.3, 0.6, 0.1]) < 0.5
+        box = {"facecolor": colors[source], "edgecolor": "none", "pad": 1.5}
+        axes.text(
+            i + 0.5,
+            top + high / 2,
+            str(source),
+            ha="center",
+            va="center",
+            fontsize=SMALL,
+            color="white" if is_dark else "black",
+            bbox=box if inserted is not None else None,
+        )
+
+
+def _words(panel: Panel) -> str:
+    """What the hatching of a panel means."""
+    found = []
+    if panel.inserted.any():
+        found.append("hatched: inserted, computes nothing yet")
+    if panel.is_next.any():
+        found.append("hatched: from the next layer")
+    if (panel.sources == NOTHING).any():
+        found.append("dotted: copies no unit")
+    return "".join(f"; {words}" for words in found)
