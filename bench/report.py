@@ -6,7 +6,8 @@ It writes:
 
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md and symmetry.md,
-- the PNGs of every GPU, beside its JSON.
+- the PNGs of every GPU, beside its JSON,
+- bench/results/demo.png from demo.json.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.pictures import draw
+from bench.shared.pictures import draw, draw_demo
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
@@ -384,6 +385,7 @@ def main(argv: list[str]) -> int:
     (args.results / "aot.md").write_text(aot_table(args.results))
     (args.results / "symmetry.md").write_text(symmetry_page(args.results))
     made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
+    made += draw_demo(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

@@ -92,6 +92,7 @@ PARTS = {
         "trainer",
         "run",
     ),
+    "growkern.plot": ("figure", "curve", "labels", "losses", "units", "attention", "weights"),
 }
 # the same of bench; everything else in it is a command, and imports no other command
 BENCH_PARTS = ("shared", "launches", "on_gpu")

@@ -1,11 +1,11 @@
-"""Draws the pictures of one GPU: time, memory, and distance from the machine's limits."""
+"""Draws pictures of results: the demo's, and of one GPU time, memory and distance from limits."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.results import quotable
+from bench.shared.results import quotable, read
 
 Row = dict[str, Any]
 
@@ -29,6 +29,17 @@ def draw(folder: Path) -> list[Path]:
         figure.savefig(folder / f"{name}.png", dpi=130)
         made.append(folder / f"{name}.png")
     return made
+
+
+def draw_demo(results: Path) -> list[Path]:
+    """Draw the picture of the demo beside its JSON. Without a result there is none."""
+    from growkern.demo.report import draw_results
+
+    found, picture = read(results / "demo.json"), results / "demo.png"
+    if not found:
+        return []
+    draw_results(found, picture)
+    return [picture]
 
 
 def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

@@ -62,7 +62,7 @@ def plot(
         if len(directories) != 2:
             raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
         out = out or Path("weights.png")
-        plot_weights(*directories, out, lineage=lineage)
+        plot_weights(directories[0], directories[1], out, lineage=lineage)
     elif attention is not None:
         out = out or Path("attention.png")
         plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)

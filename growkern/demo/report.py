@@ -1,11 +1,14 @@
-"""Summarises the training runs of the demo in a table."""
+"""Summarises the training runs of the demo in a table and a picture."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from growkern.demo.training import curve_from
 from growkern.plot.curve import Curve, saving
+from growkern.plot.losses import draw
 
 NOT_REACHED = "not reached"
 
@@ -82,6 +85,19 @@ def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
             "-" if is_scratch else _number(row["saving_with_source"], ".0%"),
         )
     return table
+
+
+def draw_results(results: dict[str, Any], out: Path) -> None:
+    """Draw the training runs of the demo.
+
+    Args:
+        results: contents of `results.json`.
+        out: PNG file to write.
+    """
+    size, device = results["config"]["target"], results["machine"]["devices"][0]
+    title = f"BERT {size['num_hidden_layers']} x {size['hidden_size']}, {device}"
+    source = curve_from(results["source"])
+    draw([curve_from(record) for record in results["curves"]], out, title=title, source=source)
 
 
 def _number(value: float | None, form: str, missing: str = "-") -> str:

@@ -28,7 +28,7 @@ from growkern.demo.config import (
 )
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.demo.progress import Narrator
-from growkern.demo.report import result_table, summarize
+from growkern.demo.report import draw_results, result_table, summarize
 from growkern.demo.stages import Stages, write_json
 from growkern.demo.training import Data, curve_from, curve_record, train_model
 from growkern.errors import FunctionChangedWarning, GrowthError
@@ -38,7 +38,6 @@ from growkern.growth.record.verify import verify
 from growkern.info import collect
 from growkern.package import version
 from growkern.plot.curve import Curve
-from growkern.plot.losses import draw
 from growkern.publish.lock import locked
 from growkern.train.config import TwoStageConfig
 from growkern.train.data import TokenBlocks, pack_text
@@ -303,9 +302,7 @@ class _Demo:
             "curves": [curve_record(curve) for curve in curves],
         }
         write_json(self.directory / RESULT_FILE, results)
-        size = self.config.target
-        title = f"BERT {size.num_hidden_layers} x {size.hidden_size}, {machine.devices[0]}"
-        draw(curves, self.directory / PICTURE_FILE, title=title)
+        draw_results(results, self.directory / PICTURE_FILE)
         self.console.print(result_table(rows, source))
         for name in (PICTURE_FILE, RESULT_FILE):
             self.console.print(f"{self.directory / name}", highlight=False)

@@ -1,1 +1,1 @@
-"""Pictures: losses of training runs, attention maps, and where the units of a grown model are from."""
+"""Pictures: losses of training runs, attention maps, and the origin of a grown model's units."""

@@ -19,12 +19,18 @@ from growkern.plot.units import NOTHING, heads_of, main_stack, recorded_growth
 from growkern.train.load import load_tokenizer
 
 # how many fit so that tokens can be read
-MOST_HEADS, MOST_LAYERS = 9, 4
-MOST_TOKENS = 12
+MOST_HEADS, MOST_LAYERS = 8, 4
+MOST_TOKENS = 10
+# letters of a token
+MOST_LETTERS = 9
 # of a picture, inches: left of the maps, right of them, above and below
-LEFT, RIGHT, TOP, BOTTOM = 1.65, 0.85, 0.75, 0.9
+LEFT, RIGHT, TOP, BOTTOM = 1.7, 0.85, 0.45, 0.85
+# inches: the most of a map, the title above it, between two layers, and beside a row for tokens
+MOST_CELL, TITLE, BETWEEN, TOKENS = 1.9, 0.2, 0.2, 0.72
+# between two maps of a row, as a share of one
+GAP = 0.08
 # light where little attention is, so that it prints well; its lightness only falls
-COLORS = "YlGnBu"
+COLORS, INSERTED = "YlGnBu", "#B03A00"
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,11 @@ def plot_attention(
         raise GrowthError("the text to draw attention maps for is empty")
     if len(checkpoints) > 2:
         raise GrowthError("attention is drawn for one model, or for a source and one grown from it")
-    plan = recorded_growth(*checkpoints, lineage) if len(checkpoints) == 2 else None
+    is_pair = len(checkpoints) == 2
+    plan = recorded_growth(checkpoints[0], checkpoints[1], lineage) if is_pair else None
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
-    words = [word.replace("Ġ", "_").replace("▁", "_") for word in tokenizer.convert_ids_to_tokens(ids[0])]
+    words = [_readable(token) for token in tokenizer.convert_ids_to_tokens(ids[0])]
     models = (load_model(c, attention="eager") for c in checkpoints)
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
@@ -118,6 +125,12 @@ def plot_attention(
     layers = f"{len(rows) // len(maps)} of {len(maps[-1])} layers"
     parts = f"{layers}, {shown} of {heads} heads" if shown < heads else layers
     _draw(rows, maps, words, f"Attention of {title} ({parts})", Path(out))
+
+
+def _readable(token: str) -> str:
+    """A token as short text; the signs for a space of several tokenizers become "_"."""
+    text = token.replace("\u0120", "_").replace("\u2581", "_").replace("$", r"\$")
+    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "\u2026"
 
 
 # --------------------------------------------------------------------- rows
@@ -185,72 +198,110 @@ def _alone(maps: Any) -> list[Row]:
 # ------------------------------------------------------------------ drawing
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """Where maps lie, in widths of a map, from the upper left corner.
+
+    Attributes:
+        cell: width and height of a map, inches.
+        columns: of maps.
+        tops: upper end of every row.
+    """
+
+    cell: float
+    columns: int
+    tops: tuple[float, ...]
+
+    @property
+    def width(self) -> float:
+        return self.columns * (1 + GAP)
+
+    @property
+    def height(self) -> float:
+        return self.tops[-1] + 1
+
+    def left(self, column: int) -> float:
+        return column * (1 + GAP)
+
+
+def _grid(rows: Sequence[Row]) -> _Grid:
+    columns = max(len(row.cells) for row in rows)
+    cell = min((WIDTH - LEFT - RIGHT) / (columns * (1 + GAP)), MOST_CELL)
+    tops, top = [], TITLE / cell
+    for i, row in enumerate(rows):
+        if i:
+            # the grown model's row belongs to the source's row above it
+            top += 1 + (TITLE + (BETWEEN if row.grown == rows[0].grown else 0)) / cell
+        tops.append(top)
+    return _Grid(cell, columns, tuple(tops))
+
+
 def _draw(
     rows: Sequence[Row], maps: Sequence[Any], words: Sequence[str], title: str, out: Path
 ) -> None:
-    """Draw all maps into one pair of axes, in units of a cell. Axes of their own would be slow."""
-    from matplotlib.patches import Rectangle
+    """Draw all maps into one pair of axes: a pair for each would be slow."""
+    from matplotlib.colors import PowerNorm
 
-    columns, gap, pair = max(len(row.cells) for row in rows), 0.08, 0.22
-    # a few heads need not fill the width
-    cell = min((WIDTH - LEFT - RIGHT) / (columns * (1 + gap)), 1.9)
-    tops, y = [], 0.0
-    for row in rows:
-        y += (0.5 if row.grown == rows[0].grown or len(maps) == 1 else 0.0) * (y > 0)
-        tops.append(y + pair)
-        y += 1 + pair
-    height = cell * y + TOP + BOTTOM
+    grid = _grid(rows)
+    height = grid.cell * grid.height + TOP + BOTTOM
     figure = new_figure(height)
-    width = cell * columns * (1 + gap)
-    axes = figure.add_axes(
-        (LEFT / WIDTH, BOTTOM / height, width / WIDTH, cell * y / height),
-        xlim=(0, columns * (1 + gap)),
-        ylim=(y, 0),
-    )
-    axes.axis("off")
-    drawn = [
-        (row, column, top, shown)
-        for row, top in zip(rows, tops, strict=True)
-        for column, shown in enumerate(row.cells)
-        if shown is not None
+    size = (grid.width * grid.cell / WIDTH, grid.height * grid.cell / height)
+    axes = figure.add_axes((LEFT / WIDTH, BOTTOM / height, *size))
+    shown = [
+        (one, row, (grid.left(column), top))
+        for row, top in zip(rows, grid.tops, strict=True)
+        for column, one in enumerate(row.cells)
+        if one is not None
     ]
-    pictures = [maps[-1 if row.grown else 0][one.layer, one.head] for row, _, _, one in drawn]
-    most, size = max(float(picture.max()) for picture in pictures), len(words)
-    font = min(SMALL, 72 * cell / size * 0.8)
-    image = None
-    for (row, column, top, one), picture in zip(drawn, pictures, strict=True):
-        left = column * (1 + gap)
-        place = (left, left + 1, top + 1, top)
-        image = axes.imshow(picture, cmap=COLORS, vmin=0, vmax=most, extent=place, aspect="auto")
-        edge = {"edgecolor": "#D55E00", "linewidth": 1.6, "linestyle": (0, (4, 2))}
-        plain = {"edgecolor": "0.6", "linewidth": 0.6}
-        is_marked = row.inserted and row.grown
-        axes.add_patch(
-            Rectangle((left, top), 1, 1, fill=False, zorder=3, **(edge if is_marked else plain))
-        )
-        axes.text(left + 0.5, top - 0.03, one.title, ha="center", va="bottom", fontsize=SMALL)
-    for row, top in zip(rows, tops, strict=True):
-        axes.text(
-            -0.72 * TEXT / 10 / cell, top + 0.5, row.label, ha="right", va="center", fontsize=SMALL,
-            color="#D55E00" if row.inserted and row.grown else "black",
-            fontweight="bold" if row.grown else "normal",
-        )  # fmt: skip
-        for i, word in enumerate(words):
-            at = top + (i + 0.5) / size
-            axes.text(-0.04 / cell, at, word[:9], ha="right", va="center", fontsize=font)
-    for column in range(columns):
-        for i, word in enumerate(words):
-            at = column * (1 + gap) + (i + 0.5) / size
-            axes.text(at, y + 0.04 / cell, word[:9], ha="center", va="top", rotation=90, fontsize=font)
-    axes.set_xlim(0, columns * (1 + gap))
-    axes.set_ylim(y, 0)
+    pictures = [maps[-1 if row.grown else 0][one.layer, one.head] for one, row, _ in shown]
+    # with a root, weak attention is seen beside strong
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(picture.max()) for picture in pictures))
+    for (one, row, corner), picture in zip(shown, pictures, strict=True):
+        image = _draw_map(axes, picture, norm, corner, one.title, row.grown and row.inserted)
+    _write_tokens(axes, grid, words)
+    for row, top in zip(rows, grid.tops, strict=True):
+        color = INSERTED if row.grown and row.inserted else "black"
+        place = {"x": -TOKENS / grid.cell, "y": top + 0.5, "ha": "right", "va": "center"}
+        axes.text(s=row.label, fontsize=SMALL, color=color, gid="row", **place)
+    axes.set(xlim=(0, grid.width), ylim=(grid.height, 0))
+    axes.axis("off")
+    left, high = LEFT + grid.width * grid.cell + 0.12, min(2.2, grid.cell * grid.height - TITLE)
     bar = figure.add_axes(
-        ((LEFT + width + 0.1) / WIDTH, BOTTOM / height, 0.14 / WIDTH, min(3.0, cell * y) / height)
+        (left / WIDTH, 1 - (TOP + TITLE + high) / height, 0.14 / WIDTH, high / height)
     )
     figure.colorbar(image, cax=bar)
-    bar.set_title("weight", fontsize=SMALL)
-    bar.tick_params(labelsize=SMALL)
-    figure.text(0.02, 1 - 0.3 / height, title, fontsize=TEXT, va="center")
-    where = "rows: token that attends; columns: token attended to"
+    bar.set_ylabel("attention weight", fontsize=SMALL)
+    bar.tick_params(labelsize=SMALL - 1)
+    figure.text(0.02, 1 - 0.25 / height, title, fontsize=TEXT + 1, va="center", gid="title")
+    where = "Rows of a map: the token that attends. Columns: the token attended to."
     figure.text(0.02, 0.12 / height, where, fontsize=SMALL)
     save(figure, out)
+
+
+def _draw_map(
+    axes: Any, picture: Any, norm: Any, corner: tuple[float, float], title: str, is_inserted: bool
+) -> Any:
+    from matplotlib.patches import Rectangle
+
+    left, top = corner
+    place = (left, left + 1, top + 1, top)
+    image = axes.imshow(picture, cmap=COLORS, norm=norm, extent=place, aspect="auto")
+    edge: dict[str, Any] = {"edgecolor": "0.6", "linewidth": 0.6}
+    if is_inserted:
+        edge = {"edgecolor": INSERTED, "linewidth": 2.0, "linestyle": (0, (4, 1.5))}
+    axes.add_patch(Rectangle((left, top), 1, 1, fill=False, zorder=3, **edge))
+    axes.text(left + 0.5, top - 0.03, title, ha="center", va="bottom", fontsize=SMALL, gid="cell")
+    return image
+
+
+def _write_tokens(axes: Any, grid: _Grid, words: Sequence[str]) -> None:
+    """Tokens at the left of every row of maps, and below the last one."""
+    places = (np.arange(len(words)) + 0.5) / len(words)
+    font = min(SMALL, 72 * grid.cell / len(words) * 0.85)
+    for place, word in zip(places, words, strict=True):
+        kind = {"s": word, "fontsize": font, "gid": "token"}
+        for top in grid.tops:
+            axes.text(-0.04 / grid.cell, top + place, ha="right", va="center", **kind)
+        for column in range(grid.columns):
+            at = (grid.left(column) + place, grid.height + 0.04 / grid.cell)
+            axes.text(*at, ha="center", va="top", rotation=90, **kind)

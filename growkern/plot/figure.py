@@ -1,27 +1,29 @@
-"""What all pictures share: size, colours that colour-blind readers can tell apart, and saving."""
+"""The size of all pictures, colours for colour-blind readers, and how pictures are saved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from growkern.errors import GrowthError
 from growkern.whole import write_whole
 
 # inches and dots per inch: no picture is wider than 1600 pixels
 WIDTH, DPI = 10.0, 150
-MOST_PIXELS = 1600
 TEXT, SMALL = 10.0, 8.5
 GREY = "0.45"
 # needs LaTeX
 UNUSED_FORMATS = {"pgf"}
 
 # Okabe and Ito (2008), from dark to light. The lengths have no common factor, so that a style
-# repeats after 7 x 5 x 6 curves
+# repeats after 7 x 6 x 5 curves
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
-MARKERS = ("o", "s", "^", "D", "v", "X")
+DASHES: tuple[Any, ...] = (
+    *("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (10, 3))),
+    (0, (6, 1.5, 1.5, 1.5, 1.5, 1.5)),
+)
+MARKERS = ("o", "s", "^", "D", "X")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def style_of(number: int) -> Style:
     )
 
 
-def new_figure(height: float, *, layout: str | None = None) -> Any:
+def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -> Any:
     """An empty figure of the width of all pictures.
 
     Args:
@@ -71,8 +73,10 @@ def check_format(out: Path) -> None:
     """
     known = sorted(new_figure(1).canvas.get_supported_filetypes().keys() - UNUSED_FORMATS)
     if out.suffix.lower().removeprefix(".") not in known:
-        kind = repr(out.suffix) if out.suffix else "no ending"
-        raise GrowthError(f"{out}: {kind} is no format of a picture: choose {', '.join(known)}")
+        raise GrowthError(
+            f"{out}: {out.suffix!r} is no format of a picture: end the name with one of "
+            f"{', '.join(known)}"
+        )
 
 
 def save(figure: Any, out: Path) -> None:

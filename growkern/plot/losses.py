@@ -18,13 +18,16 @@ import numpy as np
 from growkern.errors import GrowthError
 from growkern.plot.curve import Curve, first_crossing, read_curve
 from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, save, style_of
-from growkern.plot.labels import curves_in, label_ends, overview
+from growkern.plot.labels import curves_in, draw_mark, label_ends, overview
 
 NO_VALIDATION = (
     "no validation loss in the logs, so this is the training loss: "
     "set validation or validation_split under [data]"
 )
 ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower under [training]"
+BEYOND = (
+    "the small model ends below the mark: too short a training for the savings to mean anything"
+)
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
 FAR_START = 4.0
@@ -109,7 +112,7 @@ def plot_runs(
     """
     check_format(Path(out))
     curves = [read_curve(run) for run in runs]
-    small = None if source is None else read_curve(source, f"{Path(source).name} (small model)")
+    small = None if source is None else read_curve(source)
     draw(curves, out, source=small)
     return _lacks(curves)
 
@@ -147,16 +150,21 @@ def draw(
     _draw_curves(axes, groups, source, mark, unit)
     if below:
         _draw_costs(bars, groups, mark, unit)
+    scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     bars.set_xlabel(
-        f"training FLOPs (1e{round(math.log10(unit))}), teacher included"
+        f"training FLOPs{scale}, teacher included"
         + (", starting with the small model's" if source else ""),
         fontsize=TEXT,
     )
-    axes.set_title("\n".join(filter(None, [title, _lacks(curves)])), fontsize=TEXT)
+    is_small_enough = source is not None and source.losses[-1] <= mark
+    notes = [title, _lacks(curves), BEYOND if is_small_enough else ""]
+    axes.set_title("\n".join(filter(None, notes)), fontsize=TEXT, loc="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
     # later text must not move what the labels were placed by
     figure.set_layout_engine("none")
+    of = f"{groups[0].name}{', mean' if len(groups[0].curves) > 1 else ''}"
+    draw_mark(axes, mark, f"mark: final loss of {of}, {mark:.3f}")
     overview(axes)
     curves_drawn = curves_in(axes)
     label_ends(axes, curves_drawn[: -len(groups)])
@@ -184,7 +192,7 @@ def _draw_curves(
 ) -> None:
     if source:
         x = np.array(source.flops) / unit
-        axes.plot(x, source.losses, color=GREY, linewidth=1.2, label=source.name, gid="curve")
+        axes.plot(x, source.losses, color=GREY, linewidth=1.2, label="small model", gid="curve")
     for number, group in enumerate(groups):
         style = style_of(number)
         flops, losses = group.mean()
@@ -210,19 +218,6 @@ def _draw_curves(
         for cost in group.costs(mark):
             point = {"marker": style.marker, "color": style.color, "markersize": 9}
             axes.plot([(group.before + cost) / unit], [mark], markeredgecolor="white", **point)
-    axes.axhline(mark, color="0.25", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5, gid="mark")
-    of = groups[0].name + ("" if len(groups[0].curves) == 1 else ", mean")
-    axes.annotate(
-        f"mark: final loss of {of}, {mark:.3f}",
-        (0.01, mark),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -4),
-        textcoords="offset points",
-        va="top",
-        fontsize=SMALL,
-        color="0.25",
-        gid="mark",
-    )
     kind = "validation loss" if groups[0].curves[0].validation else "training loss"
     has_band = any(len(group.curves) > 1 for group in groups)
     band = "; line: mean of the runs, band: min to max" if has_band else ""
@@ -298,7 +293,11 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
             gid="cost",
             **kept,
         )
-    hatched = "; hatched: training of the small model" if any(g.before for g in groups) else ""
+    hatched = (
+        "; hatched: the small model's training (grey curve)"
+        if any(g.before for g in groups)
+        else ""
+    )
     axes.set_title(f"FLOPs to reach loss {mark:.3f}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_yticks([])

@@ -46,17 +46,17 @@ def recorded_growth(
         GrowthError: there is no growth record, or it is of other models.
     """
     source, grown = Path(source), Path(grown)
-    if lineage is None and grown.is_dir() and not (grown / LINEAGE_FILE).is_file():
+    configs = [read_config(source), read_config(grown)]
+    if lineage is None and not (grown / LINEAGE_FILE).is_file():
         raise GrowthError(
             f"{grown}: no {LINEAGE_FILE}, which says where each unit comes from: give that of the "
             "growth with --lineage"
         )
     plan = recorded_plan(read_lineage(Path(lineage or grown)))
     changes = plan.size_changes().items()
-    for directory, which in ((source, 0), (grown, 1)):
-        config = read_config(directory)
+    for which, directory in enumerate((source, grown)):
         for name, sizes in changes:
-            found = getattr(config, name, None)
+            found = getattr(configs[which], name, None)
             if found not in (sizes[which], None):
                 raise GrowthError(
                     f"{directory}: {name}={found}, the growth record says {sizes[which]}: give the "

@@ -23,11 +23,10 @@ MOST_NUMBERS = 48
 # rows of a panel whose layers have maps of their own
 MOST_ROWS = 12
 # inches: height of the source's strip, of a row, between panels, and the margins
-SOURCE, ROW, ONE_ROW, BETWEEN = 0.28, 0.24, 0.42, 0.85
-LEFT, RIGHT, TOP, BOTTOM = 1.45, 0.3, 1.0, 0.45
+SOURCE, ROW, ONE_ROW, BETWEEN = 0.28, 0.24, 0.38, 0.72
+LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.3, 0.95, 0.4
 # from dark to light, so that the order is seen without colours too
 COLORS = "viridis"
-OLD = "as in the small model"
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,13 @@ def plot_weights(
     check_format(Path(out))
     plan = recorded_growth(source, grown, lineage)
     if plan.options.method == "random":
-        raise GrowthError(f"{grown}: method='random' takes no unit from the source: nothing to draw")
+        raise GrowthError(
+            f"{grown}: method='random' takes no unit from the source: nothing to draw"
+        )
     small, large = (Path(p).resolve().name for p in (source, grown))
+    title = f"Where each unit of {large} comes from: the colour is that of its unit in {small}"
     panels = [*layer_panels(plan), *unit_panels(plan)]
-    _draw(panels, f"Where the units of {large} come from, by the colour of their unit in {small}", Path(out))
+    _draw(panels, title, Path(out))
 
 
 # ------------------------------------------------------------------- panels
@@ -115,7 +117,9 @@ def _title(plan: GrowthPlan, size: str) -> str:
 
 
 def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., Units]) -> Panel:
-    stack = next((s for s in plan.layer_maps if s and name.startswith(s)), next(iter(plan.layer_maps)))
+    stack = next(
+        (s for s in plan.layer_maps if s and name.startswith(s)), next(iter(plan.layer_maps))
+    )
     layers = range(len(plan.layer_maps[stack]))
     found = [of(plan, name, stack, layer) for layer in layers]
     sources = np.array([units.source.numpy() for units in found])
@@ -130,6 +134,7 @@ def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., 
     else:
         rows = np.linspace(0, len(layers) - 1, MOST_ROWS).round().astype(int).tolist()
         labels = [f"layer {i}" for i in rows]
+        title = f"{title}, {MOST_ROWS} of {len(layers)} layers"
     none = np.zeros_like(is_next[rows])
     return Panel(title, old, sources[rows], is_next[rows], none, tuple(labels))
 
@@ -174,15 +179,18 @@ def _draw_panel(axes: Any, panel: Panel, height: float) -> None:
     for top, high, sources, is_next, inserted in strips:
         picture = np.where((sources == NOTHING)[:, None], 1.0, colors[sources])[None]
         axes.imshow(
-            picture, extent=(0, len(sources), top + high, top), aspect="auto", interpolation="nearest"
+            picture,
+            extent=(0, len(sources), top + high, top),
+            aspect="auto",
+            interpolation="nearest",
         )
-        _outline(axes, (sources == NOTHING), top, high, hatch="....", edge=GREY)
+        _hatch(axes, sources == NOTHING, top, high, "....", GREY)
         if is_next is not None:
-            _outline(axes, is_next, top, high, hatch="\\\\\\", edge="white")
-            _outline(axes, inserted, top, high, hatch="////", edge="white")
+            _hatch(axes, is_next, top, high, "\\\\\\", "black")
+            _hatch(axes, inserted, top, high, "////", "black")
+            axes.axhline(top, color="white", linewidth=1)
         if target <= MOST_NUMBERS:
             _number(axes, sources, colors, top, high, inserted)
-    axes.axvline(panel.count, color="#D55E00", linewidth=1.4, linestyle=(0, (3, 2)))
     places = [SOURCE / 2] + [top + high / 2 for top, high, *_ in strips[1:]]
     axes.set_yticks(places, ["small", *panel.labels], fontsize=SMALL)
     axes.tick_params(axis="y", length=0)
@@ -191,18 +199,20 @@ def _draw_panel(axes: Any, panel: Panel, height: float) -> None:
         axes.tick_params(axis="x", length=0, pad=2)
     else:
         axes.tick_params(axis="x", labelsize=SMALL - 1)
-    axes.set_title(f"{panel.title}: {panel.count} to {target}{_words(panel)}", fontsize=TEXT, loc="left")
+    axes.set_title(
+        f"{panel.title}: {panel.count} to {target}{_words(panel)}", fontsize=TEXT, loc="left"
+    )
 
 
-def _outline(axes: Any, where: Any, top: float, high: float, *, hatch: str, edge: str) -> None:
-    """Hatch runs of units."""
+def _hatch(axes: Any, where: Any, top: float, high: float, hatch: str, color: str) -> None:
+    """Hatch runs of units. Their colour is made lighter, so that the hatching is seen on any."""
     from matplotlib.patches import Rectangle
 
     steps = np.flatnonzero(np.diff(np.concatenate([[0], where.astype(int), [0]])))
     for start, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
-        axes.add_patch(
-            Rectangle((start, top), stop - start, high, fill=False, hatch=hatch, edgecolor=edge, lw=0)
-        )
+        place = ((start, top), stop - start, high)
+        axes.add_patch(Rectangle(*place, facecolor="white", alpha=0.35, linewidth=0))
+        axes.add_patch(Rectangle(*place, fill=False, hatch=hatch, edgecolor=color, linewidth=0))
 
 
 def _number(axes: Any, sources: Any, colors: Any, top: float, high: float, inserted: Any) -> None:
@@ -231,5 +241,5 @@ def _words(panel: Panel) -> str:
     if panel.is_next.any():
         found.append("hatched: from the next layer")
     if (panel.sources == NOTHING).any():
-        found.append("dotted: copies no unit")
+        found.append("dotted: new, copies no unit")
     return "".join(f"; {words}" for words in found)

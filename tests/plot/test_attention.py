@@ -1,0 +1,157 @@
+"""Attention maps, and heads of a grown model below the heads they come from."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern.demo.corpus import train_tokenizer
+from growkern.errors import GrowthError
+from growkern.plot.attention import attention_maps, paired_rows, plot_attention, shown_layers
+from tests.growth.models import BERT, LLAMA, random_model
+from tests.plot.runs import drawn, texts
+
+TEXT = "attention is drawn for every head of every layer " * 4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A source of 3 heads and 2 layers, grown to 6 heads and 3 layers, one of them inserted."""
+    folder = tmp_path_factory.mktemp("attention")
+    tokenizer = train_tokenizer([TEXT], 50)
+    sizes = {"vocab_size": len(tokenizer), "dtype": torch.float32}
+    source = random_model("BertModel", BERT, **sizes)
+    grown = growkern.grow(source, hidden_size=24, num_hidden_layers=3)
+    for name, model in (("small", source), ("large", grown)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "small", folder / "large"
+
+
+def test_attention_maps_are_the_models_own_and_copies_attend_alike(tmp_path):
+    """FPI copies whole heads: the grown model's map of head h is the source's of h mod heads."""
+    source = random_model("BertModel", BERT, dtype=torch.float32)
+    grown = growkern.grow(source, hidden_size=24)
+    tokens = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(0))
+    maps = []
+    for name, model in (("source", source), ("grown", grown)):
+        model.save_pretrained(tmp_path / name)
+        loaded = transformers.BertModel.from_pretrained(
+            tmp_path / name, attn_implementation="eager"
+        )
+        maps.append(attention_maps(loaded.eval(), tokens))
+    assert maps[0].shape == (2, 3, 9, 9) and maps[1].shape == (2, 6, 9, 9)
+    torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 9))
+    torch.testing.assert_close(maps[1], torch.cat([maps[0], maps[0]], 1))
+
+
+def cells(plan):
+    """Per layer: (source layer, source head) and grown head of every column."""
+    rows = paired_rows(plan)
+    return [
+        [
+            ((above.layer, above.head), below.head)
+            for above, below in zip(source.cells, grown.cells, strict=True)
+        ]
+        for source, grown in zip(rows[::2], rows[1::2], strict=True)
+    ]
+
+
+def test_heads_stand_below_the_heads_they_come_from():
+    source = random_model("BertModel", BERT)
+    plan = growkern.plan(source, hidden_size=24, num_hidden_layers=3)
+    order = [(0, 0), (0, 3), (1, 1), (1, 4), (2, 2), (2, 5)]
+    # layer 1 is inserted behind layer 0
+    assert cells(plan) == [[((layer, a), b) for a, b in order] for layer in (0, 0, 1)]
+    assert [row.inserted for row in paired_rows(plan)] == [False, False, True, True, False, False]
+
+
+def test_aki_heads_stand_below_heads_of_the_next_layer():
+    plan = growkern.plan(random_model("BertModel", BERT), hidden_size=24, method="aki")
+    first, last = cells(plan)
+    assert first == [((0, h), h) for h in range(3)] + [((1, h), h + 3) for h in range(3)]
+    assert last == [((1, h), h + 3 * k) for h in range(3) for k in (0, 1)]
+
+
+def test_grouped_query_heads_follow_their_keys():
+    source = random_model("LlamaModel", LLAMA)
+    plan = growkern.plan(source, num_attention_heads=12, num_key_value_heads=4)
+    assert cells(plan)[0] == [((0, h), h + 6 * k) for h in range(6) for k in (0, 1)][:8]
+
+
+def test_new_heads_of_a_direct_copy_have_nothing_above():
+    plan = growkern.plan(random_model("BertModel", BERT), hidden_size=24, method="direct_copy")
+    above, below = paired_rows(plan)[:2]
+    assert [cell and cell.head for cell in above.cells] == [0, 1, 2, None, None, None]
+    assert [cell.head for cell in below.cells] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_inserted_layer_is_among_those_shown():
+    assert shown_layers(3, [1]) == [0, 1, 2]
+    assert shown_layers(24, []) == [0, 8, 15, 23]
+    assert shown_layers(24, [5, 6, 7]) == [0, 6, 8, 23]
+
+
+def test_attention_is_drawn(pair, tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    plot_attention(pair, TEXT, tmp_path / "a.png")
+    with image.open(tmp_path / "a.png") as picture:
+        assert picture.width <= 1600
+    figure = drawn(monkeypatch, lambda: plot_attention(pair, TEXT, tmp_path / "a.png", length=7))
+    main, bar = figure.axes
+    assert texts(figure, "row") == [
+        *("small model\nlayer 0", "grown model\nlayer 0"),
+        *("small model\nlayer 0", "grown model\nlayer 1\ninserted"),
+        *("small model\nlayer 1", "grown model\nlayer 2"),
+    ]
+    heads = [f"head {h}" for h in (0, 0, 1, 1, 2, 2)], [f"head {h}" for h in (0, 3, 1, 4, 2, 5)]
+    assert texts(figure, "cell") == [*heads[0], *heads[1]] * 3
+    # the first layer of the source and of the grown model attend alike, head by head
+    maps = [torch.tensor(one.get_array()) for one in main.images]
+    assert len(maps) == 36 and all(one.shape == (7, 7) for one in maps)
+    for source, grown in zip(maps[:6], maps[6:12], strict=True):
+        torch.testing.assert_close(source, grown, atol=1e-5, rtol=1e-4)
+    assert len({one.norm for one in main.images}) == 1 and bar.get_ylabel() == "attention weight"
+    # tokens at the left of 6 rows, and below 6 columns
+    assert len(texts(figure, "token")) == 7 * (6 + 6)
+
+
+def test_no_words_of_the_picture_overlap(pair, tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: plot_attention(pair, TEXT, tmp_path / "a.png"))
+    renderer = figure.canvas.get_renderer()
+    found = {"row": [], "cell": [], "token": []}
+    for text in figure.axes[0].texts:
+        box = text.get_window_extent(renderer)
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and figure.bbox.y0 <= box.y0
+        found[text.get_gid()].append(box)
+    for row in found["row"]:
+        assert not any(row.overlaps(token) for token in found["token"])
+    for cell in found["cell"]:
+        others = [box for box in found["cell"] if box is not cell]
+        assert not any(cell.overlaps(box) for box in [*others, *found["token"]])
+
+
+def test_one_model_is_drawn_alone(pair, tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: plot_attention(pair[:1], TEXT, tmp_path / "a.png"))
+    assert len(figure.axes[0].images) == 2 * 3
+    assert texts(figure, "row") == ["layer 0", "layer 1"]
+
+
+def test_what_cannot_be_drawn_is_refused(pair, tmp_path):
+    small, large = pair
+    for checkpoints, text, words in (
+        ([small], "", "is empty"),
+        ([small, large, large], TEXT, "for one model, or for a source and one grown"),
+        ([large, small], TEXT, "no lineage.json.*--lineage"),
+        ([small, large], TEXT, None),
+    ):
+        out = tmp_path / "b.png"
+        if words is None:
+            with pytest.raises(GrowthError, match="no format"):
+                plot_attention(checkpoints, text, tmp_path / "b.xyz")
+            continue
+        with pytest.raises(GrowthError, match=words) as error:
+            plot_attention(checkpoints, text, out)
+        assert not re.search("\n", str(error.value)) and not out.exists()

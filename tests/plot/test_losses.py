@@ -1,0 +1,188 @@
+"""The picture of losses: its data, its limits, and names that cover nothing."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from growkern.errors import GrowthError
+from growkern.plot.figure import style_of
+from growkern.plot.losses import NO_VALIDATION, ONE_LOSS, draw, plot_runs
+from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
+
+GROWN = curve("grown", [6.0, 4.5, 3.5])  # reaches 4 at 15
+SLOW = curve("slow", [8.0, 7.0])
+SMALL = curve("source", [8.0, 5.5], flops=[0.0, 6.0])
+# a long early fall, as from random weights, and a grown model that starts near the end of it
+FALLING = curve("scratch", [11.0, 7.0, 5.0, 4.0, 3.5, 3.2, 3.1, 3.05, 3.02, 3.0])
+NEAR = curve("grown", [3.3, 3.2, 3.1, 3.05, 2.95])
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.lines if line.get_gid() == "curve"}
+
+
+def test_refuses_to_mix_training_and_validation_loss(tmp_path):
+    runs = [write_run(tmp_path / "a", HISTORY), write_run(tmp_path / "b", HISTORY[1:2])]
+    with pytest.raises(GrowthError, match="validation loss"):
+        plot_runs(runs, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "PDF"])
+def test_draws_a_picture_in_the_format_of_its_name(tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / f"plot.{kind}"
+    plot_runs([write_run(tmp_path / name, HISTORY) for name in "ab"], out)
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "PDF": b"%PDF"}
+    assert out.read_bytes().startswith(starts[kind])
+    assert list((tmp_path / "new").iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", ["plot.bmp2", "plot", "plot.pgf"])
+def test_refuses_a_format_before_it_reads_a_run(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(GrowthError, match=r"no format of a picture: .*png.*svg") as error:
+        plot_runs([tmp_path / "no run"], tmp_path / name)
+    assert "\n" not in str(error.value)
+    with pytest.raises(GrowthError, match="no format of a picture"):
+        draw([SCRATCH], tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_picture_is_at_most_1600_pixels_wide(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    draw([SCRATCH, GROWN, SLOW], tmp_path / "plot.png", source=SMALL)
+    with image.open(tmp_path / "plot.png") as picture:
+        assert picture.width <= 1600
+
+
+def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeypatch):
+    figure = drawn(
+        monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png", source=SMALL)
+    )
+    found = lines(figure.axes[0])
+    for one, before in ((SCRATCH, 0.0), (GROWN, 6.0), (SLOW, 6.0)):
+        assert tuple(found[one.name].get_ydata()) == one.losses
+        assert tuple(found[one.name].get_xdata()) == tuple(x + before for x in one.flops)
+    assert tuple(found["small model"].get_xdata()) == SMALL.flops
+    mark = [line for line in figure.axes[0].lines if line.get_gid() == "mark"]
+    assert [line.get_ydata()[0] for line in mark] == [4.0]
+    assert texts(figure, "mark") == ["mark: final loss of scratch, 4.000"]
+
+
+def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png"))
+    said = ["scratch: reference", "grown: 50% saved", "slow: not reached"]
+    assert texts(figure, "cost") == said
+    bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
+    assert [bar.get_width() for bar in bars] == pytest.approx([30.0, 15.0, 10.0])
+    figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", source=SMALL))
+    # (15 + 6) / 30 of the FLOPs
+    assert texts(figure, "cost")[1] == "grown: 50% saved; 30% saved counting the small model"
+    bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
+    assert [bar.get_x() for bar in bars] == [0.0, 6.0]
+
+
+def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
+    figure = drawn(
+        monkeypatch,
+        lambda: draw(
+            [SCRATCH, GROWN],
+            tmp_path / "a.png",
+            source=dataclasses.replace(SMALL, losses=(8.0, 3.9)),
+        ),
+    )
+    assert "the small model ends below the mark" in figure.axes[0].get_title("left")
+    with pytest.raises(GrowthError, match="scratch first"):
+        draw([GROWN], tmp_path / "a.png", source=SMALL)
+
+
+def test_the_early_fall_is_in_an_overview_alone(tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: draw([FALLING, NEAR], tmp_path / "a.png"))
+    main = figure.axes[0]
+    low, high = main.get_ylim()
+    assert low < 2.95 and 3.3 < high < 4.0
+    # the compared curve fills at least half of the height
+    assert (3.3 - 2.95) / (high - low) > 0.5
+    (inset,) = main.child_axes
+    assert inset.get_ylim()[1] >= 11.0
+    assert {tuple(line.get_ydata()) for line in inset.lines} == {FALLING.losses, NEAR.losses}
+
+
+def test_a_narrow_range_is_shown_whole(tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png"))
+    low, high = figure.axes[0].get_ylim()
+    assert low < 3.5 and high >= 8.0 and figure.axes[0].child_axes == []
+
+
+def seeds(name, *losses):
+    return [curve(name, one) for one in losses]
+
+
+def test_runs_of_one_name_are_a_mean_and_a_band(tmp_path, monkeypatch):
+    scratch = seeds("scratch", [8.0, 6.0, 4.0], [9.0, 6.0, 4.4], [7.0, 6.6, 4.2])
+    # the second one stops early: the mean ends there
+    grown = [*seeds("grown", [5.0, 4.5, 3.9]), curve("grown", [5.2, 4.0])]
+    figure = drawn(monkeypatch, lambda: draw([*scratch, *grown], tmp_path / "a.png"))
+    found = lines(figure.axes[0])
+    assert found["scratch"].get_ydata() == pytest.approx([8.0, 6.2, 4.2])
+    assert found["grown"].get_ydata() == pytest.approx([5.1, 4.25])
+    band = figure.axes[0].collections[0].get_paths()[0].vertices
+    at_start = band[np.isclose(band[:, 0], 0.0), 1]
+    assert (at_start.min(), at_start.max()) == (7.0, 9.0)
+    assert "band: min to max" in figure.axes[0].get_ylabel()
+    said = texts(figure, "cost")
+    assert said[0] == "scratch (3 runs): reference"
+    # the mark, 4.2, is reached at 15 and at 8 1/3, on average at 11 2/3 of the reference's 20
+    assert said[1] == "grown (2 runs): 42% saved"
+
+
+def boxes(figure, axes):
+    renderer = figure.canvas.get_renderer()
+    return [text.get_window_extent(renderer) for text in axes.texts]
+
+
+def test_names_stand_at_the_ends_and_cover_nothing(tmp_path, monkeypatch):
+    figure = drawn(monkeypatch, lambda: draw([FALLING, NEAR], tmp_path / "a.png", title="t"))
+    main = figure.axes[0]
+    assert sorted(texts(figure, "end")) == ["grown", "scratch"]
+    for a, b in itertools.combinations(boxes(figure, main), 2):
+        assert not a.overlaps(b)
+    whole = figure.bbox
+    for axes in figure.axes:
+        for box in boxes(figure, axes):
+            assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    for line in main.lines:
+        ends = line.get_transform().transform(np.column_stack(line.get_data()))
+        steps = np.linspace(ends[:-1], ends[1:], 50).reshape(-1, 2)
+        for box in boxes(figure, main):
+            assert not ((steps > box.min) & (steps < box.max)).all(1).any()
+
+
+def test_names_that_would_overlap_are_in_the_rows_below_only(tmp_path, monkeypatch):
+    names = [f"a long name of run number {i}" for i in range(9)]
+    same = [dataclasses.replace(NEAR, name=name) for name in names]
+    figure = drawn(monkeypatch, lambda: draw([FALLING, *same], tmp_path / "a.png"))
+    assert texts(figure, "end") == []
+    assert [said.split(":")[0] for said in texts(figure, "cost")] == ["scratch", *names]
+
+
+def test_curves_can_be_told_apart_without_colour():
+    styles = [style_of(number) for number in range(30)]
+    assert len({(str(style.dashes), style.marker) for style in styles}) == 30
+    assert len({style.color for style in styles[:7]}) == 7
+
+
+def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
+    training = [line for line in HISTORY if "eval_loss" not in line]
+    run = write_run(tmp_path / "run", training)
+    said = []
+    figure = drawn(monkeypatch, lambda: said.append(plot_runs([run], tmp_path / "a.png")))
+    assert said == [NO_VALIDATION] and NO_VALIDATION in figure.axes[0].get_title("left")
+    one = write_run(tmp_path / "one", HISTORY[:1])
+    assert json.loads((one / "trainer_state.json").read_text())
+    said = []
+    figure = drawn(monkeypatch, lambda: said.append(plot_runs([one], tmp_path / "a.png")))
+    assert said == [ONE_LOSS] and ONE_LOSS in figure.axes[0].get_title("left")
