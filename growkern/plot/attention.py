@@ -183,8 +183,9 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
 
 def _query_space(plan: GrowthPlan) -> str:
     """The space of the query heads, of the encoder if there are several stacks."""
-    spaces = plan.small.family.spaces.items()
-    return next(n for n, spec in spaces if spec.kind == "heads" and spec.heads != "kv_heads")
+    spaces = {name: plan.small.family.spaces[name] for name in plan.maps()}
+    is_query = {n: spec.kind == "heads" and spec.heads != "kv_heads" for n, spec in spaces.items()}
+    return next(name for name in spaces if is_query[name])
 
 
 def _alone(maps: Any) -> list[Row]:

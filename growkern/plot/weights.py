@@ -94,14 +94,14 @@ def layer_panels(plan: GrowthPlan) -> list[Panel]:
 
 def unit_panels(plan: GrowthPlan) -> list[Panel]:
     """The panels of hidden units, heads and neurons, in this order."""
-    panels, spaces = [], plan.small.family.spaces
-    seen = set()
-    for name, spec in spaces.items():
+    panels, seen = [], set()
+    for name in plan.maps():
+        spec = plan.small.family.spaces[name]
         # keys and values are arranged as the queries are, unless there are fewer of them
         if spec.kind not in ("stream", "heads", "units") or spec.size == "stream":
             continue
         what = (spec.kind, spec.heads or spec.size)
-        if what in seen or name not in plan.maps():
+        if what in seen:
             continue
         seen.add(what)
         field = {"stream": "stream", "heads": str(spec.heads), "units": str(spec.size)}[spec.kind]
