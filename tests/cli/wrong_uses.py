@@ -131,6 +131,10 @@ MEASURING = [
     Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),
     Use("finetune {bert} {text}", ("source",)),
     Use("plot {trained}", ("trained", "training directory")),
+    Use("plot {trained} --out {new}.bmp", ("'.bmp'", "png")),
+    Use("plot {bert} {gpt2} --weights", ("lineage.json", "--lineage")),
+    Use("plot {bert} --weights", ("two checkpoints",)),
+    Use("plot {bert} {large} --attention {empty}", ("empty",)),
     Use("bench expnd", ("expnd", "expand")),
     Use("demo --seed -1", ("--seed", "0")),
 ]
