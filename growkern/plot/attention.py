@@ -157,12 +157,12 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
     rows = []
     for layer in shown_layers(len(layers), inserted):
         heads, below = heads_of(plan, space, stack, layer), layers[layer]
-        found = list(zip(heads.is_next.tolist(), heads.source.tolist(), strict=True))
+        found = list(zip(heads.source.tolist(), heads.is_next.tolist(), strict=True))
         # heads that come from no head are last
-        order = sorted(range(len(found)), key=lambda h: (found[h][1] == NOTHING, *found[h], h))
+        order = sorted(range(len(found)), key=lambda h: (found[h][0] == NOTHING, *found[h], h))
         above, own = [], []
         for head in order[:MOST_HEADS]:
-            is_next, source = found[head]
+            source, is_next = found[head]
             where = f"layer {below + 1}, " if is_next else ""
             is_copy = source != NOTHING
             title = f"{where}head {source}"

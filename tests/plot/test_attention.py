@@ -71,7 +71,7 @@ def test_heads_stand_below_the_heads_they_come_from():
 def test_aki_heads_stand_below_heads_of_the_next_layer():
     plan = growkern.plan(random_model("BertModel", BERT), hidden_size=24, method="aki")
     first, last = cells(plan)
-    assert first == [((0, h), h) for h in range(3)] + [((1, h), h + 3) for h in range(3)]
+    assert first == [((k, h), h + 3 * k) for h in range(3) for k in (0, 1)]
     assert last == [((1, h), h + 3 * k) for h in range(3) for k in (0, 1)]
 
 
