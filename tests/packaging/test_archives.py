@@ -1,5 +1,6 @@
 """The source archive and the wheel without the compiled library, built from it, offline."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -91,6 +92,13 @@ def test_the_wheel_says_what_it_is(wheel):
     entries = ConfigParser()
     entries.read_string(wheel.read(f"{NAME}.dist-info/entry_points.txt").decode())
     assert dict(entries["console_scripts"]) == PROJECT["scripts"]
+
+
+def test_links_of_the_readme_leave_the_index(wheel):
+    """A package index shows the README, but has no files beside it."""
+    text = wheel.read(f"{NAME}.dist-info/METADATA").decode()
+    links = re.findall(r"\]\(([^)#][^)]*)\)", text)
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
 
 
 def test_the_wheel_works_outside_of_the_source_tree(wheel, tmp_path):
