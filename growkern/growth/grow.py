@@ -57,6 +57,7 @@ def grow(
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -71,6 +72,7 @@ def grow(  # type: ignore[overload-cannot-match]
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -83,6 +85,7 @@ def grow(
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -90,10 +93,12 @@ def grow(
     """Grow a trained model into a bigger one, in memory.
 
     Args:
-        source: a `transformers.PreTrainedModel` or a checkpoint directory.
+        source: a `transformers.PreTrainedModel`, a checkpoint directory, or a model on the Hub,
+            `ORGANISATION/NAME`, which is downloaded into the usual cache.
         target_config: the target's config; or give its sizes by the config's own names.
         dtype: dtype of the new weights; default the source's.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
@@ -111,7 +116,12 @@ def grow(
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
     grown = plan(
-        source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
+        source,
+        target_config=target_config,
+        dtype=dtype,
+        allow_nonfinite=allow_nonfinite,
+        revision=revision,
+        **how,
     )
     # a config that transformers cannot build must fail before any work
     _shapes(grown)
@@ -193,6 +203,7 @@ def grow_checkpoint(
     memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = True,
     optimizer: str | Path | None = None,
@@ -209,7 +220,8 @@ def grow_checkpoint(
     `growkern.replay` and `growkern.fold`. `checksums.json` holds the checksums of the files.
 
     Args:
-        source_dir: directory with config.json and safetensors files, sharded or not.
+        source_dir: directory with config.json and safetensors files, sharded or not; or a model on
+            the Hub, `ORGANISATION/NAME`.
         target_dir: directory to create; must not exist unless `overwrite`.
         overwrite: replace an existing target.
         max_shard_size: as in `save_pretrained`: bytes, or a text such as "5GB".
@@ -219,7 +231,7 @@ def grow_checkpoint(
         optimizer: the Trainer's optimizer.pt, or its directory. It is grown too, within the same
             limit, and appears together with the weights.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-        target_config, dtype, allow_nonfinite, backend, progress, **how: as in `grow`.
+        target_config, dtype, allow_nonfinite, revision, backend, progress, **how: as in `grow`.
 
     Raises:
         GrowthError: before any work, if the source, sizes or optimizer cannot be used, the target
@@ -233,7 +245,12 @@ def grow_checkpoint(
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
         grown = plan(
-            source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how
+            source_dir,
+            target_config=target_config,
+            dtype=dtype,
+            allow_nonfinite=True,
+            revision=revision,
+            **how,
         )
         _warn_of_changes(grown, calls=4)
         return grown
@@ -281,6 +298,8 @@ def carry_out(
         sweep(target)
         check_target(source_dir, target, overwrite)
     grown = make_plan()
+    # of a model on the Hub the place in its cache
+    source_dir = grown.source.directory or source_dir
     workers = workers_within(grown, limit)
     if optimizer is None and moments != "grow":
         raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -13,14 +12,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import Settings
+from growkern.growth.source.hub import ID, hub_model
 from growkern.units import human
 
 CARD_FILE = "README.md"
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
-# a directory in the cache of the Hub, and the name of a repository there
-SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$")
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # a card is read into memory
 MOST_BYTES = 1_000_000
 
@@ -30,14 +27,16 @@ def source_name(plan: GrowthPlan) -> str:
     name = str(getattr(plan.small.config, "_name_or_path", "") or "")
     directory = plan.source.directory or Path(name)
     if (plan.source.directory is not None or name) and directory.is_dir():
-        found = SNAPSHOT.search(directory.absolute().as_posix())
-        return "/".join(found.groups()) if found else directory.resolve().name
-    return name if REPOSITORY.fullmatch(name) else plan.small.class_name
+        on_hub = hub_model(directory)
+        return on_hub.id if on_hub else directory.resolve().name
+    return name if ID.fullmatch(name) else plan.small.class_name
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:
     """The command that grows the same model from the same source."""
     words = ["growkern", "grow", source_name(plan), "TARGET"]
+    if on_hub := hub_model(plan.source.directory):
+        words += ["--revision", on_hub.commit]
     for field, (old, new) in plan.size_changes().items():
         if old != new:
             words += [f"--{field.replace('_', '-')}", str(new)]
@@ -66,7 +65,7 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
     kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
-    if REPOSITORY.fullmatch(name):
+    if ID.fullmatch(name):
         kept["base_model"] = name
     data = ModelCardData(library_name="transformers", **kept)
     rows = [

@@ -29,6 +29,7 @@ from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
@@ -50,6 +51,7 @@ def grow_into(
     *,
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -67,9 +69,11 @@ def grow_into(
             `torch.compile` or `DistributedDataParallel`.
         source: a checkpoint directory that every process can read, or a model in memory. The
             directory may be one of `torch.distributed.checkpoint`, saved by any number of ranks,
-            with the model's config.json in it or above it.
+            with the model's config.json in it or above it. Or a model on the Hub,
+            `ORGANISATION/NAME`, which is downloaded into the usual cache.
         device: device for meta parameters; default: that of their mesh, else the CPU.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
@@ -88,7 +92,7 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
-    opened = open_source(source, allow_nonfinite=True)
+    opened = open_source(located(source, revision), allow_nonfinite=True)
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
     targets = _targets(grown, parameters)

@@ -18,6 +18,7 @@ from torch import Tensor
 from growkern.bounded import parse_json, read_json
 from growkern.errors import GrowthError
 from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.refused import quantised_advice, refuse_directory
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -93,8 +94,11 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# names of the other dtypes, for error messages
-QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
+# the other dtypes, and how the weights were quantised, as far as it is known
+QUANTISED_DTYPES = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "fp8"),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16"), ""),
+}
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
 # more tensors than the largest models have, all shards together
@@ -111,6 +115,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
             not match its shards or points outside the directory; a tensor stored twice; a dtype
             that growth cannot handle.
     """
+    refuse_directory(directory)
     index = directory / INDEX_FILE
     if not index.is_file():
         file = _weights_file(directory)
@@ -151,11 +156,6 @@ def _weights_file(directory: Path) -> Path:
     file = directory / WEIGHTS_FILE
     if file.is_file():
         return file
-    if any(directory.glob("*.bin")):
-        raise GrowthError(
-            f"{directory}: only pickled weights (*.bin): save the model as safetensors first with "
-            "model.save_pretrained(directory)"
-        )
     raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
 
 
@@ -226,8 +226,8 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
         raise GrowthError(
-            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: convert it to BF16 "
-            f"first ({HANDLED})"
+            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: "
+            f"{quantised_advice(QUANTISED_DTYPES[code], str(file.parent))} ({HANDLED})"
         )
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")

@@ -22,7 +22,6 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from growkern.growth.source.adapters import refuse_adapters
 from growkern.growth.source.checks import (
     check_names_and_shapes,
     check_number_of_tensors,
@@ -34,11 +33,11 @@ from growkern.growth.source.config import (
     config_directory,
     read_config,
     read_generation,
-    refuse_quantised,
 )
 from growkern.growth.source.files import HANDLED
 from growkern.growth.source.formats import Format, format_of
 from growkern.growth.source.live import check_live
+from growkern.growth.source.refused import refuse_adapters, refuse_quantised
 from growkern.growth.source.stored import StoredTensor
 
 
@@ -173,7 +172,7 @@ def _open_directory(directory: Path) -> Source:
 def _read_spec(directory: Path) -> ModelSpec:
     """The model that config.json describes."""
     config = read_config(directory)
-    refuse_quantised(config)
+    refuse_quantised(config, str(directory))
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
         raise GrowthError(

@@ -1,0 +1,124 @@
+"""Sources on the Hugging Face Hub: downloaded into its usual cache, and found there again.
+
+A source that exists as a path is never looked up. Other names of the form ORGANISATION/NAME are
+models of the Hub. Only the files that growth can use are downloaded. Where the Hub cannot be
+reached, the cache is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from growkern.errors import GrowthError
+from growkern.growth.source.formats import OTHER_WEIGHTS, STATE_FILES
+from growkern.growth.source.refused import refuse_files
+
+# of a model; the Hub refuses other characters
+ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+# a directory in the cache: no id has two hyphens in a row
+SNAPSHOT = re.compile(r"models--((?:(?!--)[^/])+)--((?:(?!--)[^/])+)/snapshots/([^/]+)$")
+# copies of the weights, and what other programs need
+LEFT_OUT = (
+    *OTHER_WEIGHTS,
+    *STATE_FILES,
+    *("consolidated*", "model.*.safetensors*", "*/model*.safetensors.index.json"),
+    *("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "runs/*", "checkpoint-*"),
+)
+# seconds until the cache is used
+TIMEOUT = 10.0
+# of an error message
+MOST_CHARACTERS = 200
+
+
+class HubModel(NamedTuple):
+    """A model on the Hub, at one commit."""
+
+    id: str
+    commit: str
+
+
+def hub_model(directory: Path | None) -> HubModel | None:
+    """The model whose snapshot in the Hub's cache a directory is; None: it is another directory."""
+    found = SNAPSHOT.search(directory.absolute().as_posix()) if directory else None
+    return HubModel(f"{found[1]}/{found[2]}", found[3]) if found else None
+
+
+def located(source: Any, revision: str | None = None) -> Any:
+    """The directory of a source; of a model on the Hub, the one that it is downloaded to.
+
+    Args:
+        source: a directory, an id on the Hub, or anything else, which is returned as it is.
+        revision: branch, tag or commit of a model on the Hub.
+
+    Raises:
+        GrowthError: there is no such model, it cannot be reached, or it is of a kind that cannot be
+            grown. Or `revision` is given for a source that is not on the Hub.
+    """
+    is_name = isinstance(source, (str, Path))
+    # unlike Path.exists this takes names of any length
+    if is_name and not os.path.exists(source) and ID.fullmatch(str(source)):
+        return _download(str(source), revision)
+    if revision is not None:
+        given = str(source) if is_name else f"a {type(source).__name__}"
+        raise GrowthError(
+            f"revision={revision!r} (--revision) is for models on the Hub, named ORGANISATION/NAME;"
+            f" the source is {given}"
+        )
+    return Path(source) if is_name else source
+
+
+def _download(name: str, revision: str | None) -> Path:
+    # imported here, as most growths do not need it
+    from huggingface_hub import HfApi, snapshot_download
+
+    failure = None
+    try:
+        # its files are looked at before any is downloaded
+        info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
+    except Exception as error:
+        # which classes its client raises depends on its version
+        failure = error
+    else:
+        files = {file.rfilename for file in info.siblings or ()}
+        refuse_files(name, files)
+    try:
+        directory = snapshot_download(
+            name,
+            revision=revision,
+            ignore_patterns=list(LEFT_OUT),
+            local_files_only=failure is not None,
+        )
+    except Exception as error:
+        raise GrowthError(_why(name, revision, failure or error)) from error
+    return Path(directory)
+
+
+def _why(name: str, revision: str | None, error: Exception) -> str:
+    """What is wrong with a model of the Hub, and what to do, in one line."""
+    from huggingface_hub import errors
+
+    at = "" if revision is None else f" --revision {revision}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name}: accept its terms on its page on the Hub, and log in: hf auth login"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision!r}: give a branch, a tag or a commit of it"
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        return (
+            f"{name} is neither a directory nor a model on the Hub: check the spelling; if the "
+            "model is private, log in: hf auth login"
+        )
+    if isinstance(error, OSError) and error.errno:
+        # of the disk
+        return f"{name} cannot be downloaded: {error.strerror}: {error.filename}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set"
+    else:
+        text = " ".join(str(error).split()) or type(error).__name__
+        reason = f"the Hub cannot be reached ({text[:MOST_CHARACTERS]})"
+    return (
+        f"{name} is no directory, and as a model on the Hub it is not in the cache, while {reason}:"
+        f" run `hf download {name}{at}` where there is a network, or give a directory"
+    )
