@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,10 @@ def located(source: Any, revision: str | None = None) -> Any:
 def _download(name: str, revision: str | None) -> Path:
     # imported here, as most growths do not need it
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
+    if not sys.stderr.isatty() and not are_progress_bars_disabled():
+        disable_progress_bars()
     failure = None
     try:
         # its files are looked at before any is downloaded
