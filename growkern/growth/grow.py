@@ -37,6 +37,7 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.save import record_when_saved
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
+from growkern.growth.source.source import refuse_unreadable
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
 
@@ -123,6 +124,7 @@ def grow(
         revision=revision,
         **how,
     )
+    refuse_unreadable(grown.source)
     # a config that transformers cannot build must fail before any work
     _shapes(grown)
     _warn_of_changes(grown)

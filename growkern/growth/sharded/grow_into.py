@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -30,7 +29,8 @@ from growkern.growth.sharded.placement import device_of, free_gathered, local_pa
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.hub import located
-from growkern.growth.source.source import Source, open_source
+from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
+from growkern.growth.source.source import Source, open_source, refuse_unreadable
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
 
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from growkern.growth.keywords import GrowthKeywords
-
-# parts that torch.compile and activation checkpointing add to parameter names
-WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @torch.no_grad()
@@ -93,6 +90,7 @@ def grow_into(
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     opened = open_source(located(source, revision), allow_nonfinite=True)
+    refuse_unreadable(opened)
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
     targets = _targets(grown, parameters)
@@ -184,25 +182,6 @@ def _part_reader(
 # ------------------------------------------------------------------- checks
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel.
-
-    Raises:
-        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
-    """
-    while not isinstance(model, transformers.PreTrainedModel):
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            raise GrowthError(
-                f"model is a {type(model).__name__}: pass the transformers.PreTrainedModel that it "
-                "wraps"
-            )
-        model = inner
-    return model
-
-
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 
@@ -215,14 +194,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = {}
     tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
     for name, tensor in tensors:
-        if "_fsdp_wrapped_module" in name or "_flat_param" in name:
-            raise GrowthError(
-                f"{name} is flattened by FullyShardedDataParallel: shard the model with "
-                "torch.distributed.fsdp.fully_shard"
-            )
-        for wrapper in WRAPPER_NAMES:
-            name = name.replace(wrapper, "")
-        named[name] = tensor
+        refuse_flattened(name)
+        named[own_name(name)] = tensor
     return named
 
 

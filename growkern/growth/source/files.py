@@ -94,6 +94,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+STORED_FLOATS = [dtype for dtype in STORED_DTYPES.values() if dtype.is_floating_point]
 # the other dtypes, and how the weights were quantised, as far as it is known
 QUANTISED_DTYPES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "fp8"),

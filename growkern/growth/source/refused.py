@@ -167,7 +167,11 @@ def refuse_adapter_directory(directory: Path) -> None:
 
 
 def _as_command(code: str) -> str:
-    return f": python -c {shlex.quote(code)}" if code else ""
+    """The code as the end of a message, quoted for a shell."""
+    # double quotes keep the single ones of Python readable
+    is_plain = not set(code) & set('"$`\\!')
+    quoted = f'"{code}"' if is_plain else shlex.quote(code)
+    return f": python -c {quoted}" if code else ""
 
 
 def _read(file: Path) -> Mapping[str, Any]:
