@@ -18,6 +18,7 @@ from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
+from growkern.growth.disk.sentence import check_modules, write_modules
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
@@ -302,6 +303,7 @@ def carry_out(
     grown = make_plan()
     # of a model on the Hub the place in its cache
     source_dir = grown.source.directory or source_dir
+    check_modules(grown)
     workers = workers_within(grown, limit)
     if optimizer is None and moments != "grow":
         raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
@@ -330,6 +332,7 @@ def carry_out(
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         complete(directory, grown.large, grown.dtype, layout, source_dir)
+        write_modules(grown, directory)
         write_lineage(grown, settings, files, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)

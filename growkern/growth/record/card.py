@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import Settings
@@ -18,6 +19,10 @@ from growkern.units import human
 CARD_FILE = "README.md"
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
+EMBEDDINGS = (
+    "With sentence-transformers, embeddings have the source's size: a linear module behind the "
+    "pooling folds the copies of each coordinate. Where the model is exact, so are they."
+)
 # a card is read into memory
 MOST_BYTES = 1_000_000
 
@@ -67,7 +72,9 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
     kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
     if ID.fullmatch(name):
         kept["base_model"] = name
-    data = ModelCardData(library_name="transformers", **kept)
+    is_sentence = is_sentence_model(directory)
+    library = "sentence-transformers" if is_sentence else "transformers"
+    data = ModelCardData(library_name=library, **kept)
     rows = [
         f"| {field} | {old} | {new} |"
         for field, (old, new) in plan.size_changes().items()
@@ -82,6 +89,7 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
         "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
         "## What it computes",
         "\n".join(["Compared with its source:", "", *findings]),
+        *([EMBEDDINGS] if is_sentence else []),
         "## How it was made",
         f"```bash\n{command(plan, settings)}\n```",
         "`lineage.json` says where every weight comes from.",

@@ -40,6 +40,11 @@ WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # version 1 of FSDP
 FLATTENED = ("_fsdp_wrapped_module", "_flat_param")
 UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
+# what to do with other modules around a model
+ADVICE = {
+    "FullyShardedDataParallel": f"it flattens parameters: {UNFLATTEN}",
+    "SentenceTransformer": "save it and give the directory, so that its other modules grow too",
+}
 
 
 def unwrapped(model: Any, role: str = "model") -> Any:
@@ -56,11 +61,8 @@ def unwrapped(model: Any, role: str = "model") -> Any:
         kind = type(model).__name__
         inner = getattr(model, INNER.get(kind, ""), None)
         if inner is None:
-            if kind == "FullyShardedDataParallel":
-                raise GrowthError(f"{role} is a {kind}, which flattens parameters: {UNFLATTEN}")
-            raise GrowthError(
-                f"{role} is a {kind}: pass the transformers.PreTrainedModel that it wraps"
-            )
+            advice = ADVICE.get(kind, "pass the transformers.PreTrainedModel that it wraps")
+            raise GrowthError(f"{role} is a {kind}: {advice}")
         model = inner
     return model
 

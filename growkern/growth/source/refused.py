@@ -98,6 +98,13 @@ KINDS = (
         False,
         "grow the checkpoint that it was exported from",
     ),
+    Kind(
+        "a model of sentence-transformers whose weights lie in a folder",
+        ("modules.json",),
+        False,
+        "save it with a newer version of sentence-transformers",
+        "from sentence_transformers import SentenceTransformer as S; S({place!r}).save({new!r})",
+    ),
 )
 
 # method of a quantised checkpoint -> arguments of `from_pretrained` and the method that undo it.
