@@ -38,6 +38,7 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.save import record_when_saved
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
+from growkern.growth.source.hub import located
 from growkern.growth.source.source import refuse_unreadable
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
@@ -118,11 +119,10 @@ def grow(
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
     grown = plan(
-        source,
+        located(source, revision),
         target_config=target_config,
         dtype=dtype,
         allow_nonfinite=allow_nonfinite,
-        revision=revision,
         **how,
     )
     refuse_unreadable(grown.source)
@@ -248,11 +248,10 @@ def grow_checkpoint(
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
         grown = plan(
-            source_dir,
+            located(source_dir, revision),
             target_config=target_config,
             dtype=dtype,
             allow_nonfinite=True,
-            revision=revision,
             **how,
         )
         _warn_of_changes(grown, calls=4)

@@ -29,8 +29,8 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import read_headers
-from growkern.growth.source.formats import STATE_FILES
 from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.refused import STATE_FILES
 from growkern.growth.space.spaces import Space
 
 MODULES_FILE, CONFIG_FILE, WEIGHTS_FILE = "modules.json", "config.json", "model.safetensors"

@@ -127,7 +127,7 @@ def plan(
     Args:
         source: a `transformers.PreTrainedModel`, a checkpoint directory (the config and the
             safetensors headers are read, and norm weights where a bound needs them), or a model on
-            the Hub, `ORGANISATION/NAME`, which is downloaded into the usual cache.
+            the Hub, `ORGANISATION/NAME`, of which only parts of the weights are downloaded.
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: dtype of the grown weights; default the source's.
@@ -140,7 +140,8 @@ def plan(
             together.
     """
     options, dims = GrowthOptions.split_off({**how})
-    opened = open_source(located(source, revision), allow_nonfinite=allow_nonfinite)
+    place = located(source, revision, weights=False)
+    opened = open_source(place, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)

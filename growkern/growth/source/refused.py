@@ -16,6 +16,17 @@ from typing import Any, NamedTuple
 from growkern.errors import GrowthError
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
+# names of files that a loader may read as the model's weights, in formats that growth cannot open
+OTHER_WEIGHTS = (
+    *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
+    *("consolidated*.pth", "*.gguf"),
+)
+# weights that only other programs read, and the state of training
+STATE_FILES = (
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
+    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
+    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
+)
 # weights that growth opens
 WHOLE = ("*.safetensors", "*.safetensors.index.json", ".metadata")
 # a config is read for the name of a class; larger ones are refused elsewhere

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import growkern
 from growkern.growth.source.hub import hub_model, located
-from tests.growth.models import LLAMA, random_model
+from tests.growth.models import BERT, LLAMA, random_model
 from tests.growth.record.test_lineage import files
 from tests.growth.source.hub_server import commit_of, serving
 
@@ -114,6 +114,47 @@ def test_revisions(server, small, tmp_path):
     assert (tmp_path / "large" / "notes.txt").exists()
     with pytest.raises(growkern.GrowthError, match=f"{NAME} has no revision 'v2': give a branch"):
         located(NAME, "v2")
+
+
+@pytest.mark.parametrize("shard_size", ["8KB", "1GB"])
+def test_a_plan_downloads_no_weights(server, small, shard_size, monkeypatch):
+    """Nor does one that is exact need a large tensor; norms are read by themselves."""
+    for file in small.glob("model*"):
+        file.unlink()
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    model.save_pretrained(small, max_shard_size=shard_size)
+    # the header alone is longer than this
+    monkeypatch.setattr("growkern.growth.source.hub.FIRST_BYTES", 100)
+    made = growkern.plan(NAME, hidden_size=24)
+    assert made.to_dict() == growkern.plan(small, hidden_size=24).to_dict()
+    ranges = [asked for _, path, asked in server.asked if path.endswith(".safetensors")]
+    assert ranges and all(ranges)
+    assert not list(made.source.directory.glob("*.safetensors"))
+    for name in made.source.dtypes:
+        read, expected = made.source.read(name), model.state_dict()[name]
+        assert torch.equal(read, expected), name
+    # a large tensor is read from its file, which the growth finds in the cache
+    monkeypatch.setattr("growkern.growth.source.hub.MOST_READ", 100)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(made.source.read(name), model.state_dict()[name])
+    assert list(made.source.directory.glob("*.safetensors"))
+    assert growkern.grow(NAME, hidden_size=24).growth_plan.exact
+
+
+def test_a_plan_of_a_family_that_runs_the_source(server, tmp_path):
+    bert = tmp_path / "bert"
+    random_model("BertForMaskedLM", BERT, dtype=torch.float32).save_pretrained(bert)
+    server.models["acme/bert"] = {"main": bert}
+    how = {"hidden_size": 20, "num_attention_heads": 5}
+    assert growkern.plan("acme/bert", **how).findings == growkern.plan(bert, **how).findings
+
+
+def test_a_plan_when_the_network_goes(server, small, tmp_path, monkeypatch):
+    directory = located(NAME, weights=False)
+    use(monkeypatch, server.url, tmp_path / "cache", offline=True)
+    for source in (NAME, directory):
+        with pytest.raises(growkern.GrowthError, match="HF_HUB_OFFLINE is set: run `hf download"):
+            growkern.plan(source, hidden_size=24)
 
 
 @pytest.mark.parametrize("name", ["acme/tiny-lama", "runs/smal"])
