@@ -111,7 +111,7 @@ def grow(
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
         Its plan is `model.growth_plan`. `save_pretrained` also writes `lineage.json` and a model
-        card, unless the model was trained or cast before.
+        card, and `push_to_hub` sends them, unless the model was trained or cast before.
 
     Raises:
         GrowthError: the source or the sizes cannot be used; this is checked before any work.

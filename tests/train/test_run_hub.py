@@ -47,10 +47,9 @@ def test_models_on_the_hub_train_as_directories_do(server, workplace, head):  # 
 def test_a_revision_is_for_the_hub(server, workplace):  # noqa: F811
     text = RUN.replace('path = "model"', 'path = "model"\nrevision = "main"')
     (workplace / "run.toml").write_text(text)
-    with pytest.raises(growkern.GrowthError, match="--revision.* is for models on the Hub"):
+    with pytest.raises(growkern.GrowthError, match=r"--revision.* is for models on the Hub"):
         train(workplace / "run.toml", progress=False)
-    (workplace / "run.toml").write_text(
-        text.replace('"model"', '"acme/model"').replace("main", "v2")
-    )
+    text = text.replace('"model"', '"acme/model"').replace("main", "v2")
+    (workplace / "run.toml").write_text(text)
     with pytest.raises(growkern.GrowthError, match="acme/model has no revision 'v2'"):
         train(workplace / "run.toml", progress=False)
