@@ -300,8 +300,7 @@ def carry_out(
         sweep(target)
         check_target(source_dir, target, overwrite)
     grown = make_plan()
-    # of a model on the Hub the place in its cache
-    source_dir = grown.source.directory or source_dir
+    source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
     check_modules(grown)
     workers = workers_within(grown, limit)
     if optimizer is None and moments != "grow":
