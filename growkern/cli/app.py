@@ -34,7 +34,16 @@ def options(
     """Grow a trained transformer into a larger one, and train it further."""
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Directory of the source checkpoint.")]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="Directory of the source checkpoint, or a model on the Hub, ORGANISATION/NAME.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of an SRC on the Hub.  \\[main]")
+]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a weight file.")]

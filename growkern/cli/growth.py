@@ -12,6 +12,7 @@ from growkern.cli.app import (
     MemoryLimit,
     NoResume,
     Overwrite,
+    Revision,
     ShardSize,
     Source,
     Target,
@@ -33,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def plan(
     source: Source,
     growth: dict[str, Any],
+    revision: Revision = None,
     as_json: AsJson = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that will share the model.")] = 1,
     tokens: Annotated[
@@ -43,7 +45,7 @@ def plan(
     """Show what growing would do. Reads the config and the file headers, no weights."""
     from growkern.growth.plan.growth_plan import plan as make_plan
 
-    made = make_plan(source, **growth)
+    made = make_plan(source, revision=revision, **growth)
     if as_json:
         cost = {"estimate": made.estimate(ranks), "advice": made.advice(tokens)}
         print_json({**made.to_dict(), **cost})
@@ -57,6 +59,7 @@ def grow(
     source: Source,
     target: Target,
     growth: dict[str, Any],
+    revision: Revision = None,
     overwrite: Overwrite = False,
     dtype: Annotated[
         str | None, typer.Option(help=f"{' | '.join(DTYPES)}; default: as in SRC.")
@@ -79,9 +82,10 @@ def grow(
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     from growkern.growth.grow import grow_checkpoint
+    from growkern.growth.source.hub import located
 
     silence_transformers()
-    compared = {} if text is None else tokens_of(source, text)
+    compared = {} if text is None else tokens_of(located(source, revision), text)
     report = grow_checkpoint(
         source,
         target,
@@ -91,6 +95,7 @@ def grow(
         memory_limit=memory_limit,
         resume=not no_resume,
         allow_nonfinite=allow_nonfinite,
+        revision=revision,
         progress=sys.stderr.isatty(),
         optimizer=optimizer,
         moments=cast(Any, moments),
@@ -100,9 +105,10 @@ def grow(
     if optimizer is not None and moments == "grow":
         print_moments(report)
     if text is None:
-        print(f"check the result with: growkern verify {source} {report.directory}")
+        at = "" if revision is None else f" --revision {revision}"
+        print(f"check the result with: growkern verify {source} {report.directory}{at}")
     else:
-        finish(source, report.directory, compared)
+        finish(report.plan.source.directory or source, report.directory, compared)
 
 
 def dtype_of(name: str | None) -> Any:
@@ -141,6 +147,7 @@ def verify(
     target: Annotated[
         Path | None, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")
     ] = None,
+    revision: Revision = None,
     text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
     checksums: Annotated[
         bool,
@@ -153,12 +160,15 @@ def verify(
     ] = False,
 ) -> None:
     """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
+    from growkern.growth.source.hub import located
+
     silence_transformers()
     if checksums:
         compare_checksums(source, target)
         return
     if target is None:
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
+    source = located(source, revision)
     finish(source, target, {} if text is None else tokens_of(source, text))
 
 

@@ -10,6 +10,7 @@ from growkern.cli.app import (
     MemoryLimit,
     NoResume,
     Overwrite,
+    Revision,
     ShardSize,
     Source,
     Target,
@@ -54,6 +55,7 @@ def replay(
     lineage: Annotated[Path, typer.Argument(help="A grown checkpoint, or its lineage.json.")],
     source: Source,
     target: Target,
+    revision: Revision = None,
     overwrite: Overwrite = False,
     memory_limit: MemoryLimit = "1GiB",
     no_resume: NoResume = False,
@@ -69,6 +71,7 @@ def replay(
             target,
             overwrite=overwrite,
             memory_limit=memory_limit,
+            revision=revision,
             resume=not no_resume,
             progress=sys.stderr.isatty(),
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import Source, app, silence_transformers
+from growkern.cli.app import Revision, Source, app, silence_transformers
 from growkern.errors import GrowthError
 from growkern.units import human
 
@@ -66,6 +66,7 @@ def cache_teacher(
     *,
     out: Annotated[Path, typer.Option(help="Directory of the new cache.")],
     k: Annotated[int, typer.Option("--k", help="Tokens stored per row.")],
+    revision: Revision = None,
     run: RunFile = None,
     temperature: Temperature = None,
     rows: Rows = None,
@@ -82,6 +83,7 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
+    from growkern.growth.source.hub import located
     from growkern.train.topk_teacher.write import cache_teacher as make
 
     silence_transformers()
@@ -97,6 +99,7 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
+    source = located(source, revision)
     read = _of_texts(source, given) if run is None else _of_run(source, run)
     report = make(
         directory=out,
@@ -143,12 +146,14 @@ def _of_texts(source: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 def _of_run(source: Path, file: Path) -> dict[str, Any]:
     """The arguments of `cache_teacher` for the run of a run file."""
+    from growkern.train.build import with_directories
     from growkern.train.config import load_run
     from growkern.train.dataset.load import load_data
     from growkern.train.inheritance import check_tokenizers
     from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 
-    run, base = load_run(file), file.parent
+    base = file.parent
+    run = with_directories(load_run(file), base)
     if run.inheritance is None:
         raise GrowthError(f"{file} has no [inheritance]: it trains without a teacher")
     if run.data.streaming:

@@ -18,6 +18,7 @@ from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
+from growkern.growth.disk.sentence import check_modules, write_modules
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
@@ -37,6 +38,8 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.save import record_when_saved
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
+from growkern.growth.source.hub import located
+from growkern.growth.source.source import refuse_unreadable
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
 
@@ -57,6 +60,7 @@ def grow(
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -71,6 +75,7 @@ def grow(  # type: ignore[overload-cannot-match]
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -83,6 +88,7 @@ def grow(
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -90,10 +96,12 @@ def grow(
     """Grow a trained model into a bigger one, in memory.
 
     Args:
-        source: a `transformers.PreTrainedModel` or a checkpoint directory.
+        source: a `transformers.PreTrainedModel`, a checkpoint directory, or a model on the Hub,
+            `ORGANISATION/NAME`, which is downloaded into the usual cache.
         target_config: the target's config; or give its sizes by the config's own names.
         dtype: dtype of the new weights; default the source's.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
@@ -103,7 +111,7 @@ def grow(
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
         Its plan is `model.growth_plan`. `save_pretrained` also writes `lineage.json` and a model
-        card, unless the model was trained or cast before.
+        card, and `push_to_hub` sends them, unless the model was trained or cast before.
 
     Raises:
         GrowthError: the source or the sizes cannot be used; this is checked before any work.
@@ -111,8 +119,13 @@ def grow(
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
     grown = plan(
-        source, target_config=target_config, dtype=dtype, allow_nonfinite=allow_nonfinite, **how
+        located(source, revision),
+        target_config=target_config,
+        dtype=dtype,
+        allow_nonfinite=allow_nonfinite,
+        **how,
     )
+    refuse_unreadable(grown.source)
     # a config that transformers cannot build must fail before any work
     _shapes(grown)
     _warn_of_changes(grown)
@@ -193,6 +206,7 @@ def grow_checkpoint(
     memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = True,
     optimizer: str | Path | None = None,
@@ -209,7 +223,8 @@ def grow_checkpoint(
     `growkern.replay` and `growkern.fold`. `checksums.json` holds the checksums of the files.
 
     Args:
-        source_dir: directory with config.json and safetensors files, sharded or not.
+        source_dir: directory with config.json and safetensors files, sharded or not; or a model on
+            the Hub, `ORGANISATION/NAME`.
         target_dir: directory to create; must not exist unless `overwrite`.
         overwrite: replace an existing target.
         max_shard_size: as in `save_pretrained`: bytes, or a text such as "5GB".
@@ -219,7 +234,7 @@ def grow_checkpoint(
         optimizer: the Trainer's optimizer.pt, or its directory. It is grown too, within the same
             limit, and appears together with the weights.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-        target_config, dtype, allow_nonfinite, backend, progress, **how: as in `grow`.
+        target_config, dtype, allow_nonfinite, revision, backend, progress, **how: as in `grow`.
 
     Raises:
         GrowthError: before any work, if the source, sizes or optimizer cannot be used, the target
@@ -233,7 +248,11 @@ def grow_checkpoint(
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
         grown = plan(
-            source_dir, target_config=target_config, dtype=dtype, allow_nonfinite=True, **how
+            located(source_dir, revision),
+            target_config=target_config,
+            dtype=dtype,
+            allow_nonfinite=True,
+            **how,
         )
         _warn_of_changes(grown, calls=4)
         return grown
@@ -281,6 +300,8 @@ def carry_out(
         sweep(target)
         check_target(source_dir, target, overwrite)
     grown = make_plan()
+    source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
+    check_modules(grown)
     workers = workers_within(grown, limit)
     if optimizer is None and moments != "grow":
         raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
@@ -309,6 +330,7 @@ def carry_out(
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         complete(directory, grown.large, grown.dtype, layout, source_dir)
+        write_modules(grown, directory)
         write_lineage(grown, settings, files, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)

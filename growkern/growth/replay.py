@@ -14,6 +14,7 @@ from growkern.growth.record.lineage import (
     read_lineage,
     version_notes,
 )
+from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
 
 
@@ -26,6 +27,7 @@ def replay(
     memory_limit: int | str = MEMORY_LIMIT,
     resume: bool = True,
     progress: bool = True,
+    revision: str | None = None,
 ) -> GrowthReport:
     """Repeat a growth: the same source gives the same files, byte for byte.
 
@@ -34,9 +36,9 @@ def replay(
 
     Args:
         lineage: the lineage file of a grown checkpoint, or the checkpoint's directory.
-        source_dir: the source checkpoint.
+        source_dir: the source checkpoint, or a model on the Hub, `ORGANISATION/NAME`.
         target_dir: directory to create.
-        overwrite, memory_limit, resume, progress: as in `growkern.grow_checkpoint`.
+        overwrite, memory_limit, resume, progress, revision: as in `growkern.grow_checkpoint`.
 
     Returns:
         The report of the growth.
@@ -49,7 +51,8 @@ def replay(
     notes = version_notes(record)
 
     def make_plan() -> GrowthPlan:
-        plan = plan_from_lineage(open_source(source_dir, allow_nonfinite=True), record)
+        source = open_source(located(source_dir, revision), allow_nonfinite=True)
+        plan = plan_from_lineage(source, record)
         for line in [*notes, *contradictions(record, plan)]:
             warnings.warn(line, stacklevel=4)
         return plan

@@ -16,13 +16,51 @@ import torch
 
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import plan_growth
+from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
 from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
 from growkern.train.growth.models import Size, grown_model, unfilled_model
+from growkern.train.growth.step import GrowthStep
 from growkern.train.load import load_language_model, stored_dtype
 from growkern.train.objectives.electra import ReplacedTokenDetection
+
+
+def with_directories(run: Run, base: Path) -> Run:
+    """The run with the directories of models on the Hub in place of their ids.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to. What exists there is not looked up.
+
+    Raises:
+        GrowthError: a model on the Hub cannot be reached, or cannot be used.
+    """
+
+    def directory_of(name: str, revision: str | None = None) -> str:
+        if (base / name).exists():
+            # refuses a revision
+            located(base / name, revision)
+            return name
+        return str(located(name, revision))
+
+    def of_section(section: Any, names: tuple[str, ...], revision: str | None = None) -> Any:
+        given = {name: getattr(section, name) for name in names if getattr(section, name, None)}
+        places = {name: directory_of(value, revision) for name, value in given.items()}
+        return replace(section, **places) if places else section
+
+    model = of_section(run.model, ("path",), run.model.revision)
+    growths = [of_section(one, ("source",), one.revision) for one in run.growths]
+    teacher = run.teacher and replace(
+        run.teacher, paths=tuple(map(directory_of, run.teacher.paths))
+    )
+    return replace(
+        run,
+        model=of_section(model, ("tokenizer", "generator")),
+        growth=growths[0] if isinstance(run.growth, GrowthStep) else tuple(growths) or None,
+        teacher=teacher,
+    )
 
 
 def build_model(run: Run, base: Path, *, first_start: bool) -> Any:

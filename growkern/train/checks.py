@@ -13,7 +13,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
 
 from growkern.errors import GrowthError
-from growkern.growth.source.adapters import refuse_adapters
+from growkern.growth.source.refused import refuse_adapters
 from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import (
     check_gradient_division,

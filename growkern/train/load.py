@@ -18,10 +18,10 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import beside_weights
-from growkern.growth.source.adapters import refuse_adapter_directory
 from growkern.growth.source.config import read_config
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.loading import load_model
+from growkern.growth.source.refused import refuse_adapter_directory
 
 # classes that predict masked tokens, and something else
 PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
@@ -34,7 +34,8 @@ class ModelSection:
     """The model to train.
 
     Args:
-        path: checkpoint directory; None with [growth].
+        path: checkpoint directory, or a model on the Hub, ORGANISATION/NAME; None with [growth].
+        revision: branch, tag or commit of a model on the Hub in `path`.
         tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
         generator: directory of ELECTRA's generator, beside a discriminator in `path`.
         shared_embeddings: whether the generator uses the embeddings of the discriminator.
@@ -44,6 +45,7 @@ class ModelSection:
     """
 
     path: str | None = None
+    revision: str | None = None
     tokenizer: str | None = None
     generator: str | None = None
     shared_embeddings: bool = False

@@ -21,7 +21,7 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
-from growkern.train.build import build_model, build_teacher
+from growkern.train.build import build_model, build_teacher, with_directories
 from growkern.train.checks import check_arguments, check_block_size, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
@@ -115,6 +115,7 @@ def _train(
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
+    settings, run = run, with_directories(run, base)
     for name in _checkpoint_directories(run):
         check_directory(base / name)
     choose_objective(run, base)
@@ -122,7 +123,9 @@ def _train(
     output = base / run.output.directory
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*(base / name for name in _input_directories(run)), *kept], texts)
-    identity = identity_of(run, texts, {name: base / name for name in _input_directories(run)})
+    # by the names in the run file: a cache may lie elsewhere tomorrow
+    named = zip(_input_directories(settings), _input_directories(run), strict=True)
+    identity = identity_of(settings, texts, {name: base / place for name, place in named})
     is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
         if is_first:

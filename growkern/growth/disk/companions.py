@@ -23,8 +23,9 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
-from growkern.growth.source.formats import STATE_FILES, weight_files
+from growkern.growth.source.formats import weight_files
 from growkern.growth.source.links import stays_in
+from growkern.growth.source.refused import STATE_FILES
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model

@@ -24,8 +24,8 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.sharded.grow_into import unwrapped
 from growkern.growth.sharded.placement import local_tensor
+from growkern.growth.source.live import unwrapped
 
 # elements that are squared and weighted at a time: the temporary tensor takes 4 MiB in float32
 ELEMENTS_AT_ONCE = 1 << 20

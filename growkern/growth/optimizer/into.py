@@ -41,9 +41,10 @@ from growkern.growth.optimizer.state import (
 )
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.sharded.grow_into import named_tensors, unwrapped
+from growkern.growth.sharded.grow_into import named_tensors
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
+from growkern.growth.source.live import unwrapped
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"

@@ -24,6 +24,7 @@ from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.table import plan_table
 from growkern.growth.plan.target import check_given, finish_target
+from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space import maps
 from growkern.ops.expand.call import DTYPES
@@ -118,17 +119,20 @@ def plan(
     target_config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     **how: Unpack[GrowthKeywords],
 ) -> GrowthPlan:
     """Plan a growth without doing it: sizes, maps, cost, and which outputs stay exact.
 
     Args:
-        source: a `transformers.PreTrainedModel` or a checkpoint directory (the config and the
-            safetensors headers are read, and norm weights where a bound needs them).
+        source: a `transformers.PreTrainedModel`, a checkpoint directory (the config and the
+            safetensors headers are read, and norm weights where a bound needs them), or a model on
+            the Hub, `ORGANISATION/NAME`, of which only parts of the weights are downloaded.
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: dtype of the grown weights; default the source's.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
         **how: the fields of `GrowthOptions`, the target sizes, and `pad_vocab_to_multiple_of`.
 
     Raises:
@@ -136,7 +140,8 @@ def plan(
             together.
     """
     options, dims = GrowthOptions.split_off({**how})
-    opened = open_source(source, allow_nonfinite=allow_nonfinite)
+    place = located(source, revision, weights=False)
+    opened = open_source(place, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)

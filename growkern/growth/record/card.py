@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -10,17 +9,20 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import Settings
+from growkern.growth.source.hub import ID, hub_model
 from growkern.units import human
 
 CARD_FILE = "README.md"
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
-# a directory in the cache of the Hub, and the name of a repository there
-SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$")
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+EMBEDDINGS = (
+    "With sentence-transformers, embeddings have the source's size: a linear module behind the "
+    "pooling folds the copies of each coordinate. Where the model is exact, so are they."
+)
 # a card is read into memory
 MOST_BYTES = 1_000_000
 
@@ -30,14 +32,16 @@ def source_name(plan: GrowthPlan) -> str:
     name = str(getattr(plan.small.config, "_name_or_path", "") or "")
     directory = plan.source.directory or Path(name)
     if (plan.source.directory is not None or name) and directory.is_dir():
-        found = SNAPSHOT.search(directory.absolute().as_posix())
-        return "/".join(found.groups()) if found else directory.resolve().name
-    return name if REPOSITORY.fullmatch(name) else plan.small.class_name
+        on_hub = hub_model(directory)
+        return on_hub.id if on_hub else directory.resolve().name
+    return name if ID.fullmatch(name) else plan.small.class_name
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:
     """The command that grows the same model from the same source."""
     words = ["growkern", "grow", source_name(plan), "TARGET"]
+    if on_hub := hub_model(plan.source.directory):
+        words += ["--revision", on_hub.commit]
     for field, (old, new) in plan.size_changes().items():
         if old != new:
             words += [f"--{field.replace('_', '-')}", str(new)]
@@ -66,9 +70,11 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
     kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
-    if REPOSITORY.fullmatch(name):
+    if ID.fullmatch(name):
         kept["base_model"] = name
-    data = ModelCardData(library_name="transformers", **kept)
+    is_sentence = is_sentence_model(directory)
+    library = "sentence-transformers" if is_sentence else "transformers"
+    data = ModelCardData(library_name=library, **kept)
     rows = [
         f"| {field} | {old} | {new} |"
         for field, (old, new) in plan.size_changes().items()
@@ -83,6 +89,7 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
         "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
         "## What it computes",
         "\n".join(["Compared with its source:", "", *findings]),
+        *([EMBEDDINGS] if is_sentence else []),
         "## How it was made",
         f"```bash\n{command(plan, settings)}\n```",
         "`lineage.json` says where every weight comes from.",

@@ -15,6 +15,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import refuse_changed
 from growkern.growth.disk.companions import complete
+from growkern.growth.disk.sentence import fold_modules, is_sentence_model
 from growkern.growth.disk.shards import ShardLayout, lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.target_file import TargetFile
@@ -22,6 +23,7 @@ from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import Lineage, read_lineage
+from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
 from growkern.publish.manifest import write_manifest
@@ -102,6 +104,8 @@ def fold(
         new = place.open_new()
         _write(new, layout, opened, record, chosen, progress)
         complete(new, small, dtype, layout, target)
+        if is_sentence_model(beside := config_directory(target)):
+            fold_modules(beside, new, record.space(small.output_space, None))
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)

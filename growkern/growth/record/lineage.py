@@ -29,6 +29,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
 from growkern.growth.source.config import check_config, config_from
+from growkern.growth.source.hub import hub_model
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
@@ -149,12 +150,14 @@ def write_lineage(
         files: of `source_files`, before the growth.
         directory: the grown checkpoint.
     """
-    source = plan.source.directory
+    source, on_hub = plan.source.directory, hub_model(plan.source.directory)
+    name = source.resolve().name if source else ""
     lineage = {
         **record_of(plan),
         "settings": vars(settings),
         "versions": versions(),
-        "source": source.resolve().name if source else "",
+        "source": on_hub.id if on_hub else name,
+        **({"source_commit": on_hub.commit} if on_hub else {}),
         "source_files": _without_times(files),
         "checksums": CHECKSUMS_FILE,
     }

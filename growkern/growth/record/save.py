@@ -1,7 +1,8 @@
-"""Makes `save_pretrained` of a grown model write its lineage and its card."""
+"""Makes `save_pretrained` and `push_to_hub` of a grown model write its lineage and its card."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,7 +17,7 @@ SHARD_SIZE = "50GB"
 
 
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:
-    """Let `model.save_pretrained` write `lineage.json` and `README.md` too.
+    """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
     A model that was trained or cast since is saved as any other: its record would be wrong.
 
@@ -42,7 +43,39 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
             write_card(plan, settings, directory)
         return type(self).save_pretrained(self, save_directory, *args, **options)
 
+    def push_to_hub(self: Any, repo_id: str, **options: Any) -> Any:
+        if _state(self) != state:
+            return type(self).push_to_hub(self, repo_id, **options)
+        return _upload(self, repo_id, **options)
+
     model.save_pretrained = MethodType(save_pretrained, model)
+    model.push_to_hub = MethodType(push_to_hub, model)
+
+
+def _upload(
+    model: Any,
+    repo_id: str,
+    *,
+    commit_message: str = "Upload a model grown with growkern",
+    private: bool | None = None,
+    token: bool | str | None = None,
+    max_shard_size: int | str = SHARD_SIZE,
+    **options: Any,
+) -> Any:
+    """`push_to_hub` of transformers, which would replace the model card by an empty one.
+
+    Args:
+        **options: of `HfApi.upload_folder`, such as revision and create_pr.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return api.upload_folder(
+            repo_id=name, folder_path=directory, commit_message=commit_message, **options
+        )
 
 
 def _state(model: Any) -> tuple[tuple[Any, int], ...]:

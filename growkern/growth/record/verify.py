@@ -45,6 +45,7 @@ from growkern.growth.record.outputs import (
     rounding_error,
 )
 from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
+from growkern.growth.source.hub import located
 from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.tensors.tensor import build_tensor
@@ -117,20 +118,23 @@ def verify(
     *,
     tokens: Tensor | None = None,
     labels: Tensor | None = None,
+    revision: str | None = None,
 ) -> VerifyReport:
     """Check a grown model against its source.
 
     Args:
         source: the model or checkpoint directory that was grown, also a directory of
-            `torch.distributed.checkpoint`.
+            `torch.distributed.checkpoint`, or a model on the Hub, `ORGANISATION/NAME`.
         grown: the model that `grow` returned, or a directory made by `grow_checkpoint`.
         tokens: ids to compare outputs on, (batch, length) int64; default: 4 x 32 random ones.
         labels: target of every token, (batch, length) int64, -100 to ignore one. With labels the
             loss of both models is reported. For a causal model the caller must shift them.
+        revision: branch, tag or commit of a source on the Hub.
 
     Raises:
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
+    source = located(source, revision)
     opened = open_source(source, allow_nonfinite=True)
     opened_grown = open_source(grown, allow_nonfinite=True)
     wrong, notes = [], []

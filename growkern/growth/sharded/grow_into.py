@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,7 +28,9 @@ from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
-from growkern.growth.source.source import Source, open_source
+from growkern.growth.source.hub import located
+from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
+from growkern.growth.source.source import Source, open_source, refuse_unreadable
 from growkern.growth.tensors.tensor import build_tensor, source_index
 from growkern.ops.expand.work import Work, work_on
 
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
     from growkern.growth.keywords import GrowthKeywords
 
-# parts that torch.compile and activation checkpointing add to parameter names
-WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
 
 @torch.no_grad()
 def grow_into(
@@ -50,6 +48,7 @@ def grow_into(
     *,
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
+    revision: str | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -67,9 +66,11 @@ def grow_into(
             `torch.compile` or `DistributedDataParallel`.
         source: a checkpoint directory that every process can read, or a model in memory. The
             directory may be one of `torch.distributed.checkpoint`, saved by any number of ranks,
-            with the model's config.json in it or above it.
+            with the model's config.json in it or above it. Or a model on the Hub,
+            `ORGANISATION/NAME`, which is downloaded into the usual cache.
         device: device for meta parameters; default: that of their mesh, else the CPU.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
@@ -88,7 +89,8 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
-    opened = open_source(source, allow_nonfinite=True)
+    opened = open_source(located(source, revision), allow_nonfinite=True)
+    refuse_unreadable(opened)
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
     targets = _targets(grown, parameters)
@@ -180,25 +182,6 @@ def _part_reader(
 # ------------------------------------------------------------------- checks
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of `torch.compile` and DistributedDataParallel.
-
-    Raises:
-        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
-    """
-    while not isinstance(model, transformers.PreTrainedModel):
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            raise GrowthError(
-                f"model is a {type(model).__name__}: pass the transformers.PreTrainedModel that it "
-                "wraps"
-            )
-        model = inner
-    return model
-
-
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 
@@ -211,14 +194,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = {}
     tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
     for name, tensor in tensors:
-        if "_fsdp_wrapped_module" in name or "_flat_param" in name:
-            raise GrowthError(
-                f"{name} is flattened by FullyShardedDataParallel: shard the model with "
-                "torch.distributed.fsdp.fully_shard"
-            )
-        for wrapper in WRAPPER_NAMES:
-            name = name.replace(wrapper, "")
-        named[name] = tensor
+        refuse_flattened(name)
+        named[own_name(name)] = tensor
     return named
 
 

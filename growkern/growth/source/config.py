@@ -16,15 +16,18 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from growkern.bounded import parse_json, read_bounded, read_json
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, supported_families
-from growkern.growth.source.adapters import refuse_adapter_directory
 from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.refused import refuse_directory
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
 MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
 # a chat model has 1 kB, one with suppressed tokens 100 kB
 MOST_GENERATION_BYTES, MOST_GENERATION_VALUES = 1_000_000, 100_000
+
+# the end of a message about a name that is no directory
+ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
 
 
 def read_config(directory: Path, *, any_family: bool = False) -> Any:
@@ -102,12 +105,14 @@ def config_directory(directory: Path) -> Path:
     """
     file = directory / "config.json"
     if not directory.is_dir():
-        raise GrowthError(f"{directory}: no such directory")
+        refuse_directory(directory)
+        named = "" if directory.is_absolute() or len(directory.parts) > 1 else ON_THE_HUB
+        raise GrowthError(f"{directory}: no such directory{named}")
     if (directory / METADATA_FILE).is_file() and not file.is_file():
         # trainers save sharded weights in a subdirectory of the model's directory
         file = directory.parent / "config.json"
     if not file.is_file():
-        refuse_adapter_directory(directory)
+        refuse_directory(directory)
         raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
     return file.parent
 
@@ -145,15 +150,3 @@ def read_generation(directory: Path) -> Any | None:
     except Exception:
         # a damaged file raises several types of errors; the weights can be grown without it
         return None
-
-
-def refuse_quantised(config: Any) -> None:
-    """Refuse the config of a quantised model.
-
-    Raises:
-        GrowthError: it is one.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        raise GrowthError(
-            "the checkpoint is quantised: use the full-precision one and quantise the result"
-        )

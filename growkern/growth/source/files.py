@@ -7,7 +7,8 @@ import mmap
 import os
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from growkern.bounded import parse_json, read_json
 from growkern.errors import GrowthError
 from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.refused import quantised_advice, refuse_directory
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -93,8 +95,12 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# names of the other dtypes, for error messages
-QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
+STORED_FLOATS = [dtype for dtype in STORED_DTYPES.values() if dtype.is_floating_point]
+# the other dtypes, and how the weights were quantised, as far as it is known
+QUANTISED_DTYPES = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "fp8"),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16"), ""),
+}
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
 # more tensors than the largest models have, all shards together
@@ -103,37 +109,52 @@ MOST_TENSORS = 1 << 17
 MOST_INDEX_BYTES = 20_000_000
 
 
-def read_headers(directory: Path) -> dict[str, Header]:
+def read_headers(
+    directory: Path, read_shard: Callable[[Path], dict[str, Header]] | None = None
+) -> dict[str, Header]:
     """The headers of all tensors of a checkpoint, by their names in the files.
+
+    Args:
+        directory: the checkpoint.
+        read_shard: file -> its headers; default: from the file, which must lie in the directory.
 
     Raises:
         GrowthError: no weights; a shard that is missing, truncated or corrupt; an index that does
             not match its shards or points outside the directory; a tensor stored twice; a dtype
             that growth cannot handle.
     """
-    index = directory / INDEX_FILE
+    refuse_directory(directory)
+    index, names = directory / INDEX_FILE, shard_names(directory)
     if not index.is_file():
-        file = _weights_file(directory)
-        refuse_links_out(file, directory)
-        return _read_shard(file)
-    refuse_links_out(index, directory)
-    weight_map = _read_index(index)
+        return read_shard(directory / names[0]) if read_shard else _read_weights(directory)
     headers: dict[str, Header] = {}
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or "\0" in shard:
-            raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
-        # Path.is_file would raise if the name is too long for the file system
-        if not os.path.isfile(directory / shard):
-            raise GrowthError(f"{directory}: shard {shard!r} is missing: download it again")
-        refuse_links_out(directory / shard, directory)
-        for name, header in _read_shard(directory / shard).items():
+    for shard in names:
+        found = (read_shard or _read_shard)(directory / shard)
+        for name, header in found.items():
             if name in headers:
                 raise GrowthError(f"{directory}: {name} is in {headers[name].file} and in {shard}")
             headers[name] = header
-    for name, shard in weight_map.items():
+    for name, shard in _read_index(index).items():
         if name not in headers or Path(headers[name].file).name != shard:
             raise GrowthError(f"{index}: {name} is not in {shard}")
     return headers
+
+
+def shard_names(directory: Path) -> list[str]:
+    """The names of the files that hold the weights, whether they are there or not.
+
+    Raises:
+        GrowthError: the index is damaged, or points outside the directory.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    refuse_links_out(index, directory)
+    names = sorted(set(_read_index(index).values()))
+    for shard in names:
+        if not shard or Path(shard).name != shard or "\0" in shard:
+            raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
+    return names
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -147,16 +168,11 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _weights_file(directory: Path) -> Path:
-    file = directory / WEIGHTS_FILE
-    if file.is_file():
-        return file
-    if any(directory.glob("*.bin")):
-        raise GrowthError(
-            f"{directory}: only pickled weights (*.bin): save the model as safetensors first with "
-            "model.save_pretrained(directory)"
-        )
-    raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
+def _read_weights(directory: Path) -> dict[str, Header]:
+    """The headers of the only file."""
+    if not (directory / WEIGHTS_FILE).is_file():
+        raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
+    return _read_shard(directory / WEIGHTS_FILE)
 
 
 def read_header_bytes(file: Path) -> bytes:
@@ -181,8 +197,40 @@ def _read_shard(file: Path) -> dict[str, Header]:
 
     The safetensors library would map the whole file, which fails if it is larger than memory.
     """
+    # Path.is_file would raise if the name is too long for the file system
+    if not os.path.isfile(file):
+        raise GrowthError(f"{file.parent}: shard {file.name!r} is missing: download it again")
+    refuse_links_out(file, file.parent)
+    with _naming(file):
+        head, size = read_header_bytes(file), file.stat().st_size
+    return parse_headers(file, head, size)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn errors about the bytes of a file into `GrowthError`."""
     try:
-        head = read_header_bytes(file)
+        yield
+    except OSError as error:
+        raise GrowthError(f"{file}: {error.strerror or error}") from error
+    except GrowthError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
+
+
+def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
+    """The tensors that the header of a safetensors file lists.
+
+    Args:
+        file: the file, which is not read.
+        head: its first bytes: the length of the header, and the header.
+        size: of the file, bytes.
+
+    Raises:
+        GrowthError: the header is damaged, or names tensors that growth cannot handle.
+    """
+    with _naming(file):
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
             raise ValueError("its header is not a JSON object")
         entries = parse_json(head[LENGTH.size :])
@@ -190,14 +238,8 @@ def _read_shard(file: Path) -> dict[str, Header]:
             raise ValueError(f"{len(entries)} tensors, more than any model has")
         _check_metadata(entries.pop("__metadata__", {}))
         headers = [_header(file, len(head), *entry) for entry in entries.items()]
-        _check_places(headers, len(head), file.stat().st_size)
-    except OSError as error:
-        raise GrowthError(f"{file}: {error.strerror or error}") from error
-    except GrowthError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
-    return {header.raw_name: header for header in headers}
+        _check_places(headers, len(head), size)
+        return {header.raw_name: header for header in headers}
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -226,8 +268,8 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
         raise GrowthError(
-            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: convert it to BF16 "
-            f"first ({HANDLED})"
+            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: "
+            f"{quantised_advice(QUANTISED_DTYPES[code], str(file.parent))} ({HANDLED})"
         )
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")

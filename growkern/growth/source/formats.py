@@ -12,19 +12,9 @@ from typing import NamedTuple
 
 from growkern.families.model import ModelSpec
 from growkern.growth.source.files import METADATA_FILE, read_header_bytes, read_headers
+from growkern.growth.source.hub import lacks_weights, read_remote_headers
+from growkern.growth.source.refused import OTHER_WEIGHTS
 from growkern.growth.source.stored import StoredTensor
-
-# names of files that a loader may read as the model's weights, in formats that growth cannot open
-OTHER_WEIGHTS = (
-    *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
-    *("consolidated*.pth", "*.gguf"),
-)
-# weights that only other programs read, and the state of training
-STATE_FILES = (
-    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
-    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
-    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
-)
 
 OptimizerState = Mapping[str, Mapping[str, StoredTensor]]
 
@@ -92,7 +82,15 @@ SAFETENSORS = Format(
     loads=True,
     read_optimizer=None,
 )
-FORMATS = (DISTRIBUTED, SAFETENSORS)
+# a model on the Hub of which only the config was downloaded, for a plan
+REMOTE = SAFETENSORS._replace(
+    recognises=lacks_weights,
+    weights=(),
+    read=lambda directory, model: read_remote_headers(directory),
+    suffix=None,
+    loads=False,
+)
+FORMATS = (DISTRIBUTED, REMOTE, SAFETENSORS)
 
 
 def format_of(directory: Path) -> Format:

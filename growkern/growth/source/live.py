@@ -1,7 +1,7 @@
-"""Compares a model in memory with its own config, as growth builds the target from the config.
+"""Models in memory: takes their wrappers off, and compares them with their own config.
 
-Modules take values from the config when they are made. A config that was edited later describes
-another function than the model computes.
+Growth builds the target from the config. Modules take values from the config when they are made. A
+config that was edited later describes another function than the model computes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError, GrowthWarning
@@ -26,6 +27,70 @@ NO_FUNCTION = {
 CHANGING_ROTARY = ("dynamic", "longrope")
 # dtypes that a model may have had before it was converted to a wider one
 NARROW = (torch.bfloat16, torch.float16)
+# what a wrapper around a whole model calls it: torch.compile, DistributedDataParallel and
+# DataParallel, activation checkpointing
+INNER = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+# and what wrappers around parts of a model add to the names of parameters
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# version 1 of FSDP
+FLATTENED = ("_fsdp_wrapped_module", "_flat_param")
+UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
+# what to do with other modules around a model
+ADVICE = {
+    "FullyShardedDataParallel": f"it flattens parameters: {UNFLATTEN}",
+    "SentenceTransformer": "save it and give the directory, so that its other modules grow too",
+}
+
+
+def unwrapped(model: Any, role: str = "model") -> Any:
+    """The transformers model inside the wrappers of `INNER`.
+
+    Args:
+        model: any object.
+        role: of the model, for the message: "source".
+
+    Raises:
+        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
+    """
+    while not isinstance(model, transformers.PreTrainedModel):
+        kind = type(model).__name__
+        inner = getattr(model, INNER.get(kind, ""), None)
+        if inner is None:
+            advice = ADVICE.get(kind, "pass the transformers.PreTrainedModel that it wraps")
+            raise GrowthError(f"{role} is a {kind}: {advice}")
+        model = inner
+    return model
+
+
+def own_name(name: str) -> str:
+    """The name of a parameter without what wrappers of parts of the model add to it."""
+    for wrapper in WRAPPER_NAMES:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def refuse_flattened(name: str) -> None:
+    """Refuse a parameter that FSDP, version 1, has flattened.
+
+    Raises:
+        GrowthError: it is one.
+    """
+    if any(part in name for part in FLATTENED):
+        raise GrowthError(f"{name} is flattened by FullyShardedDataParallel: {UNFLATTEN}")
+
+
+def class_name_of(model: Any) -> str:
+    """The model class in transformers; fully_shard replaces it by a subclass."""
+    # imported here, as it is slow and a growth of files does not need it
+    from torch.distributed.fsdp import FSDPModule
+
+    cls = type(model)
+    return str((cls.__bases__[-1] if isinstance(model, FSDPModule) else cls).__name__)
 
 
 def check_live(model: Any, spec: ModelSpec) -> None:
@@ -44,7 +109,8 @@ def check_live(model: Any, spec: ModelSpec) -> None:
         if module._non_persistent_buffers_set:
             module.to_empty(device="cpu", recurse=False)
     restore_buffers(fresh)
-    modules = dict(model.named_modules())
+    # of a wrapper and the module inside, which come in this order, the module counts
+    modules = {own_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
     for name, built in fresh.named_modules():
         live = modules.get(name)
         for what, found, expected in () if live is None else _differences(live, built):

@@ -19,10 +19,10 @@ from growkern.growth.source.config import (
     config_directory,
     read_config,
     read_generation,
-    refuse_quantised,
 )
 from growkern.growth.source.config_values import LAYERS
 from growkern.growth.source.files import Header, read_headers
+from growkern.growth.source.refused import refuse_quantised
 
 # names in an error message
 MOST_NAMED = 3
@@ -43,7 +43,7 @@ def load_model(
             another shape than the config says, or transformers cannot build the model.
     """
     config = read_config(directory, any_family=True)
-    refuse_quantised(config)
+    refuse_quantised(config, str(directory))
     cls = class_of(directory, config)
     headers = read_headers(directory)
     _check_layers(directory, config, len(headers))

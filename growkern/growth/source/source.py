@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from growkern.growth.source.adapters import refuse_adapters
+from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
     check_names_and_shapes,
     check_number_of_tensors,
@@ -34,11 +33,17 @@ from growkern.growth.source.config import (
     config_directory,
     read_config,
     read_generation,
-    refuse_quantised,
 )
-from growkern.growth.source.files import HANDLED
+from growkern.growth.source.files import HANDLED, STORED_FLOATS
 from growkern.growth.source.formats import Format, format_of
-from growkern.growth.source.live import check_live
+from growkern.growth.source.live import (
+    check_live,
+    class_name_of,
+    own_name,
+    refuse_flattened,
+    unwrapped,
+)
+from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
 from growkern.growth.source.stored import StoredTensor
 
 
@@ -100,13 +105,35 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
     if isinstance(source, (str, Path)):
         opened = _open_directory(Path(source))
-    elif isinstance(source, transformers.PreTrainedModel):
-        opened = _open_model(source)
+    elif isinstance(source, nn.Module):
+        opened = _open_model(unwrapped(source, "source"))
     else:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
         )
     return opened if allow_nonfinite else _refusing_nonfinite(opened)
+
+
+def refuse_unreadable(source: Source) -> None:
+    """Refuse a model in memory whose weights have no values here to grow.
+
+    Raises:
+        GrowthError: one is on the meta device, or spread over processes.
+    """
+    for name in source.dtypes if source.directory is None else ():
+        tensor = source.read(name)
+        if is_dtensor(tensor):
+            raise GrowthError(
+                f"{name} of the source is spread over processes: save the model with "
+                "torch.distributed.checkpoint and give its directory as the source, or grow it "
+                "inside a run of growkern train"
+            )
+        if tensor.is_meta:
+            raise GrowthError(
+                f"{name} of the source is on the meta device and has no values: load the model "
+                f"whole with {source.class_name}.from_pretrained(...), without offloading, or give "
+                "its directory as the source"
+            )
 
 
 def _refusing_nonfinite(source: Source) -> Source:
@@ -125,15 +152,23 @@ def _refusing_nonfinite(source: Source) -> Source:
 # ------------------------------------------------------------------- models
 
 
-def _open_model(model: transformers.PreTrainedModel) -> Source:
+def _open_model(model: Any) -> Source:
     refuse_quantised(model.config)
-    spec = ModelSpec.of(model.config, type(model).__name__)
-    state = model.state_dict()
+    spec = ModelSpec.of(model.config, class_name_of(model))
+    for name, _ in model.named_parameters():
+        refuse_flattened(name)
+    state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
     check_live(model, spec)
     check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
+    for name, tensor in own.items():
+        if tensor.dtype not in STORED_FLOATS:
+            raise GrowthError(
+                f"{name} has dtype {tensor.dtype}, as in a quantised model: {quantised_advice('')} "
+                f"({HANDLED})"
+            )
     dtypes = {name: t.dtype for name, t in own.items()}
     device = next(iter(own.values())).device
 
@@ -159,7 +194,7 @@ def _open_directory(directory: Path) -> Source:
     check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
-        if not header.dtype.is_floating_point:
+        if header.dtype not in STORED_FLOATS:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
 
@@ -173,7 +208,7 @@ def _open_directory(directory: Path) -> Source:
 def _read_spec(directory: Path) -> ModelSpec:
     """The model that config.json describes."""
     config = read_config(directory)
-    refuse_quantised(config)
+    refuse_quantised(config, str(directory))
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
         raise GrowthError(

@@ -30,7 +30,9 @@ class GrowthStep(GrowthOptions):
         sizes: the sizes of the large model by the names of its config. In a run file they may also
             stand beside the other keys, as in `num_hidden_layers = 12`.
         at_step: optimizer steps that come before this growth; 0 is the start of the run.
-        source: directory of the checkpoint that is grown, at the start only.
+        source: directory of the checkpoint that is grown, at the start only; or a model on the Hub,
+            ORGANISATION/NAME.
+        revision: branch, tag or commit of a source on the Hub.
         moments: "grow" and "old_slices" grow the optimizer's state, see
             `growkern.grow_optimizer_into`. "reset" starts it at zero. None is "grow" inside a run,
             and at its start "reset".
@@ -49,6 +51,7 @@ class GrowthStep(GrowthOptions):
     sizes: dict[str, int]
     at_step: int = 0
     source: str | None = None
+    revision: str | None = None
     moments: Moments | None = None
     optimizer: str | None = None
     rewarm_steps: int = 0
@@ -86,7 +89,7 @@ class GrowthStep(GrowthOptions):
                 raise GrowthError(f"{name} is for growth inside a run: give at_step too")
 
     def _check_inside(self) -> None:
-        for name in ("source", "optimizer"):
+        for name in ("source", "revision", "optimizer"):
             if getattr(self, name) is not None:
                 raise GrowthError(
                     f"{name} is for a growth at the start of a run; at step {self.at_step} the "

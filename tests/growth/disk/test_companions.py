@@ -47,8 +47,8 @@ TOKENIZER_FILES += ["sentencepiece.bpe.model", "dict.txt", "tokenization_mine.py
 TOKENIZER_FILES += ["preprocessor_config.json", "processor_config.json", "chat_template.jinja"]
 OTHER_FILES = ["pytorch_model.bin", "tf_model.h5", "other.safetensors", "optimizer.pt", ".cache"]
 OTHER_FILES += ["model.fp16.safetensors.index.json", "rng_state_0.pth", "trainer_state.json"]
-OTHER_FILES += ["training_args.bin", "README.md", "adapter_config.json", "lineage.json"]
-OTHER_FILES += ["checksums.json", "model.onnx_data", "modules.json", "consolidated.00.pth"]
+OTHER_FILES += ["training_args.bin", "README.md", "lineage.json"]
+OTHER_FILES += ["checksums.json", "model.onnx_data", "consolidated.00.pth"]
 
 
 def test_what_comes_along(source, tmp_path):

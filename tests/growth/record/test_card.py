@@ -3,10 +3,12 @@
 import copy
 import shlex
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 
 import growkern
 from growkern.errors import FunctionChangedWarning
@@ -98,6 +100,28 @@ def test_the_card_keeps_what_the_source_says_of_its_licence(tmp_path):
         assert card.data.base_model == "google/small"
         assert card.data.tags == (["growkern", "tiny"] if licence else ["growkern"])
         assert "# google/small, grown with growkern" in card.text and "exact:" in card.text
+
+
+def test_a_push_to_the_hub_sends_the_record_too(tmp_path, monkeypatch):
+    pushed = {}
+
+    def upload(self, *, repo_id, folder_path, **options):
+        pushed[repo_id] = (files(Path(folder_path)), options)
+        return "a commit"
+
+    def create(self, name, **options):
+        pushed["options"] = options
+        return SimpleNamespace(repo_id=name)
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    large = growkern.grow(random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32), n_embd=32)
+    assert large.push_to_hub("acme/large", private=True, revision="v1") == "a commit"
+    sent, options = pushed["acme/large"]
+    large.save_pretrained(tmp_path / "saved")
+    assert sent == files(tmp_path / "saved") and "lineage.json" in sent
+    assert b"grown with growkern" in sent["README.md"]
+    assert pushed["options"]["private"] and options["revision"] == "v1"
 
 
 def test_a_growth_says_so_if_it_changes_the_function(tmp_path):

@@ -1,0 +1,279 @@
+"""The kinds of sources that growth knows and cannot grow, each with the command that fixes it.
+
+A new kind is one more entry of `KINDS` or `UNDO`. Directories are told apart by the names of their
+files, quantised checkpoints by their config and by the dtypes of their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from growkern.errors import GrowthError
+
+ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
+# names of files that a loader may read as the model's weights, in formats that growth cannot open
+OTHER_WEIGHTS = (
+    *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
+    *("consolidated*.pth", "*.gguf"),
+)
+# weights that only other programs read, and the state of training
+STATE_FILES = (
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
+    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
+    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
+)
+# weights that growth opens
+WHOLE = ("*.safetensors", "*.safetensors.index.json", ".metadata")
+# a config is read for the name of a class; larger ones are refused elsewhere
+MOST_BYTES = 4_000_000
+# task_type of an adapter -> the class that loads it with its model
+PEFT_CLASSES = {
+    "CAUSAL_LM": "AutoPeftModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+
+
+class Kind(NamedTuple):
+    """A kind of directory that cannot be grown.
+
+    Attributes:
+        what: completes "DIRECTORY holds ...".
+        files: patterns of names. A directory with such a file is of this kind.
+        always: True: also if whole weights lie beside the file.
+        advice: what to do, before the code.
+        code: Python that makes a directory to grow. It may use {place}, {new}, {model_class},
+            {peft_class} and {file}. Empty: there is none.
+        here: the same where it can be done inside a directory on this machine.
+    """
+
+    what: str
+    files: tuple[str, ...]
+    always: bool
+    advice: str
+    code: str = ""
+    here: str = ""
+
+
+KINDS = (
+    Kind(
+        "adapters of PEFT, not a whole model",
+        (ADAPTER_FILE,),
+        True,  # transformers would load both, and growth only one of them
+        "merge them into their model",
+        "from peft import {peft_class} as M; "
+        "M.from_pretrained({place!r}).merge_and_unload().save_pretrained({new!r})",
+    ),
+    Kind(
+        "only pickled weights (*.bin)",
+        ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+        False,
+        "save them as safetensors",
+        "import transformers as t; [c.from_pretrained({place!r}).save_pretrained({new!r}) "
+        "for c in (t.{model_class}, t.AutoTokenizer)]",
+        # the tokenizer and all other files stay beside the weights
+        "import transformers as t; "
+        "t.{model_class}.from_pretrained({place!r}).save_pretrained({place!r})",
+    ),
+    Kind(
+        "only weights in the format GGUF, which are usually quantised",
+        ("*.gguf",),
+        False,
+        "grow the checkpoint that they were made from, or convert them (needs: pip install gguf)",
+        "import transformers as t; [c.from_pretrained({place!r}, gguf_file={file!r})"
+        ".save_pretrained({new!r}) for c in (t.AutoModelForCausalLM, t.AutoTokenizer)]",
+    ),
+    Kind(
+        "only weights in the original format of Meta (consolidated*.pth)",
+        ("consolidated*.pth",),
+        False,
+        "grow the version of the model for transformers, whose weights are safetensors",
+    ),
+    Kind(
+        "only weights of TensorFlow or Flax",
+        ("tf_model*.h5", "flax_model*.msgpack"),
+        False,
+        "load them with transformers 4 (from_tf=True or from_flax=True) and use save_pretrained",
+    ),
+    Kind(
+        "only a model in the format ONNX",
+        ("*.onnx",),
+        False,
+        "grow the checkpoint that it was exported from",
+    ),
+    Kind(
+        "a model of sentence-transformers whose weights lie in a folder",
+        ("modules.json",),
+        False,
+        "save it with a newer version of sentence-transformers",
+        "from sentence_transformers import SentenceTransformer as S; S({place!r}).save({new!r})",
+    ),
+)
+
+# method of a quantised checkpoint -> arguments of `from_pretrained` and the method that undo it.
+# Methods that are not listed cannot be undone by transformers
+UNDO = {
+    "bitsandbytes": ("", ".dequantize()"),
+    "higgs": ("", ".dequantize()"),
+    "fp8": (", quantization_config=t.FineGrainedFP8Config(dequantize=True)", ""),
+    "mxfp4": (", quantization_config=t.Mxfp4Config(dequantize=True)", ""),
+    "compressed-tensors": (
+        ", quantization_config=t.CompressedTensorsConfig(run_compressed=False)",
+        ".dequantize()",
+    ),
+}
+
+
+# -------------------------------------------------------------- directories
+
+
+def refuse_files(place: str, names: Collection[str], directory: Path | None = None) -> None:
+    """Refuse a source whose files show that it is of a kind that cannot be grown.
+
+    Args:
+        place: the directory or the id on the Hub, for the message.
+        names: of the files at its top.
+        directory: where its configs can be read; None: they are not here.
+
+    Raises:
+        GrowthError: it is of such a kind.
+    """
+    is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
+    for kind in KINDS:
+        found = [n for n in sorted(names) for pattern in kind.files if fnmatch(n, pattern)]
+        if not found or (is_whole and not kind.always):
+            continue
+        code = ((directory and kind.here) or kind.code).format(
+            place=place,
+            new=f"{Path(place).name}-whole",
+            file=found[0],
+            model_class=_class_of(directory, "AutoModel"),
+            peft_class=_peft_class(directory),
+        )
+        raise GrowthError(f"{place} holds {kind.what}: {kind.advice}{_as_command(code)}")
+
+
+def refuse_directory(directory: Path) -> None:
+    """`refuse_files` for a directory on this machine, or for a single file.
+
+    Raises:
+        GrowthError: it is of a kind that cannot be grown.
+    """
+    if directory.is_file():
+        refuse_files(str(directory), [directory.name])
+        raise GrowthError(f"{directory} is a file: give the directory of a checkpoint")
+    names = [file.name for file in directory.iterdir()] if directory.is_dir() else []
+    refuse_files(str(directory), names, directory)
+
+
+def refuse_adapter_directory(directory: Path) -> None:
+    """Refuse a directory that holds adapters, whatever else is in it.
+
+    Raises:
+        GrowthError: it does.
+    """
+    if (directory / ADAPTER_FILE).is_file():
+        refuse_files(str(directory), [ADAPTER_FILE], directory)
+
+
+def _as_command(code: str) -> str:
+    """The code as the end of a message, quoted for a shell."""
+    # double quotes keep the single ones of Python readable
+    is_plain = not set(code) & set('"$`\\!')
+    quoted = f'"{code}"' if is_plain else shlex.quote(code)
+    return f": python -c {quoted}" if code else ""
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    """A small JSON file; empty if it cannot be read, as only a name for a message is wanted."""
+    try:
+        found = json.loads(file.read_bytes()) if file.stat().st_size < MOST_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _class_of(directory: Path | None, default: str) -> str:
+    found = _read(directory / CONFIG_FILE).get("architectures") if directory else None
+    name = found[0] if isinstance(found, list) and found else default
+    return name if isinstance(name, str) and name.isidentifier() else default
+
+
+def _peft_class(directory: Path | None) -> str:
+    task = _read(directory / ADAPTER_FILE).get("task_type") if directory else None
+    return PEFT_CLASSES.get(str(task), "AutoPeftModel")
+
+
+# ---------------------------------------------------------------- quantised
+
+
+def quantised_advice(
+    method: str, place: str = "", model_class: str = "AutoModelForCausalLM"
+) -> str:
+    """What to do with a quantised checkpoint, as the end of an error message.
+
+    Args:
+        method: how it was quantised: "gptq".
+        place: the directory, if it is known.
+        model_class: of transformers.
+    """
+    advice = "grow the full-precision checkpoint that it was made from, and quantise the result"
+    how = UNDO.get(method)
+    if how is None or not place:
+        return advice
+    arguments, undo = how
+    code = (
+        f"import transformers as t; t.{model_class}.from_pretrained({place!r}{arguments}, "
+        f"dtype='bfloat16'){undo}.save_pretrained({Path(place).name + '-whole'!r})"
+    )
+    return f"{advice}; or undo the quantisation{_as_command(code)}"
+
+
+def refuse_quantised(config: Any, place: str = "") -> None:
+    """Refuse the config of a quantised model.
+
+    Args:
+        config: of Hugging Face.
+        place: the directory, if it is known.
+
+    Raises:
+        GrowthError: it is one.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    values = found if isinstance(found, dict) else vars(found)
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    where = f"{place} is" if place else "the model is"
+    names = getattr(config, "architectures", None) or ("AutoModel",)
+    raise GrowthError(
+        f"{where} quantised ({method}): {quantised_advice(method, place, str(names[0]))}"
+    )
+
+
+# ------------------------------------------------------------------- models
+
+
+def refuse_adapters(model: Any, role: str) -> None:
+    """Refuse a model with adapters: the small model computes with the sum of both.
+
+    Args:
+        model: anything.
+        role: of the model, for the message: "source".
+
+    Raises:
+        GrowthError: it has adapters of PEFT.
+    """
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        raise GrowthError(
+            f"the {role} ({type(model).__name__}) has adapters of PEFT, which belong to the small "
+            "weights they were trained beside: use merge_and_unload().requires_grad_()"
+        )
