@@ -6,12 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import Revision, Source, app, silence_transformers
+from growkern.cli.app import Revision, app, silence_transformers
 from growkern.errors import GrowthError
 from growkern.units import human
 
 WITHOUT_RUN = "Without --run"
+URLS = ("http://", "https://")
 Texts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 text files.")]
+Teacher = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Directory of the teacher, a model on the Hub, or the URL of a server of vLLM or "
+        "SGLang that runs it.",
+    ),
+]
 RunFile = Annotated[
     Path | None,
     typer.Option(
@@ -61,7 +70,7 @@ Epochs = Annotated[
 
 @app.command()
 def cache_teacher(
-    source: Source,
+    source: Teacher,
     texts: Texts = None,
     *,
     out: Annotated[Path, typer.Option(help="Directory of the new cache.")],
@@ -99,8 +108,8 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    source = located(source, revision)
-    read = _of_texts(source, given) if run is None else _of_run(source, run)
+    place = source if source.startswith(URLS) else located(Path(source), revision)
+    read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
     report = make(
         directory=out,
         k=k,
@@ -118,25 +127,38 @@ def cache_teacher(
     )
 
 
-def _of_texts(source: Path, given: dict[str, Any]) -> dict[str, Any]:
+def _opened(source: Path | str, k: int, reader: Any, length: int) -> tuple[Any, bool]:
+    """The teacher in a directory or on a server, and whether it predicts the next token."""
+    from growkern.train.load import check_fits, is_causal, load_language_model
+    from growkern.train.topk_teacher.served import ServedTeacher
+
+    if isinstance(source, str):
+        # a server has no tokenizer to compare with, and gives log-probs at temperature 1
+        return ServedTeacher(source, k, vocab_size=len(reader)), True
+    check_fits(source, reader, length)
+    model = load_language_model(source)
+    return model, is_causal(model)
+
+
+def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cache_teacher` that the command line gives."""
     from growkern.train import data
-    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+    from growkern.train.load import load_tokenizer
 
-    for name in ("TEXT", "--temperature"):
+    wanted = ("TEXT", "--temperature", *(["--tokenizer"] if isinstance(source, str) else []))
+    for name in wanted:
         if name not in given:
             raise GrowthError(f"give {name}, or a run file: --run FILE")
     length, probability = given.get("--sequence-length", 128), given.get("--masking-probability")
     probability = 0.15 if probability is None else probability
     data.check_probability(probability)
-    model = load_language_model(source)
     reader = load_tokenizer(given.get("--tokenizer", source))
-    check_fits(source, reader, length)
+    model, causal = _opened(source, k, reader, length)
     return {
         "model": model,
         "dataset": data.pack_text(given["TEXT"], reader, length),
         "collator": data.CausalLMCollator(reader)
-        if is_causal(model)
+        if causal
         else data.MaskedLMCollator(reader, probability, given.get("--seed", 0)),
         "tokenizer": reader,
         "temperature": given["--temperature"],
@@ -144,13 +166,13 @@ def _of_texts(source: Path, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_run(source: Path, file: Path) -> dict[str, Any]:
+def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     """The arguments of `cache_teacher` for the run of a run file."""
     from growkern.train.build import with_directories
     from growkern.train.config import load_run
     from growkern.train.dataset.load import load_data
     from growkern.train.inheritance import check_tokenizers
-    from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+    from growkern.train.load import load_tokenizer
 
     base = file.parent
     run = with_directories(load_run(file), base)
@@ -161,10 +183,9 @@ def _of_run(source: Path, file: Path) -> dict[str, Any]:
             f"{file} streams its data, whose rows do not repeat: set data.streaming to false"
         )
     reader = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
-    check_tokenizers(reader, [load_tokenizer(source)])
-    check_fits(source, reader, run.data.sequence_length)
-    model = load_language_model(source)
-    causal = is_causal(model)
+    if isinstance(source, Path):
+        check_tokenizers(reader, [load_tokenizer(source)])
+    model, causal = _opened(source, k, reader, run.data.sequence_length)
     # the rows without their weights, which the teacher does not see
     found = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
     return {

@@ -126,6 +126,15 @@ MEASURING = [
         "cache-teacher {bert} {text} --out {trained} --k 2 --temperature 1 --sequence-length 8",
         ("trained", "exists"),
     ),
+    Use(
+        "cache-teacher http://127.0.0.1:9 {text} --out {new} --k 2 --temperature 1",
+        ("--tokenizer",),
+    ),
+    Use(
+        "cache-teacher http://127.0.0.1:9 {text} --out {new} --k 2 --temperature 1 "
+        "--tokenizer {llama}",
+        ("http://127.0.0.1:9", "is the server running"),
+    ),
     Use("eval {bert}", ("--text",)),
     Use("eval {bert} --text none-*.txt", ("none-*.txt",)),
     Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),

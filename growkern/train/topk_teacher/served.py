@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +94,10 @@ class ServedTeacher(TopKRows):
 
     def _find_model(self, name: str | None) -> dict[str, Any]:
         """The server's own record of the teacher."""
-        answer = self._connection.get("/v1/models")
+        # a wrong URL is noticed soon, a server that is busy later
+        answer = replace(self._connection, retries=min(1, self._connection.retries)).get(
+            "/v1/models"
+        )
         try:
             cards = {str(card["id"]): card for card in answer["data"]}
         except (TypeError, KeyError) as error:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache
+from growkern.cli.commands import app
 from growkern.train.run import train
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
@@ -86,6 +88,24 @@ def test_a_cache_of_it_is_that_of_the_model(server, tmp_path):
         make(tmp_path / "c", "llama", model=served, temperature=1.0)
     with pytest.raises(GrowthError, match=r"gives \{'k': 5.*is to have \{'k': 4"):
         make(tmp_path / "d", "llama", model=served, vocab_size=VOCAB, temperature=1.0, k=4)
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_a_command_caches_it(workplace):  # noqa: F811
+    """The directory and the server give the same cache."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(workplace / "teacher")
+    text, options = str(workplace / "text" / "a.txt"), "--k 5 --temperature 1 --sequence-length 16"
+    with serving(model.eval()) as (_, url):
+        for source, out in ((str(workplace / "teacher"), "kept"), (url, "asked")):
+            line = ["cache-teacher", source, text, "--out", str(workplace / out), *options.split()]
+            line += ["--tokenizer", str(workplace / "teacher"), "--dtype", "float32"]
+            done = CliRunner().invoke(app, line)
+            assert done.exit_code == 0, done.output
+    ours, theirs = (TeacherCache(workplace / name) for name in ("kept", "asked"))
+    assert ours.header.data == theirs.header.data
+    rows = [one.rows(range(len(ours))) for one in (ours, theirs)]
+    assert torch.equal(rows[0][0], rows[1][0])
+    torch.testing.assert_close(rows[0][1], rows[1][1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
