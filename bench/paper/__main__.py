@@ -4,9 +4,10 @@
     python -m bench.paper report                           print the tables of all runs so far
     python -m bench.paper report --save                    also write them to bench/results
 
-Tables: table2 (BERT) and table5 (GPT-2) compare all systems. Every run is a run file of `growkern
-train` in the output folder. Start the command again after an interruption: runs that are done are
-not repeated, and the one that was interrupted resumes from its last checkpoint.
+Every run is a run file of `growkern train` in the output folder. Tables share runs. Start the
+command again after an interruption: runs that are done are not repeated, and the one that was
+interrupted resumes from its last checkpoint. Tables:
+
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.paper.corpus import prepare
+from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of
-from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
 from bench.paper.tables import report
 from bench.shared.results import RESULTS, write
 from growkern.cli.app import silence_transformers
 
 FOLDER = Path("runs/paper")
-TABLES = {"table2": "bert", "table5": "gpt2"}
 SEEDS = (1, 2, 3, 4, 5)
 
 
@@ -33,24 +34,26 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def compare(place: Workplace, setting: Setting, seeds: int, systems: list[str]) -> None:
-    """Choose a rate for each system on a seed of its own, then train it on the others."""
-    rates = {}
-    for system in systems:
+def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> None:
+    """Choose a rate for each line on a seed of its own, then train it on the others."""
+    rates = []
+    for line in lines:
+        setting = line.setting
         jobs = [
-            job_of(setting, system, RATE_SEED, rate, setting.rate_steps) for rate in setting.rates
+            job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps)
+            for rate in setting.rates
         ]
-        rates[system] = best_rate([place.row(job) for job in jobs])
-        say(f"{setting.name}, {SYSTEMS[system].title}: learning rate {rates[system]:g}")
+        rates.append(best_rate([place.row(job) for job in jobs]))
+        say(f"{setting.name}, {SYSTEMS[line.system].title}: learning rate {rates[-1]:g}")
     for seed in SEEDS[:seeds]:
-        for system in systems:
-            place.row(job_of(setting, system, seed, rates[system], setting.steps))
+        for line, rate in zip(lines, rates, strict=True):
+            place.row(job_of(line.setting, line.system, seed, rate, line.setting.steps))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper",
-        description=__doc__,
+        description=__doc__ + "\n".join(f"    {k:12} {one.title}" for k, one in TABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("table", choices=[*TABLES, "report"])
@@ -63,12 +66,12 @@ def main() -> None:
     options = parser.parse_args()
     silence_transformers()
     if options.table != "report":
-        setting = SETTINGS.get((options.size, TABLES[options.table]))
-        if setting is None:
+        lines = lines_of(options.table, options.size)
+        if lines is None:
             parser.error(f"{options.table} has no size {options.size!r}")
-        facts = prepare(options.dir, setting, options.text)
+        facts = prepare(options.dir, lines[0].setting, options.text)
         place = Workplace(options.dir, facts, say)
-        compare(place, setting, options.seeds, options.systems)
+        compare(place, [x for x in lines if x.system in options.systems], options.seeds)
     rows = list(rows_of(options.dir).values())
     if options.save:
         write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})

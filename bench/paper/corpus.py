@@ -7,7 +7,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from bench.paper.settings import Setting
+from bench.paper.settings import FAMILIES, SEPARATOR, Setting
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.whole import write_whole
 
@@ -34,10 +34,14 @@ def prepare(folder: Path, setting: Setting, patterns: Sequence[str]) -> dict[str
         corpus = read_corpus(files_of(patterns))
         for name, texts in (("validation", corpus.validation), ("train", corpus.train)):
             _write(place / f"{name}.txt", "\n\n".join(texts))
-    tokenizer = folder / f"tokenizer-{setting.vocab}"
+    tokenizer = folder / setting.tokenizer
     if not (tokenizer / "tokenizer.json").is_file():
-        text = (place / "train.txt").read_text(encoding="utf-8")
-        train_tokenizer(text.split("\n\n"), setting.vocab).save_pretrained(tokenizer)
+        texts = (place / "train.txt").read_text(encoding="utf-8").split("\n\n")
+        sentinels = [f"<extra_id_{i}>" for i in range(FAMILIES[setting.family].sentinels)]
+        made = train_tokenizer(texts, setting.vocab - len(sentinels))
+        made.add_special_tokens({"extra_special_tokens": sentinels})
+        made.eos_token = made.convert_ids_to_tokens(SEPARATOR)
+        made.save_pretrained(tokenizer)
     passes = place / f"validation-{setting.validation_passes}.txt"
     if not passes.is_file():
         text = (place / "validation.txt").read_text(encoding="utf-8")

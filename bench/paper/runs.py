@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.settings import Setting
-from bench.paper.systems import Job, untrained_models, write_run_file
+from bench.paper.systems import SOURCE, SYSTEMS, Job, kept_folder, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
+from growkern.cli.commands import app
 from growkern.plot.curve import read_curve
 from growkern.train.run import train
 
@@ -46,7 +47,10 @@ class Workplace:
         for name, (size, layers) in untrained_models(job).items():
             self._write_untrained(job.setting, name, size, job.seed, layers)
         start = time.perf_counter()
-        train(write_run_file(job, self.folder), progress=False)
+        file = write_run_file(job, self.folder)
+        if job.system != SOURCE and SYSTEMS[job.system].kept:
+            self._keep_teacher(job, file)
+        train(file, progress=False)
         out = self.folder / job.name
         curve = read_curve(out)
         row = {
@@ -67,8 +71,19 @@ class Workplace:
         append_row(self.folder / ROWS, row)
         self.rows[job.name] = row
         for left in out.glob("checkpoint-*"):
-            shutil.rmtree(left)
+            # some systems go on with the moments of their source
+            if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":
+                shutil.rmtree(left)
         self.say(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['seconds']:.0f} s")
+
+    def _keep_teacher(self, job: Job, file: Path) -> None:
+        """Run the teacher of a job once, with the command for it."""
+        target = self.folder / kept_folder(job)
+        if target.exists():
+            return
+        teacher, k = str(self.folder / job.needs[0].name), str(SYSTEMS[job.system].kept)
+        line = ["cache-teacher", teacher, "--run", str(file), "--out", str(target), "--k", k]
+        app(line, standalone_mode=False)
 
     def _write_untrained(
         self, setting: Setting, name: str, size: Any, seed: int, layers: int | None
@@ -77,11 +92,11 @@ class Workplace:
         if (target / "tokenizer.json").is_file():
             return
         setting.untrained(size, seed, layers).save_pretrained(target)
-        for file in (self.folder / f"tokenizer-{setting.vocab}").iterdir():
+        for file in (self.folder / setting.tokenizer).iterdir():
             # a copy that was interrupted lacks this file, which is copied last
             if file.name != "tokenizer.json":
                 shutil.copy(file, target)
-        shutil.copy(self.folder / f"tokenizer-{setting.vocab}" / "tokenizer.json", target)
+        shutil.copy(self.folder / setting.tokenizer / "tokenizer.json", target)
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:

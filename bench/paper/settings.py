@@ -7,6 +7,7 @@ is nearly zero, so that random rows disturb nothing. All models here begin with 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +36,8 @@ class Setting:
     """Everything that all systems of a table share.
 
     Attributes:
-        name: of the setting.
-        family: "gpt2" or "bert".
+        name: of the setting, in the folders of its jobs.
+        family: a key of `FAMILIES`.
         source: the small model.
         target: the large model.
         source_steps: optimizer steps of the source, at `source_rate`.
@@ -53,6 +54,7 @@ class Setting:
         vocab: tokens of the tokenizer.
         validation_passes: how often the validation text is read. Each pass of a masked model has
             other masks, so that a sixth of the tokens gives enough labels.
+        plain: name of the setting of which this is a variant.
     """
 
     name: str
@@ -73,6 +75,22 @@ class Setting:
     inheritance_share: float = 0.44
     vocab: int = VOCAB
     validation_passes: int = 1
+    plain: str = ""
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer."""
+        with_sentinels = f"-{self.family}" if FAMILIES[self.family].sentinels else ""
+        return f"tokenizer-{self.vocab}{with_sentinels}"
+
+    @property
+    def name_without_source(self) -> str:
+        """The name in the folders of jobs that need no source. Variants of a setting share them."""
+        return self.plain or self.name
+
+    def variant(self, label: str, **changes: Any) -> Setting:
+        """The same target with another source, or with other shares of the steps."""
+        return replace(self, name=f"{self.name}-{label}", plain=self.name_without_source, **changes)
 
     def config(self, size: Size, layers: int | None = None) -> Any:
         """The config of a model in transformers.
@@ -82,44 +100,107 @@ class Setting:
             layers: other than those of the size.
         """
         layers = layers or size.layers
-        std = 0.02 * math.sqrt(768 / size.width)
-        common = {"vocab_size": self.vocab, "initializer_range": std}
-        if self.family == "gpt2":
-            none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            ids = {"bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR, "pad_token_id": PADDING}
-            sizes = {"n_layer": layers, "n_embd": size.width, "n_head": size.heads}
-            return transformers.GPT2Config(
-                n_positions=self.length, **common, **none, **ids, **sizes
-            )
-        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        sizes = {"num_hidden_layers": layers, "hidden_size": size.width}
-        sizes |= {"num_attention_heads": size.heads, "intermediate_size": 4 * size.width}
-        return transformers.BertConfig(
-            max_position_embeddings=self.length, **common, **none, **sizes
-        )
+        return FAMILIES[self.family].config(self, size, layers)
 
     def target_sizes(self) -> dict[str, int]:
         """The sizes of the target by the names of its config, without those that stay."""
         small, large = self.config(self.source), self.config(self.target)
-        names = ("n_layer", "n_embd", "n_head")
-        if self.family == "bert":
-            names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+        names = FAMILIES[self.family].sizes
         found = {name: (getattr(small, name), getattr(large, name)) for name in names}
         return {name: new for name, (old, new) in found.items() if new != old}
 
     @property
     def layers_name(self) -> str:
         """The config's name for the number of layers."""
-        return "n_layer" if self.family == "gpt2" else "num_hidden_layers"
+        return FAMILIES[self.family].sizes[0]
 
     def untrained(self, size: Size, seed: int, layers: int | None = None) -> Any:
         """A model with random weights."""
         transformers.set_seed(seed)
         config = self.config(size, layers)
-        name = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}[self.family]
-        return getattr(transformers, name)(config)
+        return getattr(transformers, FAMILIES[self.family].model)(config)
 
 
+def _gpt2(setting: Setting, size: Size, layers: int) -> Any:
+    return transformers.GPT2Config(
+        vocab_size=setting.vocab,
+        n_positions=setting.length,
+        n_layer=layers,
+        n_embd=size.width,
+        n_head=size.heads,
+        initializer_range=spread(size.width),
+        bos_token_id=SEPARATOR,
+        eos_token_id=SEPARATOR,
+        pad_token_id=PADDING,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+
+
+def _bert(setting: Setting, size: Size, layers: int) -> Any:
+    return transformers.BertConfig(
+        vocab_size=setting.vocab,
+        max_position_embeddings=setting.length,
+        num_hidden_layers=layers,
+        hidden_size=size.width,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        initializer_range=spread(size.width),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    )
+
+
+def _t5(setting: Setting, size: Size, layers: int) -> Any:
+    return transformers.T5Config(
+        vocab_size=setting.vocab,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        d_model=size.width,
+        num_heads=size.heads,
+        d_kv=size.width // size.heads,
+        d_ff=4 * size.width,
+        dropout_rate=0.0,
+        pad_token_id=PADDING,
+        eos_token_id=SEPARATOR,
+        decoder_start_token_id=PADDING,
+    )
+
+
+def spread(width: int) -> float:
+    """The standard deviation of untrained weights."""
+    return 0.02 * math.sqrt(768 / width)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a setting must know of a model's class.
+
+    Attributes:
+        model: the class in transformers.
+        config: (setting, size, layers) -> its config.
+        sizes: the names of the config for layers, width and heads, and for what follows from them.
+        sentinels: tokens that stand for the spans that T5 takes out.
+    """
+
+    model: str
+    config: Callable[[Setting, Size, int], Any]
+    sizes: tuple[str, ...]
+    sentinels: int = 0
+
+
+FAMILIES = {
+    "gpt2": Family("GPT2LMHeadModel", _gpt2, ("n_layer", "n_embd", "n_head")),
+    "bert": Family(
+        "BertForMaskedLM",
+        _bert,
+        ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+    ),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        _t5,
+        ("num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff"),
+        sentinels=32,
+    ),
+}
 RATES = (1e-3, 2e-3, 4e-3)
 TINY_GPT = Setting(
     name="tiny-gpt",
@@ -138,6 +219,7 @@ TINY_GPT = Setting(
     layers_per_block=1,
 )
 TINY_BERT = replace(TINY_GPT, name="tiny-bert", family="bert", eval_every=500, validation_passes=4)
+TINY_T5 = replace(TINY_GPT, name="tiny-t5", family="t5", eval_every=500, validation_passes=4)
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
     TINY_GPT,
@@ -193,6 +275,9 @@ SETTINGS = {
     ("micro", "gpt2"): MICRO_GPT,
     ("tiny", "gpt2"): TINY_GPT,
     ("tiny", "bert"): TINY_BERT,
+    ("tiny", "t5"): TINY_T5,
+    ("micro", "bert"): replace(MICRO_GPT, name="micro-bert", family="bert"),
+    ("micro", "t5"): replace(MICRO_GPT, name="micro-t5", family="t5"),
     ("small", "gpt2"): SMALL_GPT,
     ("base", "bert"): BASE_BERT,
 }

@@ -1,4 +1,4 @@
-"""The systems of bert2BERT's Table 2, each as the run file that trains it."""
+"""The systems of the papers and ours, each as the run file that trains it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Job:
     @property
     def name(self) -> str:
         """The job's folder."""
-        return f"{self.setting.name}/{self.system}-{self.steps}-{self.rate:g}-seed{self.seed}"
+        has_source = self.system == SOURCE or SYSTEMS[self.system].sources
+        setting = self.setting.name if has_source else self.setting.name_without_source
+        return f"{setting}/{self.system}-{self.steps}-{self.rate:g}-seed{self.seed}"
 
 
 def source_of(setting: Setting, seed: int) -> Job:
@@ -50,8 +52,13 @@ def source_of(setting: Setting, seed: int) -> Job:
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:
     """The run of a system."""
-    needs = (source_of(setting, seed),) if SYSTEMS[system].grows else ()
+    # other sources of the same table have seeds far from those of the runs
+    seeds = range(seed, seed + 1000 * SYSTEMS[system].sources, 1000)
+    needs = tuple(source_of(setting, one) for one in seeds)
     return Job(setting, system, seed, rate, steps, needs)
+
+
+Sections = Callable[[Job, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,16 @@ class System:
     Attributes:
         title: in tables.
         sections: (job, source's folder) -> the sections of its run file that differ.
-        grows: whether it begins with the trained source.
+        sources: how many trained sources it begins with or learns from.
+        grows: whether it begins with the weights of its source.
+        kept: tokens per row of a teacher that is run once, before; 0: it runs in every step.
     """
 
     title: str
-    sections: Callable[[Job, str], dict[str, Any]]
+    sections: Sections
+    sources: int = 1
     grows: bool = True
+    kept: int = 0
 
 
 def run_of(job: Job) -> Run:
@@ -95,8 +106,8 @@ def run_of(job: Job) -> Run:
     )
     if job.system == SOURCE:
         return base
-    (source,) = job.needs or (None,)
-    return replace(base, **SYSTEMS[job.system].sections(job, source.name if source else ""))
+    source = job.needs[0].name if job.needs else ""
+    return replace(base, **SYSTEMS[job.system].sections(job, source))
 
 
 def untrained_folder(setting: Setting, kind: str, seed: int) -> str:
@@ -132,16 +143,56 @@ def _scratch(job: Job, source: str) -> dict[str, Any]:
     return {"model": _untrained(job)}
 
 
-def _grown(method: str) -> Callable[[Job, str], dict[str, Any]]:
+def _grown(method: str, depth: str = "stack", **how: Any) -> Sections:
     def sections(job: Job, source: str) -> dict[str, Any]:
-        sizes, seed = job.setting.target_sizes(), job.seed
-        growth = GrowthStep(source=source, sizes=sizes, method=method, depth="stack", seed=seed)
+        growth = GrowthStep(
+            source=source,
+            sizes=job.setting.target_sizes(),
+            method=method,
+            depth=depth,
+            seed=job.seed,
+            **how,
+        )
         return {"model": ModelSection(), "growth": growth}
 
     return sections
 
 
-def _two_stage(method: str) -> Callable[[Job, str], dict[str, Any]]:
+def _with_adamw(sections: Sections) -> Sections:
+    """The same with AdamW, where a grown model's own default is `GrowthAdamW`."""
+
+    def changed(job: Job, source: str) -> dict[str, Any]:
+        plain = run_of(replace(job, system="scratch", needs=())).training
+        return {**sections(job, source), "training": replace(plain, optimizer="adamw")}
+
+    return changed
+
+
+def _with_moments(job: Job, source: str) -> dict[str, Any]:
+    """The optimizer goes on where the source's stopped."""
+    state = f"{source}/checkpoint-{job.setting.source_steps}"
+    return _grown("fpi", optimizer=state, moments="grow")(job, source)
+
+
+def _taught(job: Job, source: str) -> dict[str, Any]:
+    """An untrained model that learns from its sources (Knowledge Inheritance)."""
+    end = round(job.setting.inheritance_share * job.steps)
+    teachers = TeacherSection(paths=tuple(one.name for one in job.needs))
+    if SYSTEMS[job.system].kept:
+        teachers = TeacherSection(cache=kept_folder(job))
+    return {
+        "model": _untrained(job),
+        "inheritance": InheritanceSchedule(end_step=end),
+        "teacher": teachers,
+    }
+
+
+def kept_folder(job: Job) -> str:
+    """The folder of a teacher's kept predictions."""
+    return f"{job.needs[0].name}-top{SYSTEMS[job.system].kept}"
+
+
+def _two_stage(method: str) -> Sections:
     def sections(job: Job, source: str) -> dict[str, Any]:
         setting = job.setting
         steps = round(setting.stage1_share * job.steps)
@@ -185,15 +236,31 @@ def _layerwise(job: Job, source: str) -> dict[str, Any]:
 
 
 SYSTEMS = {
-    "scratch": System("scratch", _scratch, grows=False),
+    "scratch": System("scratch", _scratch, sources=0, grows=False),
     "direct_copy": System("DirectCopy", _grown("direct_copy")),
-    "stackbert": System("StackBERT", _stacked, grows=False),
-    "mslt": System("MSLT", _layerwise, grows=False),
+    "stackbert": System("StackBERT", _stacked, sources=0, grows=False),
+    "mslt": System("MSLT", _layerwise, sources=0, grows=False),
     "fpi": System("FPI", _grown("fpi")),
     "aki": System("AKI", _grown("aki")),
     "aki_two_stage": System("AKI + two stages", _two_stage("aki")),
     "aki_two_stage_ki": System("AKI + two stages + inheritance", _inheriting),
     "fpi_two_stage": System("FPI + two stages", _two_stage("fpi")),
+    # how copies are told apart, and which optimizer trains them
+    "fpi_none": System("FPI, equal copies", _grown("fpi", symmetry="none")),
+    "fpi_noise": System("FPI, noise 0.5", _grown("fpi", symmetry="noise")),
+    "fpi_split": System("FPI, unequal shares", _grown("fpi", symmetry="split")),
+    "fpi_adamw": System("FPI, AdamW", _with_adamw(_grown("fpi"))),
+    "fpi_moments": System("FPI, grown moments", _with_moments),
+    # where new layers come from
+    "fpi_identity": System("FPI, identity", _grown("fpi", "identity")),
+    "fpi_interleave": System("FPI, interleave", _grown("fpi", "interleave")),
+    # Knowledge Inheritance: a small model teaches an untrained one
+    "taught": System("taught by the source", _taught, grows=False),
+    "taught_by_two": System("taught by two sources", _taught, sources=2, grows=False),
+    **{
+        f"taught_top{k}": System(f"taught, {k} tokens kept", _taught, grows=False, kept=k)
+        for k in (1, 4, 16, 64)
+    },
 }
 
 

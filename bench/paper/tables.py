@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.paper.settings import SETTINGS
-from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS
+from bench.paper.plans import TABLES, Line, lines_of
+from bench.paper.runs import best_rate
+from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
 from growkern.plot.curve import first_crossing
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
 BASELINE = "scratch"
+SIZES = ("micro", "tiny", "small", "base")
+TITLES = (
+    *("system", "rate", "start loss", "final loss", "below scratch"),
+    *("FLOPs saved", "with the source's", "seeds"),
+)
+HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
@@ -35,37 +42,30 @@ def saved(row: Row, baseline: Row, *, with_source: bool = False) -> float:
 
 
 def report(rows: Iterable[Row]) -> str:
-    """All tables in markdown."""
-    rows = list(rows)
+    """All tables in markdown, at every size of which there are rows."""
+    by_name = {row["name"]: row for row in rows}
     parts = []
-    for setting in SETTINGS.values():
-        own = [row for row in rows if row["setting"] == setting.name]
-        found = [row for row in own if row["seed"] != RATE_SEED and row["system"] != SOURCE]
-        if any(row["system"] == BASELINE for row in found):
-            sources = [row for row in own if row["system"] == SOURCE and row["seed"] != RATE_SEED]
-            parts.append(_systems_table(setting.name, found, sources))
+    for name, table in TABLES.items():
+        for size in SIZES:
+            lines = lines_of(name, size)
+            if lines is not None and (cells := _cells(lines, by_name)):
+                parts += [f"### {table.title}, {size}", "", HEAD, *cells, ""]
     return "\n".join(parts)
 
 
-def _systems_table(name: str, rows: Sequence[Row], sources: Sequence[Row]) -> str:
-    by_system = {
-        system: {row["seed"]: row for row in rows if row["system"] == system} for system in SYSTEMS
-    }
-    baseline = by_system[BASELINE]
-    lines = [
-        f"### {name}",
-        "",
-        "| system | rate | start loss | final loss | below scratch | FLOPs saved | "
-        "with the source's | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for system, runs in by_system.items():
+def _cells(lines: Sequence[Line], rows: Mapping[str, Row]) -> list[str]:
+    """The lines of a table. Each is compared with the last line from scratch before it."""
+    found, baseline = [], dict[int, Row]()
+    for line in lines:
+        runs = runs_of(line, rows)
+        if line.system == BASELINE:
+            baseline = runs
         seeds = sorted(runs.keys() & baseline.keys())
         if not seeds:
             continue
         pairs = [(runs[seed], baseline[seed]) for seed in seeds]
         cells = [
-            SYSTEMS[system].title,
+            SYSTEMS[line.system].title + (f", {line.label}" if line.label else ""),
             f"{pairs[0][0]['rate']:g}",
             interval([row["losses"][0] for row, _ in pairs]),
             interval([row["losses"][-1] for row, _ in pairs]),
@@ -74,11 +74,26 @@ def _systems_table(name: str, rows: Sequence[Row], sources: Sequence[Row]) -> st
             _savings([saved(*pair, with_source=True) for pair in pairs]),
             str(len(seeds)),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    if sources:
-        final = interval([row["losses"][-1] for row in sources])
-        lines += ["", f"The source ends at {final}."]
-    return "\n".join(lines) + "\n"
+        found.append("| " + " | ".join(cells) + " |")
+    return found if len(found) > 1 else []
+
+
+def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, Row]:
+    """The full runs of a line by their seeds, at the rate that its short runs chose."""
+    setting = line.setting
+    tried = [
+        rows.get(job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps).name)
+        for rate in setting.rates
+    ]
+    done = [row for row in tried if row is not None]
+    if len(done) < len(tried):
+        return {}
+    rate = best_rate(done)
+    jobs = {
+        seed: job_of(setting, line.system, seed, rate, setting.steps)
+        for seed in range(1, RATE_SEED)
+    }
+    return {seed: rows[job.name] for seed, job in jobs.items() if job.name in rows}
 
 
 def _savings(shares: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from bench.paper import __main__ as command
+from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS, job_of, run_of
 from bench.paper.tables import interval, report, saved
@@ -45,7 +46,9 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     # two rates each and one run, and a source for both seeds
     assert len(rows) == 3 * len(systems) + 2
-    assert not list((tmp_path / "runs").rglob("checkpoint-*"))
+    # of the sources alone, whose moments some systems take over
+    kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
+    assert kept == {f"source-8-0.004-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
         assert row["steps"][0] == 0 and row["flops"][0] == 0
         assert row["flops"] == sorted(row["flops"]) and all(map(math.isfinite, row["losses"]))
@@ -93,3 +96,72 @@ def test_savings_are_read_at_the_final_loss_of_scratch():
     # Student's t with 2 degrees of freedom: 4.303 * 1 / sqrt(3)
     assert interval([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
     assert report([]) == ""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_is_made_of_runs(name):
+    """All run files are valid, no two jobs share a folder, and only scratch is shared."""
+    lines = lines_of(name, "micro")
+    jobs = {}
+    for line in lines:
+        job = job_of(line.setting, line.system, 1, 1e-3, 400)
+        text = run_of(job).to_toml()
+        assert jobs.setdefault(job.name, text) == text
+        assert line.system == "scratch" or line.setting.target_sizes()
+    assert lines[0].system == "scratch" and len(jobs) > 3
+    assert lines_of(name, "base") is None or TABLES[name].family == "bert"
+
+
+def rows_for(lines, losses):
+    """Rows of finished runs: the middle rate is the best, and three seeds end at `losses`."""
+    for line, ends in zip(lines, losses, strict=True):
+        setting = line.setting
+        for rate in setting.rates:
+            job = job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps)
+            yield row_of(job, [4.0, abs(rate - setting.rates[1]) + 3.0])
+        for seed, end in enumerate(ends, start=1):
+            job = job_of(setting, line.system, seed, setting.rates[1], setting.steps)
+            yield row_of(job, [3.5, 3.0, end])
+
+
+def row_of(job, losses):
+    flops = [100.0 * i for i in range(len(losses))]
+    one = {"name": job.name, "system": job.system, "seed": job.seed, "rate": job.rate}
+    return one | {"losses": losses, "flops": flops, "source flops": 40.0 * len(job.needs)}
+
+
+def test_a_table_has_a_line_for_each_setting():
+    """Every line is compared with the same seeds from scratch, at its own best rate."""
+    lines = lines_of("moment", "tiny")
+    ends = [(2.0, 2.2, 2.4), (1.9, 2.1, 2.3), (1.8, 2.0, 2.2), (1.0, 1.2, 1.4)]
+    text = report(rows_for(lines, ends))
+    # other tables share the runs from scratch
+    table = text.split("### When to grow, tiny\n")[1].splitlines()[3:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line]
+    labels = ["scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %"]
+    assert [one[0] for one in cells] == labels
+    assert {one[1] for one in cells} == {"0.002"} and {one[7] for one in cells} == {"3"}
+    below = [one[4] for one in cells]
+    assert below == [f"{x} ± 0.000" for x in ("0.000", "0.100", "0.200", "1.000")]
+    pairs = zip(ends[0], ends[3], strict=True)
+    share = [1 - (100 + 100 * (3 - a) / (3 - b)) / 200 for a, b in pairs]
+    assert cells[3][5].startswith(f"{100 * sum(share) / 3:.1f} ±")
+    assert cells[3][6].startswith(f"{100 * (sum(share) / 3 - 40 / 200):.1f} ±")
+
+
+@pytest.mark.parametrize(
+    "name, systems",
+    [
+        ("table6", ["scratch", "fpi"]),
+        ("inheritance", ["scratch", "taught_by_two", "taught_top4"]),
+        ("optimizer", ["scratch", "fpi_adamw", "fpi_moments"]),
+        ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
+    ],
+)
+def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
+    call = ["paper", name, "--size", "micro", "--seeds", "1", "--text", text]
+    call += ["--dir", str(tmp_path), "--systems", *systems]
+    monkeypatch.setattr("sys.argv", call)
+    command.main()
+    table = capsys.readouterr().out
+    assert all(SYSTEMS[system].title in table for system in systems)

@@ -1,0 +1,147 @@
+"""Which systems in which settings each table compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bench.paper.settings import SETTINGS, Setting, Size
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table.
+
+    Attributes:
+        setting: of its runs.
+        system: a key of `SYSTEMS`.
+        label: says how the setting differs from the others of the table; empty if it does not.
+    """
+
+    setting: Setting
+    system: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper, or of ours.
+
+    Attributes:
+        title: above the table.
+        family: of its models.
+        lines: (setting) -> its lines. The first is the baseline of all others.
+    """
+
+    title: str
+    family: str
+    lines: Callable[[Setting], list[Line]]
+
+
+COMPARED = (
+    *("scratch", "direct_copy", "stackbert", "mslt", "fpi", "aki"),
+    *("aki_two_stage", "aki_two_stage_ki", "fpi_two_stage"),
+)
+
+
+def _systems(*names: str) -> Callable[[Setting], list[Line]]:
+    return lambda setting: [Line(setting, name) for name in names]
+
+
+def _smaller_sources(setting: Setting) -> list[Line]:
+    """Sources of a half and a quarter of the width, and of half the layers."""
+    own = setting.source
+    others = (
+        own,
+        replace(own, width=own.width // 2, heads=own.heads // 2),
+        replace(own, width=own.width // 4, heads=own.heads // 4),
+        replace(own, layers=own.layers // 2),
+    )
+    lines = [Line(setting, "scratch")]
+    for size in others:
+        variant = setting if size == own else setting.variant(f"from{size.name}", source=size)
+        lines += [Line(variant, name, f"source {size.name}") for name in ("direct_copy", "aki")]
+    return lines
+
+
+def _stages(setting: Setting) -> list[Line]:
+    """Stage 1 for 0, 2, 5, 10 and 20 of 40 parts of the steps; bert2BERT counts epochs."""
+    lines = [Line(setting, "scratch"), Line(setting, "aki", "E_b = 0")]
+    for parts in (2, 5, 10, 20):
+        share = parts / 40
+        same = share == setting.stage1_share
+        variant = setting if same else setting.variant(f"eb{parts}", stage1_share=share)
+        lines.append(Line(variant, "aki_two_stage", f"E_b = {parts}"))
+    return lines
+
+
+def _depth(setting: Setting) -> list[Line]:
+    """Twice the layers, of a source after a tenth of its steps and after all of them."""
+    target = replace(setting.source, layers=2 * setting.source.layers)
+    deep = replace(setting, name=f"{setting.name}-deep", target=target)
+    young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
+    lines = [Line(deep, "scratch")]
+    for one, label in ((young, "young source"), (deep, "source trained out")):
+        lines += [Line(one, name, label) for name in ("fpi_identity", "fpi", "fpi_interleave")]
+    return lines
+
+
+def _directions(setting: Setting) -> list[Line]:
+    """Width, depth or both, to about as many FLOPs in a step."""
+    source, heads = setting.source, setting.source.heads
+    wide = Size(source.layers, 2 * source.width, 2 * heads)
+    deep = Size(4 * source.layers, source.width, heads)
+    both = Size(2 * source.layers, round(source.width * 2**0.5 / heads) * heads, heads)
+    lines = []
+    for label, target in (("width", wide), ("depth", deep), ("both", both)):
+        one = replace(setting, name=f"{setting.name}-{target.name}", target=target)
+        if target == setting.target:
+            one = setting
+        lines += [Line(one, name, label) for name in ("scratch", "fpi_identity")]
+    return lines
+
+
+def _moment(setting: Setting) -> list[Line]:
+    """Growth after 10, 30 and 100 % of the source's training."""
+    lines = [Line(setting, "scratch")]
+    for share in (10, 30, 100):
+        steps = max(1, setting.source_steps * share // 100)
+        whole = steps == setting.source_steps
+        one = setting if whole else setting.variant(f"at{share}", source_steps=steps)
+        lines.append(Line(one, "fpi", f"after {share} %"))
+    return lines
+
+
+TABLES = {
+    "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED)),
+    "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
+    "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
+    "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),
+    "table6": Table(
+        "bert2BERT, Table 6: T5", "t5", _systems("scratch", "direct_copy", "fpi", "aki")
+    ),
+    "inheritance": Table(
+        "Knowledge Inheritance: taught, and alone",
+        "gpt2",
+        _systems("scratch", "taught", "taught_by_two", *(f"taught_top{k}" for k in (1, 4, 16, 64))),
+    ),
+    "symmetry": Table(
+        "How copies are told apart",
+        "gpt2",
+        _systems("scratch", "fpi_none", "fpi_noise", "fpi_split", "fpi"),
+    ),
+    "optimizer": Table(
+        "The optimizer of a grown model",
+        "gpt2",
+        _systems("scratch", "fpi", "fpi_adamw", "fpi_moments"),
+    ),
+    "depth": Table("Where new layers come from", "gpt2", _depth),
+    "directions": Table("Width, depth or both", "gpt2", _directions),
+    "moment": Table("When to grow", "gpt2", _moment),
+}
+
+
+def lines_of(name: str, size: str) -> list[Line] | None:
+    """The lines of a table at a size; None if it has no such size."""
+    setting = SETTINGS.get((size, TABLES[name].family))
+    return None if setting is None else TABLES[name].lines(setting)
