@@ -161,6 +161,7 @@ def test_a_plan_when_the_network_goes(server, small, tmp_path, monkeypatch):
 def test_a_typing_error(server, name):
     with pytest.raises(growkern.GrowthError, match=f"{name} is neither a directory nor a model"):
         growkern.plan(name, hidden_size=24)
+    assert len(server.asked) == 1
 
 
 OTHER_NAMES = ["tiny-llama", "/there/is/none", "acme/../c", "acme/tiny/llama", "acme/", "a\0/b"]
