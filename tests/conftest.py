@@ -6,6 +6,8 @@ import signal
 
 # Workers share the cores. Tests of threads ask for more themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test asks the Hub. Those about it talk to a server of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import tempfile
 from pathlib import Path

@@ -68,6 +68,13 @@ def hub_model(directory: Path | None) -> HubModel | None:
     return HubModel(f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
+def snapshot_of(directory: Path) -> HubModel:
+    """`hub_model` of a directory that is one."""
+    found = hub_model(directory)
+    assert found is not None
+    return found
+
+
 def located(source: Any, revision: str | None = None, *, weights: bool = True) -> Any:
     """The directory of a source; of a model on the Hub, the one that it is downloaded to.
 
@@ -90,7 +97,13 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
             f"revision={revision!r} (--revision) is for models on the Hub, named ORGANISATION/NAME;"
             f" the source is {given}"
         )
-    return Path(source) if is_name else source
+    if not is_name:
+        return source
+    if weights and lacks_weights(Path(source)):
+        # the snapshot of a plan
+        model = snapshot_of(Path(source))
+        return _download(model.id, model.commit, LEFT_OUT)
+    return Path(source)
 
 
 def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Path:
@@ -190,8 +203,7 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     Raises:
         GrowthError: as `read_headers`, or the Hub cannot be reached.
     """
-    model = hub_model(directory)
-    assert model is not None
+    model = snapshot_of(directory)
 
     def read_shard(file: Path) -> dict[str, Header]:
         head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)

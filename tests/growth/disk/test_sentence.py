@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import growkern
 from growkern.growth.disk.checksums import verify_checksums
+from growkern.growth.disk.sentence import fold_matrix
+from growkern.growth.space.spaces import copies, tied_output
 from tests.growth.models import BERT, random_model
 
 WORDS = [f"w{i}" for i in range(45)]
@@ -96,6 +98,17 @@ def test_a_grown_model_gives_the_embeddings_of_its_source(make, tmp_path, module
 
 def text(file):
     return file.read_text()
+
+
+def test_copies_of_both_signs_fold_behind_every_pooling():
+    """Of copies times 1.5 and times -0.5, the largest token is that of the first alone."""
+    index = torch.tensor([0, 1, 0, 1])
+    space = tied_output(copies(index, 2, torch.tensor([2.0, 0.0, -2.0, 0.0])))
+    assert space.write.tolist() == [1.5, 0.5, -0.5, 0.5]
+    tokens = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    grown = tokens[:, index] * space.write
+    for pooled in (lambda x: x.mean(0), lambda x: x.max(0).values):
+        torch.testing.assert_close(fold_matrix(space) @ pooled(grown), pooled(tokens))
 
 
 def test_an_uneven_width_is_as_close_as_its_plan_says(make, tmp_path):

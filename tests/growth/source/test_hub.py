@@ -149,6 +149,12 @@ def test_a_plan_of_a_family_that_runs_the_source(server, tmp_path):
     assert growkern.plan("acme/bert", **how).findings == growkern.plan(bert, **how).findings
 
 
+def test_the_snapshot_of_a_plan_is_completed_for_a_growth(server, tmp_path):
+    directory = located(NAME, weights=False)
+    growkern.grow_checkpoint(directory, tmp_path / "large", hidden_size=24, progress=False)
+    assert growkern.verify(directory, tmp_path / "large").ok
+
+
 def test_a_plan_when_the_network_goes(server, small, tmp_path, monkeypatch):
     directory = located(NAME, weights=False)
     use(monkeypatch, server.url, tmp_path / "cache", offline=True)
@@ -161,6 +167,7 @@ def test_a_plan_when_the_network_goes(server, small, tmp_path, monkeypatch):
 def test_a_typing_error(server, name):
     with pytest.raises(growkern.GrowthError, match=f"{name} is neither a directory nor a model"):
         growkern.plan(name, hidden_size=24)
+    assert len(server.asked) == 1
 
 
 OTHER_NAMES = ["tiny-llama", "/there/is/none", "acme/../c", "acme/tiny/llama", "acme/", "a\0/b"]
