@@ -15,7 +15,7 @@ from typing import Any
 from bench.paper.settings import Setting
 from bench.paper.systems import SOURCE, SYSTEMS, Job, kept_folder, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
-from growkern.cli.commands import app
+from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
 from growkern.train.run import train
 
@@ -81,9 +81,8 @@ class Workplace:
         target = self.folder / kept_folder(job)
         if target.exists():
             return
-        teacher, k = str(self.folder / job.needs[0].name), str(SYSTEMS[job.system].kept)
-        line = ["cache-teacher", teacher, "--run", str(file), "--out", str(target), "--k", k]
-        app(line, standalone_mode=False)
+        teacher = str(self.folder / job.needs[0].name)
+        cache_teacher(teacher, run=file, out=target, k=SYSTEMS[job.system].kept)
 
     def _write_untrained(
         self, setting: Setting, name: str, size: Any, seed: int, layers: int | None
