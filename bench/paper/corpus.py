@@ -7,6 +7,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from bench.paper.settings import FAMILIES, SEPARATOR, Setting
 from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.whole import write_whole
@@ -25,7 +27,7 @@ def prepare(folder: Path, setting: Setting, patterns: Sequence[str]) -> dict[str
 
     Args:
         folder: of all jobs.
-        setting: its vocabulary and passes.
+        setting: its vocabulary, and how much validation text it uses.
         patterns: of text files; empty: Python's own library.
     """
     place = folder / "corpus"
@@ -42,13 +44,16 @@ def prepare(folder: Path, setting: Setting, patterns: Sequence[str]) -> dict[str
         made.add_special_tokens({"extra_special_tokens": sentinels})
         made.eos_token = made.convert_ids_to_tokens(SEPARATOR)
         made.save_pretrained(tokenizer)
-    passes = place / f"validation-{setting.validation_passes}.txt"
-    if not passes.is_file():
+    used = folder / setting.validation
+    if not used.is_file():
         text = (place / "validation.txt").read_text(encoding="utf-8")
-        _write(passes, "\n\n".join([text] * setting.validation_passes))
+        if setting.validation_tokens is not None:
+            tokens = len(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
+            text = text[: len(text) * setting.validation_tokens // tokens]
+        _write(used, "\n\n".join([text] * setting.validation_passes))
     return {
         "train_bytes": (place / "train.txt").stat().st_size,
-        "validation_bytes": (place / "validation.txt").stat().st_size,
+        "validation_bytes": used.stat().st_size,
     }
 
 

@@ -52,8 +52,9 @@ class Setting:
         stage1_share: share of the steps that are stage 1 (E_b = 5 of 40 epochs in the paper).
         inheritance_share: share of the steps in which the source is a teacher.
         vocab: tokens of the tokenizer.
-        validation_passes: how often the validation text is read. Each pass of a masked model has
-            other masks, so that a sixth of the tokens gives enough labels.
+        validation_tokens: how much of the validation text is used, about; None: all of it.
+        validation_passes: how often it is read. Each pass of a masked model has other masks, so
+            that a sixth of the tokens gives enough labels.
         plain: name of the setting of which this is a variant.
     """
 
@@ -74,8 +75,15 @@ class Setting:
     stage1_share: float = 5 / 40
     inheritance_share: float = 0.44
     vocab: int = VOCAB
+    validation_tokens: int | None = None
     validation_passes: int = 1
     plain: str = ""
+
+    @property
+    def validation(self) -> str:
+        """The file of the validation text."""
+        tokens = "" if self.validation_tokens is None else f"-{self.validation_tokens}-tokens"
+        return f"corpus/validation{tokens}-{self.validation_passes}-times.txt"
 
     @property
     def tokenizer(self) -> str:
@@ -215,11 +223,20 @@ TINY_GPT = Setting(
     warmup=100,
     batch=16,
     length=64,
-    eval_every=100,
+    eval_every=150,
     layers_per_block=1,
+    validation_tokens=110_000,
 )
-TINY_BERT = replace(TINY_GPT, name="tiny-bert", family="bert", eval_every=500, validation_passes=4)
-TINY_T5 = replace(TINY_GPT, name="tiny-t5", family="t5", eval_every=500, validation_passes=4)
+# 15 % of the tokens are labels: at least 100,000 in all passes
+TINY_BERT = replace(
+    TINY_GPT,
+    name="tiny-bert",
+    family="bert",
+    eval_every=500,
+    validation_tokens=175_000,
+    validation_passes=4,
+)
+TINY_T5 = replace(TINY_BERT, name="tiny-t5", family="t5")
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
     TINY_GPT,
@@ -233,6 +250,7 @@ MICRO_GPT = replace(
     warmup=1,
     length=16,
     eval_every=8,
+    validation_tokens=None,
     vocab=300,
 )
 # one modern GPU

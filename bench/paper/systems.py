@@ -87,7 +87,7 @@ def run_of(job: Job) -> Run:
         model=ModelSection(path=untrained_folder(setting, SOURCE, job.seed)),
         data=DataSection(
             train=("corpus/train.txt",),
-            validation=(f"corpus/validation-{setting.validation_passes}.txt",),
+            validation=(setting.validation,),
             sequence_length=setting.length,
         ),
         training=TrainingSection(
