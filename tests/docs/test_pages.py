@@ -59,9 +59,10 @@ def test_run_files_of_the_pages_are_valid(tmp_path):
         (tmp_path / "run.toml").write_text(text)
         return load_run(tmp_path / "run.toml")
 
-    (block,) = code_blocks("docs/training.md", "toml")
+    block, growth = code_blocks("docs/training.md", "toml")
     run = loaded(block)
     assert run.two_stage and run.inheritance and run.teacher
+    assert loaded(block + growth).later_growths
     (sections,) = code_blocks("docs/distributed.md", "toml")
     run = loaded(re.sub(r"\[model\]\npath = .*\n", "", block) + sections)
     assert run.distributed and run.growth
