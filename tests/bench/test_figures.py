@@ -19,6 +19,7 @@ from growkern.ops.loss.rows.state import Maths, RowInputs
 
 ROOT = results.ROOT
 SAVINGS = ("saving", "saving_with_source")
+OPTIMIZERS = ("adamw", "growth")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 CLEAN = re.compile(r"[0-9a-f]{7,40}")
@@ -179,6 +180,24 @@ def test_the_table_of_a_whole_process_matches_its_result():
         assert line[1:] == [written, peak, f"{row['seconds']:.0f} s"]
         assert says(f"take {row['base MB']:.0f} MB of each")
     assert all(row["repeats"] == 1 for row in document["rows"]) == says("Measured once")
+
+
+def test_the_table_at_the_best_rate_matches_its_result():
+    rows = results.quotable(results.RESULTS / "symmetry.json")["rows"]
+    head, *lines = table_with("at 5e-4")
+    assert head[1] == "small model, trained on" and len(lines) == 2
+    setups = [("continued", 0, "adamw")]
+    setups += [(*kind, name) for kind in (("noise", 0.5), ("routing", 1)) for name in OPTIMIZERS]
+    for model, *cells in lines:
+        for cell, (symmetry, amplitude, optimizer) in zip(cells, setups, strict=True):
+            found = [
+                row["losses"]["2000"]
+                for row in rows
+                if (row["model"], row["steps"], row["rate"]) == (model, 2000, 5e-4)
+                and (row["symmetry"], row["optimizer"]) == (symmetry, optimizer)
+                and (row["amplitude"] or 0, row.get("warmup", 50)) == (amplitude, 50)
+            ]
+            assert len(found) == 3 and cell == f"{sum(found) / 3:.3f}", (model, symmetry, optimizer)
 
 
 def test_the_readmes_table_matches_its_results():
