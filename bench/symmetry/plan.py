@@ -133,6 +133,8 @@ def _blocks() -> Iterator[Block]:
     # the main variants at their chosen rates, and for twice as long
     yield Block(SMALL, main, both, SEEDS)
     yield Block(SMALL, main, both, SEEDS[:1], END_RATE, steps=LONGER)
+    # below the lowest rate that could be chosen
+    yield Block(SMALL, main, both, SEEDS[:1], RATES[0] / 2)
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1])
     # all of it at the chosen rates
     yield Block(SMALL, (*first, *SECOND, *THIRD), both, SEEDS)
