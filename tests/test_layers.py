@@ -123,6 +123,9 @@ PUBLIC_OPS = {
     "growkern.ops.expand.work.Work",
     "growkern.ops.expand.work.OneByOne",
     "growkern.ops.expand.work.work_on",
+    "growkern.ops.loss.keywords.Divergence",
+    "growkern.ops.loss.keywords.InheritedKeywords",
+    "growkern.ops.loss.keywords.KLRows",
     "growkern.ops.loss.kl_mlm_loss.LossParts",
     "growkern.ops.loss.kl_mlm_loss.kl_mlm_loss",
     "growkern.ops.loss.linear.gemm.project",
@@ -143,7 +146,8 @@ THIRD_PARTY = {
     "bounded": set(),
     "whole": set(),
     "publish": {"xxhash"},
-    "ops": {"torch", "triton"},
+    # the last for type checkers alone
+    "ops": {"torch", "triton", "typing_extensions"},
     "families": {"tomli"},
     "__init__": set(),
 }

@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 from growkern.errors import GrowthError, nearest
+from growkern.ops.loss.keywords import Divergence, KLRows
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.data import Collator
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.head import HeadInputs, check_head, common_softcap, softcap_of, teacher_inputs
 from growkern.train.load import is_causal
 
-KLRows = Literal["labels", "all"]
-Divergence = Literal["forward", "reverse", "jsd"]
 Decay = Literal["linear", "constant", "switch"]
 
 

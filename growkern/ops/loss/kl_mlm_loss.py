@@ -47,6 +47,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import acc_torch_dtype
 from growkern.ops.backend.transforms import apply
+from growkern.ops.loss.keywords import Divergence, KLRows, LogitKeywords, Reduction
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
@@ -73,6 +75,9 @@ from growkern.ops.loss.rows.options import (
 )
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, Terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
 REFERENCE_ELEMENTS = 1 << 24
@@ -161,6 +166,28 @@ def in_row_blocks(terms_of: Callable[[slice], Tensor], N: int, vocab: int) -> Te
 # ------------------------------------------------------------------- public
 
 
+@overload
+def kl_mlm_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[False] = False,
+    **options: "Unpack[LogitKeywords]",
+) -> Tensor: ...
+
+
+@overload
+def kl_mlm_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[True],
+    **options: "Unpack[LogitKeywords]",
+) -> tuple[Tensor, LossParts]: ...
+
+
 def kl_mlm_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | Sequence[Tensor] | None,
@@ -168,10 +195,10 @@ def kl_mlm_loss(
     *,
     alpha: float | Tensor = 0.5,
     temperature: float = 1.0,
-    divergence: str = "forward",
+    divergence: Divergence = "forward",
     beta: float | None = None,
     ignore_index: int = IGNORE_INDEX,
-    kl_rows: str | Tensor = "labels",
+    kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
     row_weights: Tensor | None = None,
@@ -179,7 +206,7 @@ def kl_mlm_loss(
     teacher_softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
     return_parts: bool = False,
     group: dist.ProcessGroup | None = None,

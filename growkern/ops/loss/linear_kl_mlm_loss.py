@@ -32,6 +32,7 @@ counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
+from growkern.ops.loss.keywords import Divergence, KLRows, LinearKeywords, Reduction
 from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -62,6 +64,9 @@ from growkern.ops.loss.rows.options import (
 )
 from growkern.ops.loss.rows.state import Maths, RowInputs
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ---------------------------------------------------------------- reference
 
@@ -89,6 +94,32 @@ def linear_kl_mlm_rows_reference(
 # ------------------------------------------------------------------- public
 
 
+@overload
+def linear_kl_mlm_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor | Sequence[Tensor] | None,
+    teacher_weight: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[False] = False,
+    **options: "Unpack[LinearKeywords]",
+) -> Tensor: ...
+
+
+@overload
+def linear_kl_mlm_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor | Sequence[Tensor] | None,
+    teacher_weight: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[True],
+    **options: "Unpack[LinearKeywords]",
+) -> tuple[Tensor, LossParts]: ...
+
+
 def linear_kl_mlm_loss(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -100,10 +131,10 @@ def linear_kl_mlm_loss(
     teacher_bias: Tensor | Sequence[Tensor | None] | None = None,
     alpha: float | Tensor = 0.5,
     temperature: float = 1.0,
-    divergence: str = "forward",
+    divergence: Divergence = "forward",
     beta: float | None = None,
     ignore_index: int = IGNORE_INDEX,
-    kl_rows: str | Tensor = "labels",
+    kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
     row_weights: Tensor | None = None,
@@ -111,7 +142,7 @@ def linear_kl_mlm_loss(
     teacher_softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
     return_parts: bool = False,
     chunk_bytes: int | None = None,

@@ -36,6 +36,7 @@ logits), `topk/buckets.py` (the mathematics between them) and the tail's gradien
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
+from growkern.ops.loss.keywords import Divergence, KLRows, Reduction, Tail, TopKKeywords
 from growkern.ops.loss.kl_mlm_loss import divergence_reference, kl_mlm_rows_reference
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -73,6 +75,9 @@ from growkern.ops.loss.topk.teacher import (
     check_topk_values,
     teacher_probabilities,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ---------------------------------------------------------------- reference
 
@@ -126,6 +131,32 @@ def topk_kl_mlm_rows_reference(
 # ------------------------------------------------------------------- public
 
 
+@overload
+def topk_kl_mlm_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
+    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[False] = False,
+    **options: "Unpack[TopKKeywords]",
+) -> Tensor: ...
+
+
+@overload
+def topk_kl_mlm_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
+    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None,
+    labels: Tensor,
+    *,
+    return_parts: Literal[True],
+    **options: "Unpack[TopKKeywords]",
+) -> tuple[Tensor, LossParts]: ...
+
+
 def topk_kl_mlm_loss(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -136,18 +167,18 @@ def topk_kl_mlm_loss(
     student_bias: Tensor | None = None,
     alpha: float | Tensor = 0.5,
     temperature: float = 1.0,
-    divergence: str = "forward",
+    divergence: Divergence = "forward",
     beta: float | None = None,
     ignore_index: int = IGNORE_INDEX,
-    kl_rows: str | Tensor = "labels",
+    kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
     row_weights: Tensor | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    tail: str = "bucket",
-    reduction: str = "mean",
+    tail: Tail = "bucket",
+    reduction: Reduction = "mean",
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
     return_parts: bool = False,
     chunk_bytes: int | None = None,

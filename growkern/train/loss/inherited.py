@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from growkern.ops.loss.keywords import Divergence, InheritedKeywords, KLRows
 from growkern.ops.loss.kl_mlm_loss import LossParts
 from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
 from growkern.train.head import IGNORE_INDEX, align_labels, common_softcap, head_swap, take_logits
-from growkern.train.inheritance import Divergence, KLRows, loss_beside
+from growkern.train.inheritance import loss_beside
 from growkern.train.loss.models import (
     as_list,
     check_models,
@@ -31,6 +32,28 @@ if TYPE_CHECKING:
 
 
 @show_label_options
+@overload
+def inherited_loss(
+    model: Any,
+    teacher: Any,
+    batch: Mapping[str, Any],
+    *,
+    return_parts: Literal[False] = False,
+    **options: Unpack[InheritedKeywords],
+) -> Tensor: ...
+
+
+@overload
+def inherited_loss(
+    model: Any,
+    teacher: Any,
+    batch: Mapping[str, Any],
+    *,
+    return_parts: Literal[True],
+    **options: Unpack[InheritedKeywords],
+) -> tuple[Tensor, LossParts]: ...
+
+
 def inherited_loss(
     model: Any,
     teacher: Any,
