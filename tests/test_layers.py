@@ -46,6 +46,7 @@ PARTS = {
     "growkern.ops": ("backend", "adamw", "expand", "loss"),
     "growkern.ops.loss": (
         "rows",
+        "keywords",
         "linear",
         "topk",
         "kl_mlm_loss",

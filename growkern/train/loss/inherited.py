@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@show_label_options
 @overload
 def inherited_loss(
     model: Any,
@@ -54,6 +53,7 @@ def inherited_loss(
 ) -> tuple[Tensor, LossParts]: ...
 
 
+@show_label_options
 def inherited_loss(
     model: Any,
     teacher: Any,
