@@ -7,7 +7,7 @@ It writes:
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md and symmetry.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png from demo.json.
+- bench/results/demo.png from demo.json, and growth.png from symmetry.json.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.pictures import draw, draw_demo
+from bench.shared.pictures import draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
@@ -385,7 +385,7 @@ def main(argv: list[str]) -> int:
     (args.results / "aot.md").write_text(aot_table(args.results))
     (args.results / "symmetry.md").write_text(symmetry_page(args.results))
     made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
-    made += draw_demo(args.results)
+    made += draw_demo(args.results) + draw_growth(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

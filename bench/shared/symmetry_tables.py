@@ -191,6 +191,65 @@ def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: P
     figure.savefig(file, dpi=120)
 
 
+# the picture of the README: models, and the rate that is best for the small one, see the tables
+LEAD = (
+    ("gpt2 2x48-96", "GPT-2, 2 layers, width 48"),
+    ("llama 2x48-96", "Llama, 2 layers, width 48"),
+)
+LEAD_RATE = 5e-4
+
+
+def draw_lead(rows: Iterable[Row], file: Path) -> None:
+    """Draw how the defaults of growth compare with training the small model further.
+
+    Lines are means over the seeds, bands reach from the lowest to the highest seed.
+    """
+    from matplotlib.figure import Figure
+
+    groups = _groups(rows)
+    figure = Figure(figsize=(10, 3.9), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(LEAD))
+    for axes, (model, title) in zip(panels, LEAD, strict=True):
+        variants = groups[model]
+        lines = (
+            ("small model, trained on", ("continued", "adamw"), "#000000", "--"),
+            ("grown to width 96", ("routing 1", "growth"), "#0072B2", "-"),
+        )
+        for label, name, color, style in lines:
+            runs = variants[(*name, LEAD_RATE, WARMUP)]
+            steps = sorted(map(int, runs[0]["losses"]))
+            losses = [[run["losses"][str(step)] for run in runs] for step in steps]
+            axes.plot(steps, [statistics.fmean(x) for x in losses], style, color=color)
+            axes.fill_between(
+                steps, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.2, lw=0
+            )
+            end = statistics.fmean(losses[-1])
+            # above and below both bands
+            above = name[0] == "continued"
+            axes.annotate(
+                f"{label}: {end:.3f}",
+                (steps[-1], end),
+                textcoords="offset points",
+                xytext=(0, 34 if above else -12),
+                ha="right",
+                va="bottom" if above else "top",
+                color=color,
+            )
+        start = variants["continued", "adamw", LEAD_RATE, WARMUP][0]["losses"]["0"]
+        axes.plot([0], [start], "o", color="#000000", clip_on=False)
+        axes.annotate(
+            f"both start at {start:.3f}", (0, start), textcoords="offset points", xytext=(10, 0)
+        )
+        axes.set(title=title, xlabel="training steps after growth", xlim=(0, LONG))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="validation loss, nats per byte")
+    for axes in panels:
+        low, high = axes.get_ylim()
+        axes.set_ylim(low - 0.12 * (high - low), high)
+    figure.savefig(file)
+
+
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """The text of symmetry.md."""
     return HEAD + report(rows)

@@ -218,7 +218,7 @@ def test_the_readmes_table_matches_its_results():
             f"`cp` of the same bytes: {large['cp, on disk s']:.1f} s",
         ),
         (
-            "error of the KL gradient in bfloat16, 5 % drift",
+            "gradient error of a model 5 % away from its teacher, bfloat16",
             f"{linear['bfloat16', 'growkern']:.2%}",
             f"`torch.compile` of plain PyTorch: {linear['bfloat16', 'torch.compile']:.0%}",
         ),
@@ -228,9 +228,9 @@ def test_the_readmes_table_matches_its_results():
             f"the small model, trained on: {gpt2['small model, trained on']}",
         ),
         (
-            "FLOPs saved to the loss of training from scratch, BERT of 5 layers x 144, 1 seed",
+            "training compute saved to reach the loss from scratch, BERT of 5 x 144, 1 seed",
             "{} to {}".format(*saved[0]),
-            "the source counted: {} to {}".format(*saved[1]),
+            "with the small model's own training: {} to {}".format(*saved[1]),
         ),
     ]
     assert [tuple(row) for row in table_with("measured")[1:]] == expected
