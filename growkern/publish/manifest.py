@@ -121,7 +121,9 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     if not has_own and not checkpoints:
         raise GrowthError(
             f"{directory}: no checksums were recorded: it has no checksums.json, which a growth "
-            f"writes, and no {MANIFEST}, which every other command writes"
+            f"writes, and no {MANIFEST}, which every other command writes; save_pretrained of a "
+            "grown model writes neither: use grow_checkpoint, or compare with the source: growkern "
+            "verify SRC DST"
         )
     count, wrong, seen = 0, [], set()
     for part in (directory, *checkpoints):

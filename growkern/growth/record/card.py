@@ -23,18 +23,43 @@ EMBEDDINGS = (
     "With sentence-transformers, embeddings have the source's size: a linear module behind the "
     "pooling folds the copies of each coordinate. Where the model is exact, so are they."
 )
+# sentences that hold until the model is trained: `note_training` replaces them
+UNTRAINED = "and was not trained since."
+TRAINED = "and was trained or changed since."
+COMPARED, COMPARED_BEFORE = "Compared with its source:", "Before that, compared with its source:"
+RECORD = "`lineage.json` says where every weight comes from."
 # a card is read into memory
 MOST_BYTES = 1_000_000
 
 
 def source_name(plan: GrowthPlan) -> str:
     """The source's name on the Hub if it has one, else its directory's name or its class."""
+    return _place(plan) or plan.small.class_name
+
+
+def _place(plan: GrowthPlan) -> str:
+    """The source's name on the Hub or that of its directory; "" if it is only in memory."""
     name = str(getattr(plan.small.config, "_name_or_path", "") or "")
     directory = plan.source.directory or Path(name)
     if (plan.source.directory is not None or name) and directory.is_dir():
         on_hub = hub_model(directory)
         return on_hub.id if on_hub else directory.resolve().name
-    return name if ID.fullmatch(name) else plan.small.class_name
+    return name if ID.fullmatch(name) else ""
+
+
+def _choices(plan: GrowthPlan) -> dict[str, Any]:
+    """The arguments of `growkern.grow` that make the plan again, apart from the dtype."""
+    found: dict[str, Any] = {
+        field: new for field, (old, new) in plan.size_changes().items() if old != new
+    }
+    default = GrowthOptions(scheme=plan.options.scheme)
+    for name in (field.name for field in fields(GrowthOptions)):
+        value = getattr(plan.options, name)
+        if value != getattr(default, name):
+            found[name] = value
+    if plan.options.scheme != GrowthOptions.scheme:
+        found["scheme"] = plan.options.scheme
+    return found
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:
@@ -42,20 +67,23 @@ def command(plan: GrowthPlan, settings: Settings) -> str:
     words = ["growkern", "grow", source_name(plan), "TARGET"]
     if on_hub := hub_model(plan.source.directory):
         words += ["--revision", on_hub.commit]
-    for field, (old, new) in plan.size_changes().items():
-        if old != new:
-            words += [f"--{field.replace('_', '-')}", str(new)]
-    for name in (field.name for field in fields(GrowthOptions)):
-        value = getattr(plan.options, name)
-        if value != getattr(GrowthOptions(scheme=plan.options.scheme), name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    if plan.options.scheme != GrowthOptions.scheme:
-        words += ["--scheme", plan.options.scheme]
+    for name, value in _choices(plan).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
     if plan.dtype != plan.source.dtype:
         words += ["--dtype", str(plan.dtype).removeprefix("torch.")]
     if settings.allow_nonfinite:
         words.append("--allow-nonfinite")
     return shlex.join(words)
+
+
+def python_code(plan: GrowthPlan, settings: Settings) -> str:
+    """Python that grows the same model from a source that is only in memory, as `small`."""
+    words = [f"{name}={value!r}" for name, value in _choices(plan).items()]
+    if plan.dtype != plan.source.dtype:
+        words.append(f"dtype={plan.dtype!r}")
+    if settings.allow_nonfinite:
+        words.append("allow_nonfinite=True")
+    return f"large = growkern.grow({', '.join(['small', *words])})"
 
 
 def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
@@ -82,28 +110,52 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
     ]
     rows.append(f"| parameters | {human(plan.parameters('source'))} | {human(plan.parameters())} |")
     findings = [f"- {finding.line()}" for finding in plan.findings]
+    origin, made = name, f"```bash\n{command(plan, settings)}\n```"
+    if not _place(plan):
+        origin = f"a {name} in memory"
+        made = f"With the source as `small`:\n\n```python\n{python_code(plan, settings)}\n```"
     lines = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}, grown with growkern",
-        f"This {plan.large.class_name} was grown from {name} and was not trained since.",
+        f"This {plan.large.class_name} was grown from {origin} {UNTRAINED}",
         "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
         "## What it computes",
-        "\n".join(["Compared with its source:", "", *findings]),
+        "\n".join([COMPARED, "", *findings]),
         *([EMBEDDINGS] if is_sentence else []),
         "## How it was made",
-        f"```bash\n{command(plan, settings)}\n```",
-        "`lineage.json` says where every weight comes from.",
+        made,
+        RECORD,
     ]
     (directory / CARD_FILE).write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
+def note_training(directory: Path) -> None:
+    """Let the card of a growth, if there is one, say that the weights are others now.
+
+    Args:
+        directory: whose weights are replaced. All else in its card stays.
+    """
+    file = directory / CARD_FILE
+    text = _text(file)
+    if UNTRAINED in text and RECORD in text:
+        text = text.replace(UNTRAINED, TRAINED).replace(COMPARED, COMPARED_BEFORE)
+        file.write_text(text.replace(RECORD, "").rstrip() + "\n", encoding="utf-8")
+
+
+def _text(file: Path) -> str:
+    """A card; "" if there is none that can be read."""
+    try:
+        is_small = file.is_file() and file.stat().st_size <= MOST_BYTES
+        return file.read_text(encoding="utf-8") if is_small else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def _kept(directory: Path | None) -> dict[str, Any]:
     """What the card of the source says of the grown model too."""
-    file = directory / CARD_FILE if directory else None
-    if file is None or not file.is_file() or file.stat().st_size > MOST_BYTES:
-        return {}
+    text = _text(directory / CARD_FILE) if directory else ""
     try:
-        data = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+        data = ModelCard(text, ignore_metadata_errors=True).data
     except Exception:
         # a card is free text: one that nobody can read says nothing
         return {}

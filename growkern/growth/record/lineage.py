@@ -23,7 +23,7 @@ import transformers
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.disk.companions import LINEAGE_FILE
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
@@ -159,7 +159,6 @@ def write_lineage(
         "source": on_hub.id if on_hub else name,
         **({"source_commit": on_hub.commit} if on_hub else {}),
         "source_files": _without_times(files),
-        "checksums": CHECKSUMS_FILE,
     }
     text = json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
     (directory / LINEAGE_FILE).write_text(text, encoding="utf-8")

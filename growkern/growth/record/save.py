@@ -7,9 +7,10 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.card import write_card
+from growkern.growth.record.card import note_training, write_card
 from growkern.growth.record.lineage import Settings, source_files, write_lineage
 
 # what `save_pretrained` takes by default
@@ -19,7 +20,8 @@ SHARD_SIZE = "50GB"
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
-    A model that was trained or cast since is saved as any other: its record would be wrong.
+    A model that was trained or cast since is saved as any other: its record would be wrong. If it
+    replaces weights in a directory that has a record, the record is removed and the card says so.
 
     Args:
         model: what the plan made.
@@ -33,10 +35,13 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
         is_first = args[0] if args else options.get("is_main_process", True)
         is_own = options.get("state_dict") is None and len(args) < 2 and _state(self) == state
-        if is_first and is_own and not Path(save_directory).is_file():
+        directory = Path(save_directory)
+        # the record of other weights, also where an untrained model replaces them
+        if is_first and (directory / LINEAGE_FILE).is_file():
+            _remove_record(directory)
+        if is_first and is_own and not directory.is_file():
             size = parse_size("max_shard_size", options.get("max_shard_size", SHARD_SIZE))
             settings = Settings(backend, size, nonfinite)
-            directory = Path(save_directory)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call
             directory.mkdir(parents=True, exist_ok=True)
             write_lineage(plan, settings, files, directory)
@@ -50,6 +55,13 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
 
     model.save_pretrained = MethodType(save_pretrained, model)
     model.push_to_hub = MethodType(push_to_hub, model)
+
+
+def _remove_record(directory: Path) -> None:
+    """Remove the record of the weights in a directory, which are about to be replaced."""
+    note_training(directory)
+    for name in (CHECKSUMS_FILE, LINEAGE_FILE):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _upload(

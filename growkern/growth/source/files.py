@@ -96,11 +96,8 @@ STORED_DTYPES = {
     "BOOL": torch.bool,
 }
 STORED_FLOATS = [dtype for dtype in STORED_DTYPES.values() if dtype.is_floating_point]
-# the other dtypes, and how the weights were quantised, as far as it is known
-QUANTISED_DTYPES = {
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "fp8"),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16"), ""),
-}
+# dtypes that only quantised weights have
+QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
 # more tensors than the largest models have, all shards together
@@ -269,7 +266,7 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
     if code in QUANTISED_DTYPES:
         raise GrowthError(
             f"{file}: {name} has dtype {code}, as in a quantised checkpoint: "
-            f"{quantised_advice(QUANTISED_DTYPES[code], str(file.parent))} ({HANDLED})"
+            f"{quantised_advice()} ({HANDLED})"
         )
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")

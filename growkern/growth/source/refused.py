@@ -53,6 +53,7 @@ class Kind(NamedTuple):
         code: Python that makes a directory to grow. It may use {place}, {new}, {model_class},
             {peft_class} and {file}. Empty: there is none.
         here: the same where it can be done inside a directory on this machine.
+        model_class: of transformers, where no config.json names one.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     advice: str
     code: str = ""
     here: str = ""
+    model_class: str = "AutoModel"
 
 
 KINDS = (
@@ -89,7 +91,8 @@ KINDS = (
         False,
         "grow the checkpoint that they were made from, or convert them (needs: pip install gguf)",
         "import transformers as t; [c.from_pretrained({place!r}, gguf_file={file!r})"
-        ".save_pretrained({new!r}) for c in (t.AutoModelForCausalLM, t.AutoTokenizer)]",
+        ".save_pretrained({new!r}) for c in (t.{model_class}, t.AutoTokenizer)]",
+        model_class="AutoModelForCausalLM",
     ),
     Kind(
         "only weights in the original format of Meta (consolidated*.pth)",
@@ -125,10 +128,7 @@ UNDO = {
     "higgs": ("", ".dequantize()"),
     "fp8": (", quantization_config=t.FineGrainedFP8Config(dequantize=True)", ""),
     "mxfp4": (", quantization_config=t.Mxfp4Config(dequantize=True)", ""),
-    "compressed-tensors": (
-        ", quantization_config=t.CompressedTensorsConfig(run_compressed=False)",
-        ".dequantize()",
-    ),
+    "compressed-tensors": (", quantization_config=t.CompressedTensorsConfig(dequantize=True)", ""),
 }
 
 
@@ -155,7 +155,7 @@ def refuse_files(place: str, names: Collection[str], directory: Path | None = No
             place=place,
             new=f"{Path(place).name}-whole",
             file=found[0],
-            model_class=_class_of(directory, "AutoModel"),
+            model_class=_class_of(directory, kind.model_class),
             peft_class=_peft_class(directory),
         )
         raise GrowthError(f"{place} holds {kind.what}: {kind.advice}{_as_command(code)}")
@@ -215,13 +215,12 @@ def _peft_class(directory: Path | None) -> str:
 # ---------------------------------------------------------------- quantised
 
 
-def quantised_advice(
-    method: str, place: str = "", model_class: str = "AutoModelForCausalLM"
-) -> str:
+def quantised_advice(method: str = "", place: str = "", model_class: str = "") -> str:
     """What to do with a quantised checkpoint, as the end of an error message.
 
     Args:
-        method: how it was quantised: "gptq".
+        method: how it was quantised, by its config: "gptq". Empty: no config says it, and
+            transformers cannot undo it.
         place: the directory, if it is known.
         model_class: of transformers.
     """
@@ -230,9 +229,11 @@ def quantised_advice(
     if how is None or not place:
         return advice
     arguments, undo = how
+    # in its original format, transformers would quantise the weights again
     code = (
         f"import transformers as t; t.{model_class}.from_pretrained({place!r}{arguments}, "
-        f"dtype='bfloat16'){undo}.save_pretrained({Path(place).name + '-whole'!r})"
+        f"dtype='bfloat16'){undo}"
+        f".save_pretrained({Path(place).name + '-whole'!r}, save_original_format=False)"
     )
     return f"{advice}; or undo the quantisation{_as_command(code)}"
 

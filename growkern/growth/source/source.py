@@ -166,7 +166,7 @@ def _open_model(model: Any) -> Source:
     for name, tensor in own.items():
         if tensor.dtype not in STORED_FLOATS:
             raise GrowthError(
-                f"{name} has dtype {tensor.dtype}, as in a quantised model: {quantised_advice('')} "
+                f"{name} has dtype {tensor.dtype}, as in a quantised model: {quantised_advice()} "
                 f"({HANDLED})"
             )
     dtypes = {name: t.dtype for name, t in own.items()}

@@ -11,7 +11,9 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 
 import growkern
+from growkern.bounded import read_json
 from growkern.errors import FunctionChangedWarning
+from growkern.publish.manifest import differences
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.record.test_lineage import files
 
@@ -71,15 +73,54 @@ def test_no_record_of_a_model_that_has_changed(tmp_path):
         change(large).save_pretrained(tmp_path / name)
         return (tmp_path / name / "lineage.json").exists()
 
-    def trained(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
-        optimizer.step()
-        return model
-
     assert saves("grown", lambda model: model)
     assert not saves("trained", trained)
     assert not saves("cast", lambda model: model.bfloat16())
+
+
+def trained(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    optimizer.step()
+    return model
+
+
+def test_trained_weights_replace_the_record_of_the_grown_ones(tmp_path):
+    large = tmp_path / "large"
+    source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
+    growkern.grow_checkpoint(source, large, n_embd=32, progress=False)
+    model = growkern.grow(source, n_embd=32)
+    (large / "README.md").write_text((large / "README.md").read_text() + "\n## My own words\n")
+    trained(model).save_pretrained(large)
+    assert not {"lineage.json", "checksums.json"} & set(files(large))
+    card = (large / "README.md").read_text()
+    assert "not trained since" not in card and "lineage.json" not in card
+    assert "was grown from small and was trained or changed since" in card
+    assert "Before that, compared with its source:\n\n- exact:" in card
+    assert card.endswith("## My own words\n")
+    # the other way round, the record is that of the weights again
+    growkern.grow(source, n_embd=32).save_pretrained(large)
+    assert growkern.verify(source, large).ok
+    assert "was not trained since" in (large / "README.md").read_text()
+
+
+@pytest.mark.parametrize("class_name, sizes, how", CASES)
+def test_the_cards_code_grows_the_same_model_in_memory(class_name, sizes, how, tmp_path):
+    small = random_model(class_name, sizes, dtype=torch.float32)
+    growkern.grow(small, **options(how)).save_pretrained(tmp_path / "large")
+    text = (tmp_path / "large" / "README.md").read_text()
+    assert f"was grown from a {class_name} in memory" in text and "```bash" not in text
+    names = {"growkern": growkern, "torch": torch, "small": small}
+    exec(text.split("```python\n")[1].split("\n```")[0], names)
+    names["large"].save_pretrained(tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "large")
+
+
+def test_no_checksums_are_promised_that_were_not_written(tmp_path):
+    growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=32).save_pretrained(tmp_path)
+    assert "checksums" not in read_json(tmp_path / "lineage.json", 10**6, "lineage")
+    with pytest.raises(growkern.GrowthError, match=r"use grow_checkpoint, or .* SRC DST"):
+        differences(tmp_path)
 
 
 def test_the_card_keeps_what_the_source_says_of_its_licence(tmp_path):
