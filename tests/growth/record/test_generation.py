@@ -59,3 +59,17 @@ def test_models_that_generate_nothing_have_no_settings(tmp_path):
     grown = growkern.grow(tmp_path / "small", hidden_size=24)
     grown.generation_config = transformers.GenerationConfig(temperature=0.1)
     assert growkern.verify(source, grown).ok
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, how",
+    [
+        ("GPT2LMHeadModel", {**GPT2, "n_embd": 32, "n_head": 4}, {"n_embd": 64, "vocab_size": 64}),
+        ("BertModel", {**BERT, "vocab_size": BERT["hidden_size"]}, {"hidden_size": 24}),
+    ],
+)
+def test_a_vocabulary_as_large_as_the_hidden_size_is_no_difference(class_name, sizes, how):
+    """Logits were taken for hidden states of this size, and hidden states for logits."""
+    source = random_model(class_name, sizes)
+    report = growkern.verify(source, growkern.grow(source, **how))
+    assert report.ok and report.outputs["relative error"] < 1e-12, report.failure
