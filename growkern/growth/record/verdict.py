@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from growkern.growth.plan.exactness import ANGLE_ERROR, NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.source import Source
 
@@ -88,8 +88,6 @@ def measured_level(
 def _allowed(plan: GrowthPlan, errors: Mapping[str, float], noise: float) -> dict[str, float]:
     """The largest error of every measure that the plan allows."""
     output = sum(_bounds(plan, OUTPUT_ERROR)) + noise
-    if noise > rounding(torch.float64):
-        output += sum(_bounds(plan, ANGLE_ERROR))
     if plan.rounds_weights:
         # how far rounded weights move the outputs depends on the model: it is measured on the
         # source. The outputs of a model too large for that carry the rounding of its dtype anyway
