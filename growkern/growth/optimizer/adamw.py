@@ -146,7 +146,11 @@ class GrowthAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` as in `torch.optim.AdamW`."""
+        """One step; `closure` as in `torch.optim.AdamW`.
+
+        Raises:
+            GrowthError: a group's amsgrad was set to True after steps without it.
+        """
         loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -186,6 +190,11 @@ class GrowthAdamW(torch.optim.AdamW):
         # missing if growth or another optimizer made this state
         if "growth_step" not in state:
             state["growth_step"] = torch.tensor(0.0)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            raise GrowthError(
+                "amsgrad was set to True after steps without it, so max_exp_avg_sq is missing: set "
+                "it to False, or make a new GrowthAdamW with amsgrad=True"
+            )
         state["step"] += 1
         state["growth_step"] += 1
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]

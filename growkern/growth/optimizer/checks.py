@@ -91,18 +91,21 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
 
 
 def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
-    """Refuse to grow moments that weight decay was mixed into.
+    """Refuse to grow moments that weight decay was mixed into, and those of RAdam.
 
     Raises:
         GrowthError: `torch.optim.Adam` added weight decay to the gradients. The gradient and the
-            weight grow by different factors, so their mean cannot be grown.
+            weight grow by different factors, so their mean cannot be grown. Or a group is of RAdam.
     """
     for number, group in enumerate(state_dict["param_groups"]):
+        if moments != "reset":
+            _refuse_rectified(f"the optimizer's group {number}", group)
         if moments != "reset" and _is_coupled(group):
             raise GrowthError(
                 f"the optimizer's group {number} is of torch.optim.Adam with weight_decay="
                 f"{group['weight_decay']}: it adds the decay to the gradients, so its moments "
-                'cannot be grown: use moments="reset" (--moments reset), and AdamW from here on'
+                'cannot be grown: use moments="reset" (--moments reset), and AdamW from here on. '
+                "If it is of AdamW, set the group's decoupled_weight_decay to True"
             )
 
 
@@ -118,6 +121,8 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
         GrowthError: there is such a setting, or a moment that it needs is missing.
     """
     what = f"the loaded group {number}"
+    if any(entries):
+        _refuse_rectified(what, group)
     check_group(what, group)
     if group.get("amsgrad") and any(entry and "max_exp_avg_sq" not in entry for entry in entries):
         raise GrowthError(
@@ -148,7 +153,22 @@ def check_group(what: str, group: Mapping[str, Any]) -> None:
 
 def _is_coupled(group: Mapping[str, Any]) -> bool:
     """True if weight decay was added to the gradients, as Adam does and AdamW does not."""
-    return group.get("decoupled_weight_decay") is False and bool(group.get("weight_decay"))
+    if not group.get("weight_decay"):
+        return False
+    if "decoupled_weight_decay" in group:
+        return not group["decoupled_weight_decay"]
+    # PyTorch before 2.7 wrote no such key, but its AdamW had "foreach" before "maximize"
+    keys = [key for key in group if key in ("maximize", "foreach")]
+    return keys == ["maximize", "foreach"]
+
+
+def _refuse_rectified(what: str, group: Mapping[str, Any]) -> None:
+    """Refuse RAdam: of PyTorch's optimizers with both moments, it alone has no amsgrad."""
+    if "decoupled_weight_decay" in group and "amsgrad" not in group:
+        raise GrowthError(
+            f"{what} is of torch.optim.RAdam, which takes other steps than AdamW from the same "
+            'moments: use moments="reset" (--moments reset), and AdamW from here on'
+        )
 
 
 def check_kind(group: Mapping[str, Any], name: str, entry: Any) -> None:

@@ -30,9 +30,6 @@ from growkern.growth.plan.vocabulary import (
 # counts as at least the smallest normal number of float16)
 OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
-# how far a rotary pair at the last position turns too far in float32, in radians; for models that
-# are too large to measure how far that moves the outputs
-ANGLE_ERROR = "rotary angle"
 # a bound of OUTPUT_ERROR above this says nothing
 LARGEST_BOUND = 0.1
 # 16-bit copies may round in opposite directions, so folded weights are off by more than eps / 2
@@ -172,9 +169,7 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
                 "rope_theta changes to keep every pair's frequency; float32 rounding turns the "
                 f"last position too far by up to {error:.1e} radians"
             )
-            angle = Finding("approximate", what, why, error, ANGLE_ERROR)
-            is_too_large = _output_bound(plan) is None
-            found.append(angle if is_too_large else _measured(plan, what, why))
+            found.append(_measured(plan, what, why))
     return found
 
 

@@ -16,6 +16,7 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.probe import largest_output
+from growkern.growth.plan.vocabulary import predicts_tokens
 from growkern.growth.source import loading
 from growkern.growth.source.runs import all_outputs, as_model, largest_difference, longest_of
 from growkern.growth.source.source import Source
@@ -94,7 +95,7 @@ def compare_outputs(
     least = _least_output(plan, source)
     new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
     result = {OUTPUT_ERROR: largest_difference(new, old, least)}
-    if old.shape[-1] == plan.small.size("vocab"):
+    if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
@@ -194,10 +195,10 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
 
 def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
     """The entries of a grown output that the source has too, scaled as in the source."""
-    name = plan.small.output_space
-    if grown.shape[-1] != plan.layout.space(name).target:
+    if predicts_tokens(plan.small):
         # logits of a larger vocabulary
         return grown[..., :size]
+    name = plan.small.output_space
     return grown[..., :size] / plan.layout.space(name).write[:size]
 
 

@@ -1,20 +1,38 @@
-"""Compares measured errors with the plan's predictions."""
+"""Compares measured errors with the plan's predictions, and the settings of generation."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import transformers
 
-from growkern.growth.plan.exactness import ANGLE_ERROR, NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.source.source import Source
 
 GENERATION_ERROR = "generation error"
 # the error of outputs of the source itself, with its weights rounded (`record.outputs`)
 ROUNDING_ERROR = "error of a rounded source"
 # A grown model rounds other weights than this sample does, so its error may be larger
 ROUNDING_ROOM = 2.0
+# settings of generation that decide how fast it is or what else it returns, but no token
+NO_TOKENS = {
+    *(
+        "transformers_version",
+        "use_cache",
+        "max_cache_len",
+        "low_memory",
+        "return_dict_in_generate",
+    ),
+    *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
+    *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
+}
+# settings named in an error
+MOST_NAMED = 4
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -70,8 +88,6 @@ def measured_level(
 def _allowed(plan: GrowthPlan, errors: Mapping[str, float], noise: float) -> dict[str, float]:
     """The largest error of every measure that the plan allows."""
     output = sum(_bounds(plan, OUTPUT_ERROR)) + noise
-    if noise > rounding(torch.float64):
-        output += sum(_bounds(plan, ANGLE_ERROR))
     if plan.rounds_weights:
         # how far rounded weights move the outputs depends on the model: it is measured on the
         # source. The outputs of a model too large for that carry the rounding of its dtype anyway
@@ -94,3 +110,37 @@ def _words(measure: str) -> str:
         GENERATION_ERROR: "generation differs",
         NEW_TOKENS: "new tokens raise the loss",
     }[measure]
+
+
+def generation_differences(source: Source, grown: Source) -> str:
+    """The settings of generation that the grown model has not taken from the source, in one line.
+
+    With other settings a model chooses other tokens from the same logits.
+
+    Returns:
+        "" if all are the same, or if the model generates nothing.
+    """
+    cls = getattr(transformers, source.class_name)
+    if source.generation is None or not cls.can_generate():
+        return ""
+    old, new = _token_settings(source.generation), _token_settings(grown.generation)
+    differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if not differ:
+        return ""
+    named = ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
+    return (
+        f"the generation_config is not the source's, so other tokens may be generated: {named}; "
+        "copy the source's generation_config"
+    )
+
+
+def _token_settings(generation: Any) -> dict[str, str]:
+    """The settings that decide which tokens are generated, as JSON; without default values."""
+    config = generation or transformers.GenerationConfig()
+    usual = {key: json.dumps(x) for key, x in config._get_default_generation_params().items()}
+    values = {
+        key: json.dumps(value, default=str)
+        for key, value in config.to_dict().items()
+        if value is not None and key not in NO_TOKENS and not key.startswith(("_", "cache_"))
+    }
+    return {key: value for key, value in values.items() if value != usual.get(key)}

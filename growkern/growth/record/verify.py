@@ -7,7 +7,8 @@ There are four independent checks, from cheap to expensive:
     fold     every weight folds back to the source's, P_out U E_in = W (`record.fold`). This shows
              that the function is kept, without a forward pass and without the code of growth
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
-             generation with a cache. Models of up to 50 million parameters run in float64
+             generation with a cache. Models of up to 50 million parameters run in float64. The
+             settings of generation, which choose tokens from logits, must be the same
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ from growkern.growth.record.outputs import (
     load_source,
     rounding_error,
 )
-from growkern.growth.record.verdict import ROUNDING_ERROR, measured_level
+from growkern.growth.record.verdict import (
+    ROUNDING_ERROR,
+    generation_differences,
+    measured_level,
+)
 from growkern.growth.source.hub import located
 from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
 from growkern.growth.source.source import Source, open_source
@@ -156,6 +161,8 @@ def verify(
         failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
+    if settings := generation_differences(opened, opened_grown):
+        failure, level = failure or settings, "changed"
     return VerifyReport(
         not failure,
         plan,

@@ -8,6 +8,7 @@ DTensors: sharded, replicated or tensor-parallel.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -78,7 +79,7 @@ def grow_into(
 
     Returns:
         The report, with the bytes that this process computed. The plan is also stored as
-        `model.growth_plan`.
+        `model.growth_plan`, and the model generates with the source's settings.
 
     Raises:
         GrowthError: the source or the model cannot be used; then the model is unchanged. Or the
@@ -114,6 +115,8 @@ def grow_into(
             work.then(bar.update)
         for work in works.values():
             work.run()
+    if opened.generation is not None and model.can_generate():
+        model.generation_config = copy.deepcopy(opened.generation)
     fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
     model.growth_plan = grown
     directory = opened.directory or Path()

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor, restore_buffers, untrained_model
+from growkern.growth.source.refused import quantised_advice
 
 # attributes that change no output in evaluation mode, or that transformers itself changes
 NO_FUNCTION = {
@@ -44,6 +48,16 @@ UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
 ADVICE = {
     "FullyShardedDataParallel": f"it flattens parameters: {UNFLATTEN}",
     "SentenceTransformer": "save it and give the directory, so that its other modules grow too",
+}
+# an activation may be one of these
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+# quantised modules of PyTorch
+QUANTISED = ("torch.ao.nn.", "torch.nn.quantized.")
+# how to undo a change by torch.nn.utils, by the class of the hook that it registers
+UNDO_HOOK = {
+    "WeightNorm": "torch.nn.utils.remove_weight_norm({module})",
+    "SpectralNorm": "torch.nn.utils.remove_spectral_norm({module})",
+    "BasePruningMethod": "torch.nn.utils.prune.remove({module}, {name!r})",
 }
 
 
@@ -93,6 +107,31 @@ def class_name_of(model: Any) -> str:
     return str((cls.__bases__[-1] if isinstance(model, FSDPModule) else cls).__name__)
 
 
+def refuse_computed(model: Any) -> None:
+    """Refuse weights that PyTorch computes from other tensors: quantised, normed or pruned ones.
+
+    Raises:
+        GrowthError: the message names the module and the call that undoes it.
+    """
+    for name, module in model.named_modules():
+        here = f"model.get_submodule({name!r})"
+        if type(module).__module__.startswith(QUANTISED):
+            kind = type(module).__name__
+            raise GrowthError(f"{name} is a quantised {kind}: {quantised_advice('')}")
+        if parametrize.is_parametrized(module):
+            key = next(iter(module.parametrizations))
+            undo = f"torch.nn.utils.parametrize.remove_parametrizations({here}, {key!r})"
+            raise GrowthError(f"{name}.{key} has a parametrization: call {undo} first")
+        for hook in module._forward_pre_hooks.values():
+            kinds = [c.__name__ for c in type(hook).__mro__ if c.__name__ in UNDO_HOOK]
+            if kinds and type(hook).__module__.startswith("torch.nn.utils."):
+                key = getattr(hook, "name", None) or getattr(hook, "_tensor_name", "weight")
+                undo = UNDO_HOOK[kinds[0]].format(module=here, name=key)
+                raise GrowthError(
+                    f"{name}.{key} is computed by {type(hook).__name__}: call {undo} first"
+                )
+
+
 def check_live(model: Any, spec: ModelSpec) -> None:
     """Refuse a model that computes something else than its config says; warn of its hooks.
 
@@ -112,8 +151,8 @@ def check_live(model: Any, spec: ModelSpec) -> None:
     # of a wrapper and the module inside, which come in this order, the module counts
     modules = {own_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
     for name, built in fresh.named_modules():
-        live = modules.get(name)
-        for what, found, expected in () if live is None else _differences(live, built):
+        live = modules.get(name, _value_of(model, name))
+        for what, found, expected in _differences(live, built):
             raise GrowthError(
                 f"{name or spec.class_name}: {what} is {found}, but a model of this config has "
                 f"{expected}: undo the change of the config or of the model, or save the model "
@@ -122,7 +161,7 @@ def check_live(model: Any, spec: ModelSpec) -> None:
     hooked = [name or spec.class_name for name, module in modules.items() if _is_changed(module)]
     if hooked:
         warnings.warn(
-            f"{hooked[0]} of the source has a forward hook, or a forward of its own"
+            f"{hooked[0]} of the source has a forward hook, or a method of its own"
             f"{f' (and {len(hooked) - 1} more)' if len(hooked) > 1 else ''}; the grown model will "
             "not have it",
             GrowthWarning,
@@ -130,13 +169,37 @@ def check_live(model: Any, spec: ModelSpec) -> None:
         )
 
 
-def _differences(live: nn.Module, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """What differs between a live module and one built from the config, with both values."""
-    if not isinstance(live, type(built)):
-        # sharded modules are subclasses of the class that they replace
-        yield "the module", type(live).__name__, type(built).__name__
+def _value_of(model: Any, name: str) -> Any:
+    """The value that a model has in place of a submodule; None if it has none."""
+    above, _, key = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(above), key, None)
+    except AttributeError:
+        return None
+
+
+def _differences(live: Any, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """What differs between a live module and one built from the config, with both values.
+
+    Args:
+        live: the module; or what the model has in its place.
+    """
+    if not isinstance(live, nn.Module) or _written_class(live) is not type(built):
+        kind = type(live)
+        # a subclass may have the name of its base
+        is_namesake = kind.__name__ == type(built).__name__
+        title = f"{kind.__module__}.{kind.__name__}" if is_namesake else _title(live)
+        yield "the module", title, type(built).__name__
+        return
+    inside = len(live._modules), len(built._modules)
+    if isinstance(built, nn.ModuleList | nn.ModuleDict | nn.Sequential) and inside[0] != inside[1]:
+        yield "the number of modules", *inside
         return
     for key, expected in vars(built).items():
+        if isinstance(expected, FUNCTIONS):
+            if _written(own := getattr(live, key, expected)) != _written(expected):
+                yield key, _title(own), _title(expected)
+            continue
         is_value = isinstance(expected, int | float | str | tuple | None)
         if not is_value or key.startswith("_") or key in NO_FUNCTION or "drop" in key:
             continue
@@ -155,6 +218,24 @@ def _differences(live: nn.Module, built: nn.Module) -> Iterator[tuple[str, Any, 
             yield key, what, "one that follows from it"
 
 
+def _written_class(module: nn.Module) -> type:
+    """The class of a module; torch.distributed replaces it by a subclass when it shards."""
+    made = [c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.")]
+    return made[0]
+
+
+def _written(function: Any) -> Any:
+    """What two functions that compute the same have in common."""
+    if isinstance(function, partial):
+        return _written(function.func), function.args, function.keywords
+    return getattr(function, "__func__", function)
+
+
+def _title(value: Any) -> str:
+    """The name of a function, or that of a value's class."""
+    return getattr(value, "__name__", None) or type(value).__name__
+
+
 def _agree(found: Tensor, expected: Tensor) -> bool:
     if found.is_meta or is_dtensor(found) or found.shape != expected.shape:
         # of another shape: the model may have resized its own tables
@@ -170,5 +251,13 @@ def _is_changed(module: nn.Module) -> bool:
     own = ("transformers.", "torch.", "accelerate.")
     if any(not str(getattr(hook, "__module__", "")).startswith(own) for hook in hooks):
         return True
+    replaced = {
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, FUNCTIONS) and isinstance(getattr(type(module), key, None), FUNCTIONS)
+    }
+    if isinstance(module, transformers.PreTrainedModel):
+        # other methods save or move the model
+        replaced &= {"forward"}
     # accelerate replaces forwards to move inputs between devices
-    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    return bool(replaced - ({"forward"} if hasattr(module, "_hf_hook") else set()))

@@ -40,6 +40,7 @@ from growkern.growth.source.live import (
     check_live,
     class_name_of,
     own_name,
+    refuse_computed,
     refuse_flattened,
     unwrapped,
 )
@@ -157,6 +158,7 @@ def _open_model(model: Any) -> Source:
     spec = ModelSpec.of(model.config, class_name_of(model))
     for name, _ in model.named_parameters():
         refuse_flattened(name)
+    refuse_computed(model)
     state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, f"{spec.class_name} in memory")

@@ -84,6 +84,55 @@ def test_coupled_decay_is_not_loaded_as_decoupled():
     new.load_state_dict(state)
 
 
+# the groups of PyTorch before 2.7, in the order in which it wrote them
+BEFORE_2_7 = {
+    "Adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize"),
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE_2_7)
+def test_coupled_decay_of_older_versions_is_seen(kind):
+    source, optimizer = adam_state(0.1)
+    target = growkern.grow(source, n_embd=24)
+    state = optimizer.state_dict()
+    (group,) = state["param_groups"]
+    keys = (*BEFORE_2_7[kind], "capturable", "differentiable", "fused", "params", "param_names")
+    state["param_groups"] = [{key: group[key] for key in keys}]
+    new = growkern.GrowthAdamW(target.named_parameters(), target.growth_plan)
+    if kind == "AdamW":
+        new.load_state_dict(growkern.grow_optimizer(state, target.growth_plan))
+        return
+    with pytest.raises(growkern.GrowthError, match="set the group's decoupled_weight_decay"):
+        growkern.grow_optimizer(state, target.growth_plan)
+    reset = growkern.grow_optimizer(state, target.growth_plan, moments="reset")
+    with pytest.raises(growkern.GrowthError, match=r"is of torch\.optim\.Adam with weight_decay"):
+        new.load_state_dict(reset)
+
+
+def test_states_of_radam_are_refused():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    optimizer = torch.optim.RAdam(source.named_parameters())
+    train(source, optimizer, range(2))
+    target = growkern.grow(source, n_embd=24)
+    with pytest.raises(growkern.GrowthError, match=r"RAdam.*moments=\"reset\""):
+        growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan)
+    theirs = torch.optim.RAdam(target.named_parameters())
+    train(target, theirs, range(2))
+    new = growkern.GrowthAdamW(target.named_parameters(), target.growth_plan)
+    with pytest.raises(growkern.GrowthError, match=r"the loaded group 0 is of torch\.optim\.RAdam"):
+        new.load_state_dict(theirs.state_dict())
+
+
+def test_amsgrad_that_is_turned_on_later_is_named():
+    target, new = grown(random_model("GPT2LMHeadModel", GPT2), None, {"n_embd": 24})
+    train(target, new, range(2))
+    for group in new.param_groups:
+        group["amsgrad"] = True
+    with pytest.raises(growkern.GrowthError, match="make a new GrowthAdamW with amsgrad=True"):
+        train(target, new, range(2, 3))
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [

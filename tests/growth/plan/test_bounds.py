@@ -119,3 +119,14 @@ def test_an_error_that_no_bound_holds_for_is_called_changed():
         if name.endswith("LayerNorm.weight"):
             weight.data *= torch.linspace(-5, 5, len(weight))
     assert {f.level for f in growkern.plan(source, hidden_size=20).findings} >= {"changed"}
+
+
+def test_rotary_angles_of_a_model_that_cannot_be_run_have_no_bound():
+    """A bound in radians says nothing of the outputs: they may be off a hundred times as far."""
+    sizes = {**FAMILIES["llama"][1], "head_dim": 4, "max_position_embeddings": 4096}
+    measured = growkern.plan(random_model("LlamaForCausalLM", sizes), head_dim=6)
+    assert all("measure" not in finding.why for finding in measured.findings)
+    with torch.device("meta"):
+        empty = random_model("LlamaForCausalLM", sizes)
+    (said,) = (f for f in growkern.plan(empty, head_dim=6).findings if f.level != "exact")
+    assert said.level == "changed" and "cannot be run here to measure" in said.why

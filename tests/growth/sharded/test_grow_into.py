@@ -226,6 +226,15 @@ def test_materialised_model_is_filled_in_place():
     assert not any(hasattr(p, "_is_hf_initialized") for p in model.parameters())
 
 
+def test_the_model_generates_with_the_settings_of_the_source():
+    source = llama()
+    source.generation_config.update(repetition_penalty=1.9, suppress_tokens=[7, 8])
+    large = target_of(source, hidden_size=24)
+    growkern.grow_into(large, source)
+    found, expected = (m.generation_config.to_dict() for m in (large, source))
+    assert found == expected and large.generation_config is not source.generation_config
+
+
 def test_to_empty_leaves_buffers_undefined_and_growth_restores_them(empty_is_nan):
     source = llama()
     model = target_of(source, "meta", hidden_size=24).to_empty(device="cpu")

@@ -1,0 +1,75 @@
+"""`verify` compares the settings of generation, which choose tokens from equal logits."""
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from tests.growth.models import BERT, GPT2, random_model
+
+WITH = {"repetition_penalty": 1.9, "suppress_tokens": list(range(40))}
+
+
+def generating():
+    source = random_model("GPT2LMHeadModel", GPT2)
+    source.generation_config.update(**WITH)
+    return source
+
+
+def generated(model):
+    tokens = torch.randint(3, 45, (2, 6), generator=torch.Generator().manual_seed(0))
+    return model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
+def test_a_dropped_generation_config_is_no_longer_exact():
+    source = generating()
+    grown = growkern.grow(source, n_embd=24)
+    assert generated(source).equal(generated(grown))
+    report = growkern.verify(source, grown)
+    assert report.ok and report.level == "exact"
+    grown.generation_config = transformers.GenerationConfig()
+    assert not generated(source).equal(generated(grown))
+    report = growkern.verify(source, grown)
+    assert not report.ok and report.level == "changed"
+    assert "repetition_penalty, suppress_tokens; copy the source's" in report.failure
+
+
+def test_a_file_that_was_edited_is_seen(tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    generating().save_pretrained(small)
+    growkern.grow_checkpoint(small, large, progress=False, n_embd=24)
+    assert growkern.verify(small, large).ok
+    file = large / "generation_config.json"
+    file.write_text(file.read_text().replace("1.9", "1.2"))
+    report = growkern.verify(small, large)
+    assert not report.ok and "repetition_penalty; copy" in report.failure
+
+
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"repetition_penalty": 1.0}])
+def test_settings_that_choose_no_token_may_differ(settings):
+    source = random_model("GPT2LMHeadModel", GPT2)
+    grown = growkern.grow(source, n_embd=24)
+    grown.generation_config.update(**settings)
+    assert growkern.verify(source, grown).level == "exact"
+
+
+def test_models_that_generate_nothing_have_no_settings(tmp_path):
+    source = random_model("BertForMaskedLM", BERT)
+    source.save_pretrained(tmp_path / "small")
+    grown = growkern.grow(tmp_path / "small", hidden_size=24)
+    grown.generation_config = transformers.GenerationConfig(temperature=0.1)
+    assert growkern.verify(source, grown).ok
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, how",
+    [
+        ("GPT2LMHeadModel", {**GPT2, "n_embd": 32, "n_head": 4}, {"n_embd": 64, "vocab_size": 64}),
+        ("BertModel", {**BERT, "vocab_size": BERT["hidden_size"]}, {"hidden_size": 24}),
+    ],
+)
+def test_a_vocabulary_as_large_as_the_hidden_size_is_no_difference(class_name, sizes, how):
+    """Logits were taken for hidden states of this size, and hidden states for logits."""
+    source = random_model(class_name, sizes)
+    report = growkern.verify(source, growkern.grow(source, **how))
+    assert report.ok and report.outputs["relative error"] < 1e-12, report.failure
