@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import app, silence_transformers
+from growkern.cli.app import app, lineage_there, silence_transformers
 from growkern.errors import GrowthError
 
 
@@ -58,6 +58,7 @@ def plot(
     if lineage is not None and not is_growth:
         raise GrowthError("--lineage goes with --attention or --weights")
     silence_transformers()
+    lineage = lineage_there(lineage)
     if weights:
         if len(directories) != 2:
             raise GrowthError("--weights needs two checkpoints: the small one and the grown one")

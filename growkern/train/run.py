@@ -288,6 +288,8 @@ def build_trainer(
     check_arguments(args, {})
     sharded = run.distributed is not None and run.distributed.sharding == "fsdp"
     check_optimizer(args, run.training.optimizer, sharded=sharded)
+    # before the data, which may take hours to read
+    rows_of_teacher = _rows_of_teacher(run, base)
     # before the model: data that cannot be used is noticed at once
     data = load_data(
         replace(run.data, objective=objective),
@@ -304,7 +306,7 @@ def build_trainer(
         args,
         two_stage=run.two_stage,
         inheritance=run.inheritance,
-        teacher=_rows_of_teacher(run, base)
+        teacher=rows_of_teacher
         or [build_teacher(one, run.distributed) for one in teacher_paths]
         or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],
