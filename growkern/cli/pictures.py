@@ -55,10 +55,9 @@ def plot(
         raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
     if is_growth and source is not None:
         raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
-    if lineage is not None and not is_growth:
+    if lineage_there(lineage) is not None and not is_growth:
         raise GrowthError("--lineage goes with --attention or --weights")
     silence_transformers()
-    lineage = lineage_there(lineage)
     if weights:
         if len(directories) != 2:
             raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
