@@ -5,6 +5,7 @@ is shown. In the site these files lie beside the pages. The README is the home p
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, uri, abs_src_path=str(path)))
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Put the sources of the pages beside the site, where the links of llms.txt lead."""
+    for page in Path(config.docs_dir).glob("*.md"):
+        shutil.copyfile(page, Path(config.site_dir) / page.name)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -1,11 +1,13 @@
 """The typer application, and the options and printing that several commands share."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from growkern.errors import GrowthError
 from growkern.package import version
 
 app = typer.Typer(
@@ -54,6 +56,19 @@ NoResume = Annotated[
     bool, typer.Option("--no-resume", help="Start again instead of resuming an interrupted run.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def lineage_there(path: Path | None) -> Path | None:
+    """The path of a grown checkpoint or of its lineage.json, as it was given.
+
+    Raises:
+        GrowthError: there is nothing.
+    """
+    if path is not None and not os.path.exists(path):
+        raise GrowthError(
+            f"{path}: no such file or directory: give a grown checkpoint, or its lineage.json"
+        )
+    return path
 
 
 def silence_transformers() -> None:

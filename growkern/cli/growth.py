@@ -42,7 +42,10 @@ def plan(
         typer.Option(help="Tokens the source was trained on; used for advice on depth."),
     ] = None,
 ) -> None:
-    """Show what growing would do. Reads the config and the file headers, no weights."""
+    """Show what growing would do. Reads the config and the file headers.
+
+    Where it must measure a bound, it also runs SRC on random texts, and reads its weights.
+    """
     from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, revision=revision, **growth)

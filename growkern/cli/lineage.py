@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from growkern.cli.app import (
     Source,
     Target,
     app,
+    lineage_there,
     silence_transformers,
 )
 from growkern.cli.growth import dtype_of, print_growth
@@ -41,7 +42,7 @@ def fold(
     report = make(
         target,
         out,
-        lineage=lineage,
+        lineage=lineage_there(lineage),
         overwrite=overwrite,
         dtype=dtype_of(dtype),
         max_shard_size=max_shard_size,
@@ -66,7 +67,7 @@ def replay(
     silence_transformers()
     print_growth(
         make(
-            lineage,
+            cast(Path, lineage_there(lineage)),
             source,
             target,
             overwrite=overwrite,

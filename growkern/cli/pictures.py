@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import app, silence_transformers
+from growkern.cli.app import app, lineage_there, silence_transformers
 from growkern.errors import GrowthError
 
 
@@ -55,7 +55,7 @@ def plot(
         raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
     if is_growth and source is not None:
         raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
-    if lineage is not None and not is_growth:
+    if lineage_there(lineage) is not None and not is_growth:
         raise GrowthError("--lineage goes with --attention or --weights")
     silence_transformers()
     if weights:

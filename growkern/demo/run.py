@@ -76,6 +76,8 @@ def run_demo(
             standard library, or a grown model fails its verification.
     """
     config = config or (QUICK if quick else FULL)
+    if Path(directory).is_file():
+        raise GrowthError(f"{directory} is a file: give another directory (--dir)")
     with locked(Path(directory), "running a demo in"), _quiet_transformers():
         return _Demo(Path(directory), config, seed, console or Console()).run()
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
+from growkern.seeds import check_seed
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
@@ -103,6 +104,7 @@ class GrowthOptions:
                 )
         if not 0 < self.identity_gain <= 1:
             raise GrowthError(f"identity_gain={self.identity_gain} must be above 0 and at most 1")
+        check_seed(self.seed)
 
     @property
     def shares_add_up(self) -> bool:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from growkern.errors import GrowthError
+from growkern.seeds import MOST_NUMPY_SEED, check_seed
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
@@ -42,8 +43,8 @@ from growkern.train.topk_teacher.options import TeacherSection
 LARGEST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
     **dict.fromkeys(("log_every", "eval_every", "save_every", "keep_checkpoints"), MOST),
-    # NumPy takes a seed of 32 bits; every worker is a process
-    **{"seed": (1 << 32) - 1, "data_workers": 1024},
+    # every worker is a process
+    "data_workers": 1024,
 }
 
 
@@ -82,6 +83,7 @@ class TwoStageConfig:
             # written so that NaN fails
             if value is not None and not 0 <= value < math.inf:
                 raise GrowthError(f"{name} is {value}: it must not be negative")
+        check_seed(self.seed, "two_stage.seed")
         if self.embeddings not in ("frozen", "bottom"):
             raise GrowthError(f"embeddings is {self.embeddings!r}: it must be 'frozen' or 'bottom'")
 
@@ -195,8 +197,12 @@ class TrainingSection:
                 raise GrowthError(
                     f"training.{name} is {getattr(self, name)}: it must be at most {most}"
                 )
-        if not 0 <= self.seed <= LARGEST["seed"]:
-            raise GrowthError(f"training.seed is {self.seed}: it must be 0 or more")
+        check_seed(self.seed, "training.seed", MOST_NUMPY_SEED)
+        if self.warmup_steps > self.steps:
+            raise GrowthError(
+                f"training.warmup_steps is {self.warmup_steps}: it must not be more than the "
+                f"{self.steps} training.steps"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from growkern.bounded import regular_size
 from growkern.errors import GrowthError
+from growkern.seeds import check_seed
 from growkern.train.head import IGNORE_INDEX
 
 _TEXTS_PER_CALL = 256
@@ -151,7 +152,11 @@ def _text_stream(file: Path) -> Iterator[TextIO]:
     try:
         with file.open(encoding="utf-8") as stream:
             yield stream
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise GrowthError(
+            f"cannot read the text file {file}: {error}: give a text file, saved as UTF-8"
+        ) from error
+    except OSError as error:
         raise GrowthError(f"cannot read the text file {file}: {error}") from error
 
 
@@ -276,6 +281,7 @@ class DrawingCollator:
     """
 
     def __init__(self, tokenizer: Any, seed: int = 0) -> None:
+        check_seed(seed)
         self.seed, self.pad_id = seed, tokenizer.pad_token_id
         # shared memory: a persistent data worker, forked or spawned, sees the next epoch's number
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()

@@ -47,6 +47,7 @@ from growkern.train.loop.objective import (
     choose_objective,
     labelled_share,
 )
+from growkern.train.loop.progress import last_losses
 from growkern.train.optimizer.choose import check_optimizer
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
@@ -237,11 +238,8 @@ def _header(
 
 def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
     """Where the model is, and what to do next."""
-    history = trainer.state.log_history
-    last = {name: line[name] for line in history for name in ("loss", "eval_loss") if name in line}
-    losses = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
     lines = {
-        "finished": f"{trainer.state.global_step} steps, {losses}",
+        "finished": f"{trainer.state.global_step} steps, {last_losses(trainer.state.log_history)}",
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
         "next": f"growkern plot {shlex.quote(str(output))}",
     }
@@ -288,7 +286,8 @@ def build_trainer(
     check_arguments(args, {})
     sharded = run.distributed is not None and run.distributed.sharding == "fsdp"
     check_optimizer(args, run.training.optimizer, sharded=sharded)
-    # before the model: data that cannot be used is noticed at once
+    # a dead server is noticed before the data is read, and unusable data before the model
+    rows_of_teacher = _rows_of_teacher(run, base)
     data = load_data(
         replace(run.data, objective=objective),
         tokenizer,
@@ -304,7 +303,7 @@ def build_trainer(
         args,
         two_stage=run.two_stage,
         inheritance=run.inheritance,
-        teacher=_rows_of_teacher(run, base)
+        teacher=rows_of_teacher
         or [build_teacher(one, run.distributed) for one in teacher_paths]
         or None,
         teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],

@@ -32,10 +32,9 @@ from growkern.train.growth.step import check_new_layers
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
 from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
 from growkern.train.load import is_causal
-from growkern.train.loop.callbacks import LoopCallback
+from growkern.train.loop.callbacks import use_own_callbacks
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.passes import Passes, real_sizes
-from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
@@ -149,8 +148,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._row_flops: Tensor | float = 0.0
         self._passes = Passes()
         self.meter = Meter(self.add_up)
-        self.add_callback(LoopCallback(self))
-        use_safe_tensorboard(self)
+        use_own_callbacks(self)
 
     def take_model(self, model: Any) -> None:
         """Look at the model that will be trained from now on.

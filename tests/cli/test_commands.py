@@ -601,3 +601,8 @@ def _target(link):
         return os.readlink(link)
     except OSError:
         return None
+
+
+def test_the_help_of_plan_says_that_it_may_run_the_source(run):
+    said = " ".join(run("plan", "--help")[1].split())
+    assert "Where it must measure a bound, it also runs SRC on random texts" in said

@@ -1,10 +1,14 @@
 """Every wrong use of `wrong_uses.py` is one line that names the fix, and leaves no trace."""
 
+import json
+import re
 import shlex
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import growkern
 from tests.cli.test_commands import RUN, WORDS, assert_bad_input, run
@@ -35,7 +39,27 @@ def place(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "trained").mkdir()
     (folder / "trained" / "notes.txt").write_text("mine")
+    (folder / "nothing").write_text("")
+    (folder / "binary").write_bytes(bytes(range(256)) * 40)
+    damage(folder)
     return folder
+
+
+def damage(folder):
+    """Copies of the Llama with one thing wrong in each."""
+    names = ("noweights", "notype", "cut", "wide", "extra", "lack")
+    for name in names:
+        shutil.copytree(folder / "llama", folder / name)
+    (folder / "noweights" / "model.safetensors").unlink()
+    for name, change in (("notype", {"model_type": None}), ("wide", {"intermediate_size": 24})):
+        file = folder / name / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    tensors = load_file(folder / "llama" / "model.safetensors")
+    fewer = {name: x for name, x in tensors.items() if name != "model.norm.weight"}
+    save_file({**tensors, "foo.bar": torch.zeros(2)}, folder / "extra" / "model.safetensors")
+    save_file(fewer, folder / "lack" / "model.safetensors")
 
 
 def contents(folder):
@@ -55,7 +79,7 @@ def test_is_one_line_and_leaves_no_trace(run, place, monkeypatch, use):
     text = RUN.replace('"small"', '"bert"')
     assert use.edit[0] in text
     (place / "run.toml").write_text(text.replace(*use.edit))
-    names = ("bert", "gpt2", "llama", "t5", "large", "text", "empty", "trained", "new")
+    names = set(re.findall(r"{(\w+)}", use.line))
     paths = {name: str(name) for name in names} | {"run": "run.toml"}
     before = contents(place)
     assert_bad_input(run(*shlex.split(use.line.format(**paths))), *use.words)

@@ -10,6 +10,11 @@ Names in braces stand for:
     {new}                        a path that does not exist yet
     {empty}                      an empty directory
     {trained}                    a directory that holds something else
+    {nothing}                    an empty file
+    {binary}                     a file that is not text
+    {noweights} {notype} {cut}   {llama} without weights, without "model_type", with half a file
+    {wide}                       {llama} whose config has another size
+    {extra} {lack}               {llama} with a tensor more or less
 """
 
 from typing import NamedTuple
@@ -45,6 +50,16 @@ SOURCES = [
     Use("plan not/there/at/all --hidden-size 24", ("not/there/at/all",)),
     Use("plan {text} --hidden-size 24", ("directory",)),
     Use("plan {empty} --hidden-size 24", ("config.json",)),
+    Use("plan {noweights} --hidden-size 24", ("model.safetensors", "again")),
+    Use("plan {notype} --hidden-size 24", ("model_type", "copy the config.json")),
+    Use("plan {cut} --hidden-size 24", ("model.safetensors", "truncated", "again")),
+    Use("plan {wide} --hidden-size 24", ("shape", "config.json and the weights")),
+    Use("plan {extra} --hidden-size 24", ("foo.bar", "save it again")),
+    Use("plan {lack} --hidden-size 24", ("is missing", "config.json and the weights")),
+    Use("plan https://example.org/me/small", ("its name alone, me/small",)),
+    Use("plan https://example.org/me/small/tree/main", ("its name alone, me/small",)),
+    Use("plan me/small@main", ("give me/small --revision main",)),
+    Use("verify {llama} {llama} --text {binary}", ("binary", "saved as UTF-8")),
     Use("grow {trained} {new} --hidden-size 24", ("config.json",)),
     Use("verify {bert} {new}", ("new",)),
     Use("verify {bert} {gpt2}", ("lineage.json",)),
@@ -76,6 +91,8 @@ OPTIONS = [
     Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
     Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
     Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "above 0")),
+    Use(f"plan {{bert}} {WIDE} --seed -1", ("seed is -1", "0 .. ")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --seed 9223372036854775808", ("seed", str(2**63 - 1))),
 ]
 
 WRITING = [
@@ -90,6 +107,8 @@ WRITING = [
     Use("fold {bert} {new}", ("lineage.json", "only grown checkpoints")),
     Use("fold {large} {bert}", ("exists", "--overwrite")),
     Use("replay {text} {bert} {new}", ("text", "growth record")),
+    Use("replay nothere {bert} {new}", ("nothere: no such file or directory",)),
+    Use("fold {large} {new} --lineage none.json", ("none.json: no such file",)),
     Use("replay {large}/lineage.json {gpt2} {new}", ("bert", "gpt2")),
 ]
 
@@ -110,6 +129,21 @@ TRAINING = [
         "train {run}",
         ("teacher", "inheritance"),
         ("[output]", "[inheritance]\nend_step = 1\n[output]"),
+    ),
+    Use("train {run}", ("training.seed is -1", "0 .. "), ("steps = 2", "steps = 2\nseed = -1")),
+    Use(
+        "train {run}",
+        ("training.warmup_steps is 50", "2 training.steps"),
+        ("steps = 2", "steps = 2\nwarmup_steps = 50"),
+    ),
+    Use("train {run}", ("data.train", "more data"), ('train = ["text"]', 'train = ["nothing"]')),
+    Use(
+        "train {run}",
+        ("give http://localhost:8000",),
+        (
+            "[output]",
+            '[inheritance]\nend_step = 1\n[teacher]\nurl = "localhost:8000"\nk = 2\n[output]',
+        ),
     ),
     Use("train {run}", ("dir",), ('directory = "out"', 'directory = "bert"')),
     Use("export {trained} {new}", ("trained", "checkpoint")),
@@ -143,9 +177,12 @@ MEASURING = [
     Use("plot {trained} --out {new}.bmp", ("'.bmp'", "png")),
     Use("plot {bert} {gpt2} --weights", ("lineage.json", "--lineage")),
     Use("plot {bert} --weights", ("two checkpoints",)),
+    Use("plot {bert} {large} --weights --lineage none.json", ("none.json: no such file",)),
+    Use("eval {bert} --text {text} --sequence-length 8 --seed -1", ("seed is -1", "0 .. ")),
     Use("plot {bert} {large} --attention {empty}", ("empty",)),
     Use("bench expnd", ("expnd", "expand")),
     Use("demo --seed -1", ("--seed", "0")),
+    Use("demo --dir {text}", ("text is a file", "another directory")),
 ]
 
 USES = [*COMMANDS, *SOURCES, *SIZES, *OPTIONS, *WRITING, *TRAINING, *MEASURING]

@@ -117,4 +117,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     assert "function" in (tmp_path / "api" / "index.html").read_text()
-    assert (tmp_path / "llms.txt").exists() and (tmp_path / "bench/results/demo.png").exists()
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text())
+    assert len(links) > 10 and all((tmp_path / link).is_file() for link in links)
+    assert (tmp_path / "bench/results/demo.png").exists()

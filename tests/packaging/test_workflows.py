@@ -1,5 +1,6 @@
 """The workflows of the public host: valid, pinned, with few rights, and naming what exists."""
 
+import importlib.util
 import re
 
 import pytest
@@ -59,6 +60,21 @@ def test_only_a_pushed_tag_may_do_more_than_read(path):
             assert job["permissions"] == {"id-token": "write"}
             assert job["if"] == "github.event_name == 'push' && github.ref_type == 'tag'"
             assert set(job["needs"]) == workflow["jobs"].keys() - {"publish"}
+
+
+def test_every_night_grows_2000_models_from_a_seed_of_the_day():
+    file = ROOT / ".github" / "workflows" / "nightly.yml"
+    job, triggers = load(file)["jobs"]["fuzz"], load(file)[True]
+    assert len(triggers["schedule"]) == 1 and job["strategy"]["fail-fast"] is False
+    line = job["steps"][-1]["run"]
+    found = re.fullmatch(
+        r"\.venv/bin/python -m (\S+) --count (\d+) "
+        r'--seed "\$\(date -u \+%Y%m%d\)\$\{\{ matrix\.part \}\}"',
+        line,
+    )
+    assert importlib.util.find_spec(f"{found[1]}.__main__") is not None
+    parts = job["strategy"]["matrix"]["part"]
+    assert len(set(parts)) * int(found[2]) == 2000
 
 
 def test_every_supported_python_is_tested():

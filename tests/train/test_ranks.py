@@ -82,7 +82,7 @@ def test_a_run_file_on_two_processes(workplace):  # noqa: F811
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    assert said.count("finished  6 steps, loss ") == said.count("to resume  ") == 1
+    assert said.count("finished  6 steps, label loss ") == said.count("to resume  ") == 1
     two = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
     shutil.rmtree(workplace / "out")
     train(workplace / "run.toml", progress=False)

@@ -64,6 +64,23 @@ def workplace(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
+    train(workplace / "run.toml")
+    said = capsys.readouterr().out
+    history = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
+    lines = [line for line in history if "loss" in line]
+    last = [line for line in history if "eval_loss" in line][-1]
+    ends = f"label loss {lines[-1]['mlm']:.4f}, validation loss {last['eval_loss']:.4f}"
+    assert f"finished  6 steps, {ends}\n" in said
+    # the first step learns from the teacher alone: its loss is no loss of labels
+    assert lines[0]["alpha"] == 1 and lines[0]["loss"] == pytest.approx(lines[0]["kl"], rel=1e-4)
+    for line in lines:
+        shown = f"{{'label loss': '{line['mlm']:.4g}', 'objective': '{line['loss']:.4g}', "
+        assert said.count(shown) == 1
+    assert "'mlm'" not in said and "'loss'" not in said
+
+
 def files_of(path):
     return {f: f.stat().st_mtime_ns for f in path.rglob("*") if f.is_file()}
 

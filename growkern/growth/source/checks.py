@@ -15,6 +15,9 @@ from growkern.families.model import ModelSpec
 # of models of today; transformers is asked for others, as its table takes 2 s to import
 USUAL_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
+# the end of a message about weights that another config describes
+OTHER_CHECKPOINT = "check that config.json and the weights are of one checkpoint"
+
 
 def _is_finite(tensor: Tensor) -> bool:
     # a tensor on the meta device has no values; aminmax propagates NaN, and reads 16-bit types 30
@@ -90,14 +93,20 @@ def check_names_and_shapes(
     missing = [name for name in expected if name not in found and name not in model.ties]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise GrowthError(f"{where}: tensor {missing[0]} is missing{more}")
+        raise GrowthError(
+            f"{where}: tensor {missing[0]} is missing{more}: {OTHER_CHECKPOINT}, and that "
+            '"architectures" names the class that was saved'
+        )
     for name, shape in found.items():
         if name not in expected:
-            raise GrowthError(f"{where}: no rule for tensor {name} {list(shape)}")
+            raise GrowthError(
+                f"{where}: no rule for tensor {name} {list(shape)}, which the class of the config "
+                "does not have: load the model with transformers and save it again to leave it out"
+            )
         if shape != expected[name]:
             raise GrowthError(
                 f"{where}: {name} has shape {list(shape)}, but its config says "
-                f"{list(expected[name])}"
+                f"{list(expected[name])}: {OTHER_CHECKPOINT}"
             )
 
 

@@ -67,7 +67,10 @@ def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
     """
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):
-        raise GrowthError(f'{file}: no "model_type"')
+        raise GrowthError(
+            f'{file}: no "model_type", the name of its architecture: copy the config.json of the '
+            "model there"
+        )
     family = None
     if not any_family or kind in supported_families():
         family = load_family(kind)

@@ -168,7 +168,10 @@ def _read_index(index: Path) -> dict[str, str]:
 def _read_weights(directory: Path) -> dict[str, Header]:
     """The headers of the only file."""
     if not (directory / WEIGHTS_FILE).is_file():
-        raise GrowthError(f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}")
+        raise GrowthError(
+            f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}: download the "
+            "model again, or save it with save_pretrained"
+        )
     return _read_shard(directory / WEIGHTS_FILE)
 
 
@@ -213,7 +216,9 @@ def _naming(file: Path) -> Iterator[None]:
     except GrowthError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise GrowthError(f"{file}: truncated or corrupt safetensors file: {error}") from error
+        raise GrowthError(
+            f"{file}: truncated or corrupt safetensors file: {error}: download or save it again"
+        ) from error
 
 
 def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:

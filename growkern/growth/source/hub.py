@@ -35,6 +35,10 @@ from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES, refuse_fi
 
 # of a model; the Hub refuses other characters
 ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+# the address of a model's page; pathlib makes one slash of two
+PAGE = re.compile(rf"https?:/+[^/]+/({ID.pattern})(?:[/?#].*)?")
+# a revision in the id, as other tools write it
+ID_AT = re.compile(rf"({ID.pattern})@(.+)")
 # a directory in the cache: no id has two hyphens in a row
 SNAPSHOT = re.compile(r"models--((?:(?!--)[^/])+)--((?:(?!--)[^/])+)/snapshots/([^/]+)$")
 WEIGHTS = "*.safetensors"
@@ -88,6 +92,8 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
             grown. Or `revision` is given for a source that is not on the Hub.
     """
     is_name = isinstance(source, (str, Path))
+    if is_name and not os.path.exists(source):
+        _refuse_other_names(str(source))
     # unlike Path.exists this takes names of any length
     if is_name and not os.path.exists(source) and ID.fullmatch(str(source)):
         return _download(str(source), revision, LEFT_OUT if weights else (*LEFT_OUT, WEIGHTS))
@@ -104,6 +110,21 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
         model = snapshot_of(Path(source))
         return _download(model.id, model.commit, LEFT_OUT)
     return Path(source)
+
+
+def _refuse_other_names(name: str) -> None:
+    """Refuse names that mean a model on the Hub and are not its id.
+
+    Raises:
+        GrowthError: it is one; the message has the id.
+    """
+    page, at = PAGE.fullmatch(name), ID_AT.fullmatch(name)
+    if page:
+        raise GrowthError(f"{page[1]} is written as an address: give its name alone, {page[1]}")
+    if name.startswith(("http:/", "https:/")):
+        raise GrowthError(f"{name} is an address: give a directory, or ORGANISATION/NAME")
+    if at:
+        raise GrowthError(f"{name}: give {at[1]} --revision {at[2]} (in Python revision={at[2]!r})")
 
 
 def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Path:

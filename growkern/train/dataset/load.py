@@ -234,16 +234,17 @@ class _Rows:
     def __iter__(self) -> Iterator[Tokens]:
         records: Any = self.source.records()
         total = len(records) if hasattr(records, "__len__") else None
-        shown = tqdm(
+        # None: a stream that is no terminal shows no bar; an error clears the bar before its line
+        with tqdm(
             records,
             f"tokenising {self.source.name}",
             total,
             unit=" records",
-            disable=not self.progress,
+            disable=None if self.progress else True,
             leave=False,
-        )
-        for _, _, row in cut_rows(self._runs(shown), self.reader.settings):
-            yield row
+        ) as shown:
+            for _, _, row in cut_rows(self._runs(shown), self.reader.settings):
+                yield row
 
     def _runs(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Tokens]]:
         for chunk in chunks(self._each(records)):

@@ -10,6 +10,8 @@ from growkern.train.data import EpochCollator
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loop.meter import Meter
+from growkern.train.loop.progress import use_named_progress
+from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.topk_teacher.teacher import TopKCollator
 
 
@@ -65,3 +67,10 @@ class LoopCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the clock."""
         self.trainer.meter.end_step()
+
+
+def use_own_callbacks(trainer: Any) -> None:
+    """Let a trainer follow its loop, survive failing TensorBoard logs and name its label loss."""
+    trainer.add_callback(LoopCallback(trainer))
+    use_safe_tensorboard(trainer)
+    use_named_progress(trainer)

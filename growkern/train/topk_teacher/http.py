@@ -18,6 +18,18 @@ FIRST_WAIT = 0.5
 LONGEST_WAIT = 60.0
 # characters of a server's own message that an error repeats
 MOST_TEXT = 300
+SCHEMES = ("http://", "https://")
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL without scheme, which no attempt to connect would accept.
+
+    Raises:
+        GrowthError: it has none.
+    """
+    if not url.startswith(SCHEMES):
+        rest = url.rpartition("://")[2].lstrip("/") or "host:8000"
+        raise GrowthError(f"{url!r} is not the URL of a server: give http://{rest}")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
+from growkern.train.topk_teacher.http import check_url
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class TeacherSection:
         k: tokens per row that the server is asked for.
 
     Raises:
-        GrowthError: not exactly one of paths, cache and url is given, or url and k apart.
+        GrowthError: not exactly one of paths, cache and url is given, or url and k apart, or
+            the url names no server.
     """
 
     paths: tuple[str, ...] = ()
@@ -34,6 +36,8 @@ class TeacherSection:
             )
         if (self.k is None) != (self.url is None):
             raise GrowthError("a teacher's url and k (tokens per row) belong together: give both")
+        if self.url is not None:
+            check_url(self.url)
 
     @property
     def is_model(self) -> bool:

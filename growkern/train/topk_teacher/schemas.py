@@ -10,6 +10,7 @@ of position i.
 - SGLang, ``/generate`` with ``return_logprob``: a list of ``[logprob, token id, text]``.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,12 +24,16 @@ class Schema(Protocol):
     Attributes:
         name: of the server.
         path: of the requests.
-        more: says how to let the server give more tokens.
+        more: says how to let the server give {k} tokens.
     """
 
     name: str
     path: str
     more: str
+
+    def most_tokens(self, refusal: str) -> int | None:
+        """The most tokens per row, if the server refused the request for asking for more."""
+        ...
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """The request for one prompt."""
@@ -47,7 +52,12 @@ class Vllm:
     """vLLM's extension of the completions of OpenAI."""
 
     name, path = "vLLM", "/v1/completions"
-    more = "start vLLM with --max-logprobs"
+    more = "start vLLM with --max-logprobs {k}"
+
+    def most_tokens(self, refusal: str) -> int | None:
+        """The limit that the message of a refusal names."""
+        found = re.search(r"greater than max allowed: (\d+)", refusal)
+        return int(found[1]) if found else None
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """The request for one prompt. At least one token must be generated."""
@@ -73,6 +83,10 @@ class Sglang:
 
     name, path = "SGLang", "/generate"
     more = "ask for fewer"
+
+    def most_tokens(self, refusal: str) -> int | None:
+        """None: it has no such limit."""
+        return None
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """The request for one prompt. No token is generated."""

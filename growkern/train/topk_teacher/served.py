@@ -17,7 +17,7 @@ from torch import Tensor
 from growkern.errors import GrowthError, nearest
 from growkern.train.inheritance import tokenizer_fingerprint
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows
-from growkern.train.topk_teacher.http import Connection
+from growkern.train.topk_teacher.http import Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
 KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
@@ -75,6 +75,7 @@ class ServedTeacher(TopKRows):
         ):  # fmt: skip
             if value < least:
                 raise GrowthError(f"{name} is {value}: it must be at least {least:g}")
+        check_url(url)
         key = api_key or os.environ.get(KEY_VARIABLE)
         self.name = url.rstrip("/").removesuffix("/v1")
         self._connection = Connection(self.name, timeout, retries, key)
@@ -148,7 +149,14 @@ class ServedTeacher(TopKRows):
                 f"with room for {self._longest}, one of them generated: shorten the sequences"
             )
         schema = self._schema
-        answer = self._connection.post(schema.path, schema.body(self.model, tokens, self.k))
+        try:
+            answer = self._connection.post(schema.path, schema.body(self.model, tokens, self.k))
+        except GrowthError as error:
+            limit = schema.most_tokens(str(error))
+            if limit is None:
+                raise
+            more = schema.more.format(k=self.k)
+            raise GrowthError(f"{error}: {more}, or give k = {limit}") from error
         try:
             found = schema.rows(answer)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -167,7 +175,8 @@ class ServedTeacher(TopKRows):
         fewest = min(map(len, found))
         if fewest < self.k:
             raise GrowthError(
-                f"{self.name} gives {fewest} tokens per row, not k={self.k}: {self._schema.more}"
+                f"{self.name} gives {fewest} tokens per row, not k={self.k}: "
+                f"{self._schema.more.format(k=self.k)}"
             )
         # the prompt's own token may stand beside the k
         kept = [sorted(row, reverse=True)[: self.k] for row in found]

@@ -9,6 +9,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+import growkern.train.run as run_module
 from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache
 from growkern.cli.commands import app
 from growkern.train.run import train
@@ -159,6 +160,32 @@ def test_a_failure_is_one_line(faults, message, server):
     with pytest.raises(GrowthError, match=message) as error:
         teacher.batch(padded_batch())
     assert "\n" not in str(error.value) and url in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "//localhost:8000", "ftp://localhost:8000"])
+def test_a_url_without_scheme_is_refused_before_any_attempt(url, monkeypatch):
+    monkeypatch.setattr(http.urllib.request, "urlopen", None)
+    with pytest.raises(GrowthError, match=r"give http://localhost:8000$"):
+        ServedTeacher(url, 3)
+
+
+def test_the_limit_of_vllm_is_named_with_both_ways_out():
+    with serving(teacher_model()) as (state, url):
+        teacher = ServedTeacher(url, 6, concurrency=1)
+        refusal = b'{"message": "Requested 6, which is greater than max allowed: 2"}'
+        state.faults = [(400, {}, refusal)]
+        with pytest.raises(GrowthError, match=r"with --max-logprobs 6, or give k = 2$"):
+            teacher.batch(padded_batch())
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_a_dead_server_is_noticed_before_the_data_is_read(workplace, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(run_module, "load_data", None)
+    text = (workplace / "run.toml").read_text()
+    text = text.replace('paths = ["teacher"]', 'url = "http://127.0.0.1:9"\nk = 2')
+    (workplace / "dead.toml").write_text(text)
+    with pytest.raises(GrowthError, match="is the server running"):
+        train(workplace / "dead.toml", progress=False)
 
 
 def test_a_slow_server_is_given_up():
