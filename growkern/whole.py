@@ -3,12 +3,14 @@
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # what an interrupted `write_whole` leaves beside its file
 PARTIAL = ".{name}.*.part"
+READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
@@ -49,6 +51,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Return when all of a new directory is on disk, and readable for those who may read new files.
+
+    Raises:
+        OSError: the disk failed; see `sync`.
+    """
+    probe = directory / f".{secrets.token_hex(4)}.part"
+    probe.touch()
+    readers = probe.stat().st_mode & READABLE
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            # safetensors makes its files unreadable for other users
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | readers)
+        sync(path)
+    sync(directory)
 
 
 def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> None:

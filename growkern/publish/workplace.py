@@ -30,7 +30,7 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
 from growkern.publish.lock import Lock, lock_file_of
-from growkern.whole import sync, write_all
+from growkern.whole import sync_tree, write_all
 
 JOURNAL, NEW, SWAP, OLD, TRASH = "journal.jsonl", "new", "swap", "old", "trash"
 
@@ -215,9 +215,7 @@ class Workplace:
                 finished work is kept.
             OSError: the disk failed.
         """
-        for path in self.new.rglob("*"):
-            sync(path)
-        sync(self.new)
+        sync_tree(self.new)
         self._is_finished = True
         try:
             rename_new(NEW, self._here, self.target.name, self._parent)

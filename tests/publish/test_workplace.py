@@ -63,6 +63,20 @@ def test_it_appears_with_usual_modes(target, system):
     assert (target / "mark").read_text() == "new" and names(target.parent) == ["target"]
 
 
+def test_files_are_readable_for_those_who_may_read_new_ones(target):
+    def make_private():
+        (weights,) = target.parent.glob(".*/new/mark")
+        weights.chmod(0o600)
+
+    mask = os.umask(0o027)
+    try:
+        work(target, meanwhile=make_private)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((target / "mark").stat().st_mode) == 0o640
+    assert names(target) == ["mark"]
+
+
 def test_a_group_that_a_folder_passes_on_is_kept(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -73,7 +73,12 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         *(_width, _head_dim, _heads_under_norm, _vocabulary, _advanced, _head, _depth),
         *(_large_shares, _rounding),
     )
-    return tuple(finding for part in parts for finding in part(plan))
+    found = tuple(finding for part in parts for finding in part(plan))
+    if found:
+        return found
+    # only sizes that no part judges have changed, such as the FFN's
+    sizes = [f"{field} {a} -> {b}" for field, (a, b) in plan.size_changes().items() if a != b]
+    return (Finding("exact", ", ".join(sizes), "the shares of all copies add up"),)
 
 
 def _width(plan: Blueprint) -> list[Finding]:
@@ -82,7 +87,9 @@ def _width(plan: Blueprint) -> list[Finding]:
     old, new = layout.stream_sizes
     field = layout.family.config_field("stream")
     what = f"{field} {old} -> {new}"
-    if options.scheme == "paper" and old != new:
+    if old == new:
+        return []
+    if options.scheme == "paper":
         count = torch.bincount(layout.space("stream").read_index, minlength=old)
         if count.min() == count.max():
             return [Finding("exact", what, "all coordinates happen to have equally many copies")]
@@ -96,8 +103,7 @@ def _width(plan: Blueprint) -> list[Finding]:
             )
         ]
     if layout.is_even:
-        why = "unchanged" if old == new else f"every coordinate has {new // old} copies"
-        return [Finding("exact", what, why)]
+        return [Finding("exact", what, f"every coordinate has {new // old} copies")]
     if not norm.centres:
         return [Finding("exact", what, "copies are scaled so that the mean square stays the same")]
     if norm.placement == "pre" and not layout.family.carries:

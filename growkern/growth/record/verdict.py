@@ -76,8 +76,8 @@ def measured_level(
         word = "exact" if plan.exact else f"approximate within {allowed[name]:.1e}"
         return "changed", f"planned {word}, but {_words(name)} by {errors[name]:.1e}"
     if lost := next((finding for finding in changed if not finding.asked), None):
-        why = f"{lost.what} ({lost.why})"
-        return "changed", f"{_words(name)} by {errors[name]:.1e}, as planned: {why}"
+        forced = f"the sizes force this change, which was not asked for: {lost.what} ({lost.why})"
+        return "changed", f"failed: {_words(name)} by {errors[name]:.1e}; {forced}"
     if NEW_TOKENS in beyond and _bounds(plan, NEW_TOKENS):
         most = allowed[NEW_TOKENS]
         found = errors[NEW_TOKENS]

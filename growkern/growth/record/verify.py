@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -309,16 +310,20 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
 
 def verify_table(report: VerifyReport) -> Group:
     """A report as a rich renderable: errors per kind of tensor, then outputs and notes."""
-    table = Table(title="tensors", title_justify="left")
-    for column in ("kind", "tensors", "replay error", "fold error", ""):
-        is_text = column in ("kind", "")
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    table = Table(title="tensors", title_justify="left", box=SIMPLE, show_edge=False)
+    table.padding = (0, 1, 0, 0)
+    # short columns beside the names, which must be whole at 80 columns
+    table.add_column("kind", no_wrap=True)
+    for column in ("n", "replay\nerror", "fold\nerror"):
+        table.add_column(column, justify="right")
+    table.add_column("")
     for group in report.groups:
-        verdict = Text("ok", "green") if group.ok else Text(f"FAIL: {group.worst}", "red")
+        verdict = Text("ok", "green") if group.ok else Text("FAIL", "red")
         fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
         # the name up to the layer's number is the same for all kinds: leave it out
         kind = group.kind.rpartition("{l}.")[2]
         table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
+    failed = [Text(f"FAIL: {group.worst}", "red") for group in report.groups if not group.ok]
     outputs = Table(title=f"outputs on {report.tokens} tokens", title_justify="left")
     outputs.add_column("measure")
     outputs.add_column("value", justify="right")
@@ -327,4 +332,4 @@ def verify_table(report: VerifyReport) -> Group:
     state = Text(*_verdict(report))
     said = [Text(line, "red") for line in report.contradictions]
     said += [Text(f"note: {line}", "yellow") for line in report.notes]
-    return Group(table, outputs, *said, state)
+    return Group(table, *failed, Text(), outputs, *said, state)

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.calls import delete, move, open_ours
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
-from growkern.whole import sync
+from growkern.whole import sync, sync_tree
 
 STAGING = ".saving"
 # which run a directory belongs to
@@ -177,8 +177,7 @@ def finish(staged: Path, beside: Iterable[Path] = ()) -> None:
         OSError: the disk is full or failed.
     """
     write_manifest(staged, beside=beside)
-    for path in (*staged.rglob("*"), staged):
-        sync(path)
+    sync_tree(staged)
 
 
 def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:

@@ -148,6 +148,16 @@ def test_where_the_mean_cannot_be_carried_the_plan_says_so(config, growth, why):
     assert 1e-4 < relative_error(source, grown) < 0.6
 
 
+def test_only_sizes_that_change_are_named():
+    source = random_model("LlamaForCausalLM", LLAMA)
+    for how in ({"depth": "stack", "num_hidden_layers": 4}, {"intermediate_size": 40}):
+        lines = [finding.line() for finding in growkern.plan(source, **how).findings]
+        (field,) = how.keys() - {"depth"}
+        size = how[field]
+        assert len(lines) == 1 and f" -> {size}" in lines[0], lines
+        assert "12 -> 12" not in lines[0]
+
+
 def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
     source = random_model("BertForMaskedLM", BERT)
     grown = growkern.grow(source, hidden_size=20, intermediate_size=40, carry=1e-2)

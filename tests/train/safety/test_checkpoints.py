@@ -213,6 +213,12 @@ def test_the_staging_folder_is_private(tmp_path):
     (tmp_path / "usual").mkdir()
     checkpoint = make(tmp_path / "run", 2)
     assert checkpoint.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    staged = tmp_path / "staged"
+    staged.mkdir()
+    (staged / "usual").touch()
+    (staged / "weights").touch(mode=0o600)
+    checkpoints.finish(staged)
+    assert (staged / "weights").stat().st_mode == (staged / "usual").stat().st_mode
 
 
 def test_the_manifest_of_a_finished_run_covers_its_marker(tmp_path):
