@@ -22,7 +22,7 @@ from growkern.cli.app import (
     show,
     silence_transformers,
 )
-from growkern.cli.options import takes_growth
+from growkern.cli.options import completing, takes_growth
 from growkern.errors import GrowthError, nearest
 from growkern.units import human
 
@@ -65,7 +65,10 @@ def grow(
     revision: Revision = None,
     overwrite: Overwrite = False,
     dtype: Annotated[
-        str | None, typer.Option(help=f"{' | '.join(DTYPES)}; default: as in SRC.")
+        str | None,
+        typer.Option(
+            help=f"{' | '.join(DTYPES)}; default: as in SRC.", autocompletion=completing(DTYPES)
+        ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
     memory_limit: MemoryLimit = "1GiB",

@@ -18,7 +18,8 @@ from growkern.cli.app import (
     lineage_there,
     silence_transformers,
 )
-from growkern.cli.growth import dtype_of, print_growth
+from growkern.cli.growth import DTYPES, dtype_of, print_growth
+from growkern.cli.options import completing
 from growkern.units import human
 
 
@@ -31,7 +32,10 @@ def fold(
     ] = None,
     overwrite: Overwrite = False,
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of OUT; default: as in the source.")
+        str | None,
+        typer.Option(
+            help="Dtype of OUT; default: as in the source.", autocompletion=completing(DTYPES)
+        ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
 ) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -25,12 +25,22 @@ OTHER_OPTIONS = {
 }
 
 
+def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """A function that completes the beginning of a value in a shell."""
+    return lambda incomplete: [one for one in choices if one.startswith(incomplete)]
+
+
 def growth_options() -> list[tuple[str, type, Any]]:
     """The name, type and typer option of every growth option and every target size."""
     options = []
     for field in fields(GrowthOptions):
-        text = " | ".join(CHOICES.get(field.name, ())) or OTHER_OPTIONS[field.name]
-        option = typer.Option(help=f"{text}  \\[{field.default}]", rich_help_panel="Growth")
+        choices = CHOICES.get(field.name, ())
+        text = " | ".join(choices) or OTHER_OPTIONS[field.name]
+        option = typer.Option(
+            help=f"{text}  \\[{field.default}]",
+            rich_help_panel="Growth",
+            autocompletion=completing(choices) if choices else None,
+        )
         options.append((field.name, type(field.default), option))
     families_with: dict[str, list[str]] = {}
     for model_type in supported_families():

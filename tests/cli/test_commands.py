@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import typer
 
 import growkern
 from growkern import package
+from growkern.cli.commands import app
 from growkern.cli.main import main
 from growkern.info import collect
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
@@ -606,3 +608,22 @@ def _target(link):
 def test_the_help_of_plan_says_that_it_may_run_the_source(run):
     said = " ".join(run("plan", "--help")[1].split())
     assert "Where it must measure a bound, it also runs SRC on random texts" in said
+
+
+@pytest.mark.parametrize(
+    "option, start, found",
+    [
+        ("--depth", "st", ["stack"]),
+        ("--method", "", ["fpi", "aki", "direct_copy", "random"]),
+        ("--scheme", "p", ["paper"]),
+        ("--symmetry", "no", ["noise", "none"]),
+        ("--maps", "b", ["balanced"]),
+        ("--aki", "eq", ["eq16"]),
+        ("--dtype", "b", ["bfloat16"]),
+    ],
+)
+def test_a_shell_completes_values(option, start, found):
+    command = typer.main.get_command(app).commands["grow"]
+    parameter = next(one for one in command.params if option in one.opts)
+    context = command.context_class(command)
+    assert [item.value for item in parameter.shell_complete(context, start)] == found

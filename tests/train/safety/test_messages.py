@@ -48,7 +48,7 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     )
     assert found["to resume"] == f"growkern train {file}"
     assert "resumes" not in found
-    assert end["finished"].startswith("6 steps, loss ")
+    assert end["finished"].startswith("6 steps, label loss ")
     assert end["model"] == f"{out} (bfloat16)"
     assert end["next"] == f"growkern plot {out}"
 
