@@ -330,6 +330,10 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
     if layout.is_extended:
         reasons.append("uneven LayerNorm width: gradients pass through the extra coordinates")
     if reasons:
+        reasons.append(
+            "growth_clip_norm_ also counts how copies differ, so its norm is larger than the "
+            "source's"
+        )
         return [Finding("approximate", "moments", "; ".join(reasons))]
     but = ", but for the parts named below" if _exceptions(plan) else ""
     why = (

@@ -68,6 +68,27 @@ def test_the_plain_norm_does_not_commute():
     assert largest_difference(source, target) > 1e-4
 
 
+FACTORS = [("none", 1.0, 1.0), ("noise", 1.0, 1.05), ("routing", 1.15, 1.8), ("split", 1.7, 2.9)]
+
+
+@pytest.mark.parametrize("symmetry, least, most", FACTORS)
+@pytest.mark.parametrize("class_name, sizes, how", [
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 36}),
+])  # fmt: skip
+def test_the_norm_over_the_sources_is_as_documented(class_name, sizes, how, symmetry, least, most):
+    source = random_model(class_name, sizes, std=0.2)
+    target = growkern.grow(source, symmetry=symmetry, **how)
+    for model in (source, target):
+        loss_of(model, 0).backward()
+    found = clip_target(target).item() / clip_source(source).item()
+    assert least * (1 - 1e-12) <= found <= most * (1 + 1e-12)
+    (said, *_) = growkern.moment_findings(target.growth_plan)
+    is_exact = symmetry == "none"
+    assert (said.level == "exact") is is_exact and "growth_clip_norm_" in said.why
+    assert ("its norm is larger than the source's" in said.why) is not is_exact
+
+
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)])
 @pytest.mark.parametrize("uneven", [(), (0,), (1,), (0, 1)])
