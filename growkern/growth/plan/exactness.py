@@ -205,7 +205,10 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     if largest_capped(plan.small) < LARGEST_LOGIT:
         why = "the soft cap bends logits so much that new tokens may take a large share"
         return [Finding("changed", what, why)]
-    bound = most_cost(plan.small, plan.large, plan.dtype.itemsize)
+    bound = most_cost(plan)
+    if bound is None:
+        why = "new rows are rounded to 16 bits, and the weights are not here to bound their logits"
+        return [Finding("changed", what, why)]
     why = (
         f"old tokens keep their logits; the {new - old} new ones raise the loss of any text by at "
         f"most {bound:.2g} nats"

@@ -6,6 +6,12 @@ text then rises by at most
 
     log(1 + n / V exp(-margin))                                                            (1)
 
+In 16 bits rows are rounded. With the norm before the head, gamma z + beta and |z| <= sqrt(d) over
+its d coordinates, a row that is off by the share r of every entry of the mean row w moves its logit
+by at most
+
+    r (sqrt(d) |gamma w| + sum_k |beta_k w_k|)                                             (2)
+
 A soft cap c turns a logit z into c tanh(z / c). (1) needs exp(c tanh(z / c)) to be convex. It is
 up to z = c artanh(t), t = sqrt(1 + 1 / c^2) - 1 / c.
 """
@@ -14,14 +20,21 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
+
 from growkern.families.model import ModelSpec
+from growkern.growth.models import is_dtensor
+from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.source.files import row_blocks
 
 # exp(-10) = 4.5e-5. The token's row still gets its full gradient, and the bias is small enough for
 # training to make up for it
 NEW_TOKEN_MARGIN = 10.0
-# in 16 bits the mean row is rounded, which moves its logit by less than log(2) unless old logits
-# are in the hundreds
-ROUNDING = 2.0
+# how often a 16-bit row may be rounded: as a mean, when it is scaled, and when it is shared
+ROUNDINGS = 3
+# exp of more is larger than any other number of the bound
+MOST_SHIFT = 30.0
 # logits of trained models stay below this, before a soft cap
 LARGEST_LOGIT = 40.0
 
@@ -34,16 +47,66 @@ def predicts_tokens(model: ModelSpec) -> bool:
     )
 
 
-def most_cost(small: ModelSpec, large: ModelSpec, itemsize: int) -> float:
-    """(1): the largest rise of the loss by the new tokens of `large`, nats.
+def most_cost(plan: Blueprint) -> float | None:
+    """(1), or (2) in 16 bits: the largest rise of the loss by the new tokens, nats.
 
-    Args:
-        itemsize: bytes of a weight of the target.
+    Returns:
+        None: it is not known, as weights have no values here.
     """
-    old, new = small.size("vocab"), large.size("vocab")
-    has_bias = any(t.axes == ("vocab",) for t in large.tensors)
+    old, new = plan.small.size("vocab"), plan.large.size("vocab")
+    has_bias = any(t.axes == ("vocab",) for t in plan.large.tensors)
     mass = (new - old) / old * math.exp(-NEW_TOKEN_MARGIN if has_bias else 0.0)
-    return math.log1p(mass * (ROUNDING if itemsize == 2 else 1.0))
+    shift = 0.0
+    if plan.dtype.itemsize == 2:
+        found = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
+        if found is None:
+            return None
+        shift = found
+    # exp(shift) may overflow, and this is the same
+    return math.log1p(mass) + shift if shift > MOST_SHIFT else math.log1p(mass * math.exp(shift))
+
+
+def _largest_shift(plan: Blueprint) -> float | None:
+    """(2); None if a tensor that it needs has no values here."""
+    model, eps = plan.small, torch.finfo(plan.dtype).eps
+    head = next(t for t in model.tensors if t.axes[0] == "vocab" and "read:" in t.axes[-1])
+    space = head.axes[-1].removeprefix("read:")
+    norms = [t for t in model.tensors if t.norm and t.norm[1] == space]
+    # where the last layer's norm is the last one, take the largest (2) over all norms like it
+    norms = norms or [t for t in model.tensors if t.norm and t.norm[1] == "stream"]
+    weight = _values(plan, head.name)
+    if weight is None:
+        return None
+    narrow, wide = plan.layout.stream_sizes
+    # then old rows are rounded too, and the mean of their absolute values counts
+    is_rounded = narrow != wide or bool(plan.narrowed_tensors)
+    mean = torch.zeros(weight.shape[1], dtype=torch.float64)
+    for first, stop in row_blocks(tuple(weight.shape), weight.itemsize):
+        rows = weight[first:stop].double().cpu()
+        mean += (rows.abs() if is_rounded else rows).sum(0) / len(weight)
+    sizes = [0.0, 0.0]
+    for norm in norms:
+        values = _values(plan, norm.name)
+        if values is None:
+            return None
+        offset = model.family.norm.offset(norm.is_bias)
+        part = mean * (values.double().cpu() + offset)
+        # (2) takes the norm of weights, and the absolute values of biases
+        size = part.abs().sum() if norm.is_bias else part.norm() * math.sqrt(len(mean))
+        sizes[norm.is_bias] = max(sizes[norm.is_bias], size.item())
+    tokens = [t.name for t in model.tensors if t.axes == ("vocab",)]
+    offsets = [_values(plan, name) for name in tokens]
+    if any(x is None for x in offsets):
+        return None
+    most = sum(sizes)
+    most += sum(float(x.double().abs().mean()) + NEW_TOKEN_MARGIN for x in offsets if x is not None)
+    return ROUNDINGS * eps / 2 * most
+
+
+def _values(plan: Blueprint, name: str) -> Tensor | None:
+    """A tensor of the source; None if it has no values in this process."""
+    found = plan.source.read(plan.small.ties.get(name, name))
+    return None if found.is_meta or is_dtensor(found) else found
 
 
 def largest_capped(small: ModelSpec) -> float:

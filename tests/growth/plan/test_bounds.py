@@ -130,3 +130,29 @@ def test_rotary_angles_of_a_model_that_cannot_be_run_have_no_bound():
         empty = random_model("LlamaForCausalLM", sizes)
     (said,) = (f for f in growkern.plan(empty, head_dim=6).findings if f.level != "exact")
     assert said.level == "changed" and "cannot be run here to measure" in said.why
+
+
+OUTPUT_ROWS = [
+    ("LlamaForCausalLM", {**FAMILIES["llama"][1], "tie_word_embeddings": False}, "hidden_size"),
+    ("GPT2LMHeadModel", FAMILIES["gpt2"][1], "n_embd"),
+    ("BertForMaskedLM", BERT, "hidden_size"),
+]
+
+
+@pytest.mark.parametrize("offset", [0.0, 20.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("class_name, sizes, width", OUTPUT_ROWS)
+def test_the_bound_on_new_tokens_holds_for_rounded_rows(class_name, sizes, width, dtype, offset):
+    """Rows with a large part in common: their mean is rounded by more than they differ."""
+    source = random_model(class_name, sizes, std=0.3)
+    rows = source.get_output_embeddings().weight
+    shared = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(1)).to(rows)
+    with torch.no_grad():
+        rows += offset * shared
+    source = source.to(dtype)
+    vocabulary = source.config.vocab_size
+    for how in ({}, {width: 2 * sizes[width]}):
+        grown = growkern.grow(source, vocab_size=vocabulary + 14, **how)
+        (said,) = (f for f in grown.growth_plan.findings if f.measure == "new tokens (nats)")
+        report = growkern.verify(source, grown)
+        assert report.outputs["new tokens (nats)"] <= said.bound and report.ok, report.failure
