@@ -99,10 +99,12 @@ inline float power_of(float e) {
 template <int squares, bool moments, class In>
 void sum_near(const In* z, const NearBlock& of, int64_t from, int64_t to, double& e_1,
               double& e_z) {
+    // compilers do not vectorise a loop over members
+    const float *w = of.w, *d = of.d;
     double first = 0, second = 0;
 #pragma omp simd reduction(+ : first, second)
     for (int64_t j = from; j < to; ++j) {
-        const float e = power_of<squares>(of.w[j] + of.d[j]);
+        const float e = power_of<squares>(w[j] + d[j]);
         first += e;
         if (moments) second += e * static_cast<float>(z[j]);
     }
@@ -205,9 +207,12 @@ NearFactors near_factors(const Row<T>& row, double softmax, double shift) {
 
 template <int squares>
 void write_near(const NearBlock& of, int64_t n, const NearFactors& f, float* grad) {
+    const float *w = of.w, *d = of.d;
+    const auto [scale, softmax, by_d, by_w] = f;
+#pragma omp simd
     for (int64_t j = 0; j < n; ++j) {
-        const float e = power_of<squares>((of.w[j] + of.d[j]) * f.scale);
-        grad[j] = e * f.softmax + (of.d[j] * f.by_d + of.w[j] * f.by_w);
+        const float e = power_of<squares>((w[j] + d[j]) * scale);
+        grad[j] = e * softmax + (d[j] * by_d + w[j] * by_w);
     }
 }
 
