@@ -192,15 +192,17 @@ struct NearFactors {
     float scale, softmax, by_d, by_w;
 };
 
+// `top_u` is the teacher's maximum of these columns, to which w refers; that of the state may lie
+// in columns of other calls
 template <class T>
-NearFactors near_factors(const Row<T>& row, double softmax, double shift) {
+NearFactors near_factors(const Row<T>& row, double softmax, double shift, double top_u) {
     const double inv_t = row.a.inv_t, weight = static_cast<double>(row.drow(1)) * inv_t;
     const double m = row.sums(StudentSums::maximum), m_u = row.sums(0, TeacherSums::maximum);
     const double sum = row.sums(StudentSums::sum_t), sum_u = row.sums(0, TeacherSums::sum_t);
-    const double above = (m_u + shift - m) * inv_t, of_p = weight / sum_u;
     // log(q / p) is r without this
-    const double rest = std::log(sum / sum_u) - above;
-    return {static_cast<float>(std::exp(above)), static_cast<float>(softmax),
+    const double rest = (m - m_u - shift) * inv_t + std::log(sum / sum_u);
+    const double of_p = weight / sum_u * std::exp((top_u - m_u) * inv_t);
+    return {static_cast<float>(std::exp((top_u + shift - m) * inv_t)), static_cast<float>(softmax),
             static_cast<float>(of_p * std::exp(-rest)),
             static_cast<float>(of_p * std::expm1(-rest))};
 }
@@ -248,7 +250,8 @@ void take_near_row(const Row<T>& row, const Columns<In>& student, const Columns<
     }
     if (!a.grad) return;
     const GradientNarrow<In, T> gradient{row};
-    const NearFactors f = near_factors(row, gradient.f.softmax, both.teacher.shift);
+    const NearFactors f = near_factors(row, gradient.f.softmax, both.teacher.shift,
+                                       both.teacher.all.reference());
     each_block(a.V, [&](int64_t j0, int64_t n) {
         NarrowSums none;
         const NearBlock of = kept ? kept.block(j0)
