@@ -232,7 +232,8 @@ inline void add_runs(int64_t steps, const Factors& of, __m512 (&high)[rows * lin
         for (int j = 0; j < lines; ++j) line[j] = _mm512_load_ps(of.line(j, at));
 #pragma GCC unroll 8
         for (int t = 0; t < rows * lines; ++t) {
-            run[t] = _mm512_fmadd_ps(_mm512_set1_ps(of.number(t / lines, at)), line[t % lines], run[t]);
+            const __m512 a = _mm512_set1_ps(of.number(t / lines, at));
+            run[t] = _mm512_fmadd_ps(a, line[t % lines], run[t]);
         }
     };
     const auto end = [&](int t) {

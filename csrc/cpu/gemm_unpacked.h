@@ -6,6 +6,7 @@
 #pragma once
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 
 #include "gemm_tile.h"
 

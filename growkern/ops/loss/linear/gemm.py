@@ -366,7 +366,7 @@ def gemm_on_cpu(
 
     Two bfloat16 tensors are multiplied by the processor's own instructions if it has them. All
     other products are computed in the dtype of `out_MN`, except that two float32 tensors are
-    multiplied in float32 without `wide_products`: `FloatsInDoubles` of `csrc/cpu/gemm_body.cpp`.
+    multiplied in float32 without `wide_products`: `FloatsInDoubles` of `csrc/cpu/gemm_tile.h`.
 
     Raises:
         MemoryError: there is no memory for the packed factors.
