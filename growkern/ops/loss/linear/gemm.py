@@ -124,7 +124,9 @@ def project(
     For float64 logits of float32 heads the compiled library adds up float32 products, a few at a
     time and then exactly: 0.6 of the time of float64 products. `wide_products` asks for those.
     """
-    if _in_library(weight_VH, z_CV) or _is_float32_on_avx512(weight_VH, z_CV):
+    # the library reads a head once, and packs only hidden states: in float32 MKL took 1.6 times as
+    # long on a Zen 4
+    if _in_library(weight_VH, z_CV, torch.float32):
         gemm_on_cpu(x_CH, weight_VH.t(), z_CV, wide_products=wide_products)
     elif _multiplies(x_CH, z_CV):
         torch.mm(x_CH, weight_VH.t(), **_out_dtype(x_CH, z_CV), out=z_CV)
@@ -169,17 +171,10 @@ def _add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, fresh: bool = Fa
             some.add_(torch.mm(rows, b_KN, **wide))
 
 
-def _in_library(factor: Tensor, total: Tensor) -> bool:
-    return total.is_cpu and multiplies(factor.dtype, total.dtype)
-
-
-def _is_float32_on_avx512(weight_VH: Tensor, z_CV: Tensor) -> bool:
-    """Whether the library computes such logits faster than PyTorch's BLAS.
-
-    It reads a head once, and packs only the hidden states. MKL took 1.6 times as long on a Zen 4.
-    """
-    is_float32 = weight_VH.dtype == z_CV.dtype == torch.float32
-    return is_float32 and z_CV.is_cpu and AVX512 in native.available_isas()
+def _in_library(factor: Tensor, total: Tensor, same: torch.dtype | None = None) -> bool:
+    """Whether the library multiplies here. Equal dtypes: only `same`."""
+    is_same = factor.dtype == total.dtype == same and AVX512 in native.available_isas()
+    return total.is_cpu and (is_same or multiplies(factor.dtype, total.dtype))
 
 
 def _multiplies(factor: Tensor, total: Tensor) -> bool:
