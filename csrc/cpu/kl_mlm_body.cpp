@@ -8,7 +8,7 @@
 #include <omp.h>
 #endif
 
-#include "kl_mlm_narrow.h"
+#include "kl_mlm_near.h"
 #include "kl_mlm_row.h"
 
 namespace growkern {
@@ -247,12 +247,13 @@ void write_gradient(const Row<T>& row) {
 // ---------------------------------------------------------------------- all
 
 template <class In, class T>
-void take_row_narrow(const Row<T>& row) {
+void take_row_narrow(const Row<T>& row, const Kept& kept) {
     const KlMlmArgs& a = row.a;
     const Columns<In> student{a.student, a.student_type, row.i * a.student_stride};
     const auto teacher = [&](int64_t k) {
         return Columns<In>{a.teachers[k], a.teacher_types[k], row.i * a.teacher_strides[k]};
     };
+    if (row.kl && has_near_blocks(a)) return take_near_row(row, student, teacher(0), kept);
     if (a.sums) {
         sum_student_narrow(row, student);
         for (int64_t k = 0; k < a.K && row.kl; ++k) {
@@ -263,10 +264,10 @@ void take_row_narrow(const Row<T>& row) {
 }
 
 template <class T>
-void take_row(const Row<T>& row) {
+void take_row(const Row<T>& row, const Kept& kept) {
     const KlMlmArgs& a = row.a;
-    if (a.narrow == F32) return take_row_narrow<float>(row);
-    if (a.narrow == F64) return take_row_narrow<double>(row);
+    if (a.narrow == F32) return take_row_narrow<float>(row, kept);
+    if (a.narrow == F64) return take_row_narrow<double>(row, kept);
     row.student().read();
     if (a.sums) sum_student(row);
     for (int64_t k = 0; k < a.K && row.kl; ++k) {
@@ -281,20 +282,25 @@ int64_t bytes_of(int32_t type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
 
 template <class T>
 void rows_typed(const KlMlmArgs& a) {
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
-    for (int64_t i = 0; i < a.N; ++i) {
+#pragma omp parallel num_threads(a.threads)
+    {
 #if defined(_OPENMP)
         const int64_t thread = omp_get_thread_num();
 #else
         const int64_t thread = 0;
 #endif
-        const Row<T> row(a, i, static_cast<T*>(a.scratch) + thread * (1 + a.K) * a.V);
-        if (row.mlm || row.kl) {
-            take_row(row);
-        } else if (a.grad) {
-            const int64_t size = bytes_of(a.grad_type);
-            std::memset(static_cast<char*>(a.dstudent) + i * a.dstudent_stride * size, 0,
-                        a.V * size);
+        T* scratch = static_cast<T*>(a.scratch) + thread * (1 + a.K) * a.V;
+        const Kept kept(a.V, a.sums && a.grad && a.narrow >= 0 && has_near_blocks(a));
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < a.N; ++i) {
+            const Row<T> row(a, i, scratch);
+            if (row.mlm || row.kl) {
+                take_row(row, kept);
+            } else if (a.grad) {
+                const int64_t size = bytes_of(a.grad_type);
+                std::memset(static_cast<char*>(a.dstudent) + i * a.dstudent_stride * size, 0,
+                            a.V * size);
+            }
         }
     }
 }

@@ -126,52 +126,77 @@ void add_exponentials(const In* z, int64_t n, const Softmax<In>& of, NarrowSums&
     sums.second += second;
 }
 
-template <class In, class T>
-void sum_student_narrow(const Row<T>& row, const Columns<In>& student) {
-    using S = StudentSums;
-    const KlMlmArgs& a = row.a;
+// The student's sums of one row, block by block.
+template <class In>
+struct StudentNarrow {
+    const KlMlmArgs& a;
+    int64_t label;
     NarrowSums one, at_t;  // of all columns but the label, and of all of them at the temperature
     double sum_z = 0, best = 0;
-    alignas(64) In room[BLOCK];
-    const auto add = [&](const In* z, int64_t n, const Softmax<In>& of) {
-        a.parts ? add_exponentials<true>(z, n, of, one) : add_exponentials<false>(z, n, of, one);
-    };
-    for (int64_t j0 = 0; j0 < a.V; j0 += BLOCK) {
-        const int64_t n = smaller(BLOCK, a.V - j0);
-        const In* z = student.block(j0, n, room);
+
+    // moves on to columns j0 .. j0 + n - 1
+    void begin(const In* z, int64_t j0, int64_t n) {
         const In top = block_top(z, n);
-        if (top > one.maximum) {
-            best = static_cast<double>(j0 + column_of(z, n, top));
-            one.raise(top, 1);
-            at_t.raise(top, a.inv_t);
-        }
-        const Softmax<In> of(one.reference(), 1);
-        // the label is left out: 1 - q[y] would lose all digits when q[y] is near 1
-        const int64_t y = row.label - j0;
+        if (!(top > one.maximum)) return;
+        best = static_cast<double>(j0 + column_of(z, n, top));
+        one.raise(top, 1);
+        at_t.raise(top, a.inv_t);
+    }
+    // Calls add(from, to) for the columns without the label. 1 - q[y] would lose all digits when
+    // q[y] is near 1.
+    template <class Add>
+    void without_label(int64_t j0, int64_t n, Add add) const {
+        const int64_t y = label - j0;
         const bool here = y >= 0 && y < n;
-        add(z, here ? y : n, of);
-        if (here) add(z + y + 1, n - y - 1, of);
+        add(0, here ? y : n);
+        if (here) add(y + 1, n);
+    }
+    void add(const In* z, int64_t j0, int64_t n) {
+        const Softmax<In> of(one.reference(), 1);
+        without_label(j0, n, [&](int64_t from, int64_t to) {
+            a.parts ? add_exponentials<true>(z + from, to - from, of, one)
+                    : add_exponentials<false>(z + from, to - from, of, one);
+        });
         if (a.inv_t != 1) {
             add_exponentials<false>(z, n, Softmax<In>(one.reference(), a.inv_t), at_t);
         }
         for (int64_t j = 0; j < n && a.label_smoothing; ++j) sum_z += z[j];
     }
-    const double m = one.reference();
-    double e_y = 0, z_y = -INF<double>;
-    if (row.label >= 0) {
-        z_y = *student.block(row.label, 1, room);
-        e_y = std::exp(z_y - m);
+    // `z_y` is the label's logit, if there is one
+    template <class T>
+    void store(const Row<T>& row, double z_y) const {
+        using S = StudentSums;
+        const double m = one.reference(), e_y = label >= 0 ? std::exp(z_y - m) : 0;
+        row.sums(S::maximum) = static_cast<T>(m);
+        row.sums(S::rest) = static_cast<T>(one.first);
+        row.sums(S::sum_t) = static_cast<T>(a.inv_t != 1 ? at_t.first : one.first + e_y);
+        row.sums(S::label_logit) = static_cast<T>(label >= 0 ? z_y : -INF<double>);
+        if (a.parts) {
+            row.sums(S::moment) = static_cast<T>(one.second + (e_y == 0 ? 0 : e_y * z_y));
+            row.sums(S::best) = static_cast<T>(best);
+        }
+        if (a.label_smoothing) row.sums(S::sum_z) = static_cast<T>(sum_z);
+        row.sums(S::columns) = static_cast<T>(a.V);
     }
-    row.sums(S::maximum) = static_cast<T>(m);
-    row.sums(S::rest) = static_cast<T>(one.first);
-    row.sums(S::sum_t) = static_cast<T>(a.inv_t != 1 ? at_t.first : one.first + e_y);
-    row.sums(S::label_logit) = static_cast<T>(z_y);
-    if (a.parts) {
-        row.sums(S::moment) = static_cast<T>(one.second + (e_y == 0 ? 0 : e_y * z_y));
-        row.sums(S::best) = static_cast<T>(best);
+};
+
+template <class In>
+In logit_at(const Columns<In>& columns, int64_t j) {
+    In room;
+    return j >= 0 ? *columns.block(j, 1, &room) : 0;
+}
+
+template <class In, class T>
+void sum_student_narrow(const Row<T>& row, const Columns<In>& student) {
+    StudentNarrow<In> sums{row.a, row.label, {}, {}};
+    alignas(64) In room[BLOCK];
+    for (int64_t j0 = 0; j0 < row.a.V; j0 += BLOCK) {
+        const int64_t n = smaller(BLOCK, row.a.V - j0);
+        const In* z = student.block(j0, n, room);
+        sums.begin(z, j0, n);
+        sums.add(z, j0, n);
     }
-    if (a.label_smoothing) row.sums(S::sum_z) = static_cast<T>(sum_z);
-    row.sums(S::columns) = static_cast<T>(a.V);
+    sums.store(row, logit_at(student, row.label));
 }
 
 // ------------------------------------------------------------------ teacher
@@ -203,38 +228,56 @@ inline double corrected(double sum, double sum_z, double excess, double shift) {
     return std::abs(better - sum) <= 1e-6 * sum ? better : sum;
 }
 
+// A teacher's sums of one row, block by block.
+template <class In>
+struct TeacherNarrow {
+    double inv_t;
+    NarrowSums all;
+    double best = 0;
+    In shift = 0;  // how far the student's logits lie above, in general
+
+    // moves on to columns j0 .. j0 + n - 1; `shift` is set before anything is added
+    void begin(const In* z, const In* u, int64_t j0, int64_t n) {
+        const In top = block_top(u, n);
+        if (!(top > all.maximum)) return;
+        const int64_t j = static_cast<int64_t>(column_of(u, n, top));
+        best = static_cast<double>(j0 + j);
+        if (all.maximum == -INF<double>) set_shift(z[j] - u[j]);
+        all.raise(top, inv_t);
+    }
+    void set_shift(In difference) {
+        if (std::abs(difference) < 1e4) shift = difference;
+    }
+    void add(const In* z, const In* u, int64_t n) {
+        const Softmax<In> of(all.reference(), inv_t);
+        add_teacher_sums(z, u, n, static_cast<float>(inv_t), shift, of, all);
+    }
+    // after the student's sums
+    template <class T>
+    void store(const Row<T>& row, int64_t k) const {
+        using S = TeacherSums;
+        const double m = row.sums(StudentSums::maximum), m_u = all.reference();
+        const double from_u = (m_u - m + shift) * inv_t, sum_z = row.sums(StudentSums::sum_t);
+        const double sum = corrected(all.first, sum_z, all.third, from_u);
+        row.sums(k, S::maximum) = static_cast<T>(m_u);
+        row.sums(k, S::sum_t) = static_cast<T>(sum);
+        row.sums(k, S::cross) = static_cast<T>(-(all.second + shift * inv_t * sum));
+        if (row.a.parts) row.sums(k, S::best) = static_cast<T>(best);
+    }
+};
+
 template <class In, class T>
 void sum_teacher_narrow(const Row<T>& row, int64_t k, const Columns<In>& student,
                         const Columns<In>& teacher) {
-    using S = TeacherSums;
-    const KlMlmArgs& a = row.a;
-    const float inv_t = static_cast<float>(a.inv_t);
-    NarrowSums sums;
-    double best = 0;
-    In shift = 0;
+    TeacherNarrow<In> sums{row.a.inv_t, {}};
     alignas(64) In room_z[BLOCK], room_u[BLOCK];
-    for (int64_t j0 = 0; j0 < a.V; j0 += BLOCK) {
-        const int64_t n = smaller(BLOCK, a.V - j0);
+    for (int64_t j0 = 0; j0 < row.a.V; j0 += BLOCK) {
+        const int64_t n = smaller(BLOCK, row.a.V - j0);
         const In *z = student.block(j0, n, room_z), *u = teacher.block(j0, n, room_u);
-        const In top = block_top(u, n);
-        if (top > sums.maximum) {
-            const int64_t j = static_cast<int64_t>(column_of(u, n, top));
-            best = static_cast<double>(j0 + j);
-            // how far the student's logits lie above, in general; set before anything is added
-            const bool is_first = sums.maximum == -INF<double>;
-            if (is_first && std::abs(z[j] - u[j]) < 1e4) shift = z[j] - u[j];
-            sums.raise(top, a.inv_t);
-        }
-        const Softmax<In> of(sums.reference(), a.inv_t);
-        add_teacher_sums(z, u, n, inv_t, shift, of, sums);
+        sums.begin(z, u, j0, n);
+        sums.add(z, u, n);
     }
-    const double m = row.sums(StudentSums::maximum), m_u = sums.reference();
-    const double from_u = (m_u - m + shift) * a.inv_t, sum_z = row.sums(StudentSums::sum_t);
-    const double sum = corrected(sums.first, sum_z, sums.third, from_u);
-    row.sums(k, S::maximum) = static_cast<T>(m_u);
-    row.sums(k, S::sum_t) = static_cast<T>(sum);
-    row.sums(k, S::cross) = static_cast<T>(-(sums.second + shift * a.inv_t * sum));
-    if (a.parts) row.sums(k, S::best) = static_cast<T>(best);
+    sums.store(row, k);
 }
 
 // ----------------------------------------------------------------- gradient
@@ -263,20 +306,20 @@ void add_difference(const Row<T>& row, int64_t k, const In* z, const In* u, int6
     }
 }
 
-// `teacher(k)` is the Columns of teacher k
-template <class In, class T, class Teachers>
-void write_gradient_narrow(const Row<T>& row, const Columns<In>& student, Teachers teacher) {
-    const KlMlmArgs& a = row.a;
+// The parts of a row's gradient that all of its blocks share.
+template <class In, class T>
+struct GradientNarrow {
+    const Row<T>& row;
     const Factors<T> f = label_factors(row);
-    const float softmax = static_cast<float>(f.softmax);
-    const float everywhere = static_cast<float>(f.everywhere);
-    const Softmax<In> at_1(static_cast<double>(f.m), 1), at_t(static_cast<double>(f.m), a.inv_t);
-    const bool is_kl = row.kl && a.K > 0, two = a.inv_t != 1 && is_kl;
-    alignas(64) In room_z[BLOCK], room_u[BLOCK];
-    alignas(64) float e[BLOCK], grad[BLOCK];
-    for (int64_t j0 = 0; j0 < a.V; j0 += BLOCK) {
-        const int64_t n = smaller(BLOCK, a.V - j0);
-        const In* z = student.block(j0, n, room_z);
+    const Softmax<In> at_1{static_cast<double>(f.m), 1};
+    const Softmax<In> at_t{static_cast<double>(f.m), row.a.inv_t};
+
+    // columns j0 .. j0 + n - 1 to `grad`, without `everywhere`; `teacher(k)` gives teacher k's
+    template <class Teachers>
+    void block(const In* z, int64_t j0, int64_t n, Teachers teacher, float* grad) const {
+        const bool is_kl = row.kl && row.a.K > 0, two = row.a.inv_t != 1 && is_kl;
+        const float softmax = static_cast<float>(f.softmax);
+        alignas(64) float e[BLOCK];
         if (two && softmax == 0) {
             for (int64_t j = 0; j < n; ++j) grad[j] = 0;
         } else {
@@ -291,13 +334,30 @@ void write_gradient_narrow(const Row<T>& row, const Columns<In>& student, Teache
         if (two) {
             for (int64_t j = 0; j < n; ++j) e[j] = at_t(z[j]);
         }
-        for (int64_t k = 0; k < a.K && row.kl; ++k) {
-            add_difference(row, k, z, teacher(k).block(j0, n, room_u), n, e, grad);
+        for (int64_t k = 0; k < row.a.K && row.kl; ++k) {
+            add_difference(row, k, z, teacher(k), n, e, grad);
         }
+    }
+    void store(int64_t j0, int64_t n, float* grad) const {
+        const float everywhere = static_cast<float>(f.everywhere);
         if (everywhere != 0) {
             for (int64_t j = 0; j < n; ++j) grad[j] -= everywhere;
         }
-        store(a, row.i * a.dstudent_stride + j0, grad, n);
+        growkern::store(row.a, row.i * row.a.dstudent_stride + j0, grad, n);
+    }
+};
+
+// `teacher(k)` is the Columns of teacher k
+template <class In, class T, class Teachers>
+void write_gradient_narrow(const Row<T>& row, const Columns<In>& student, Teachers teacher) {
+    const GradientNarrow<In, T> gradient{row};
+    alignas(64) In room_z[BLOCK], room_u[BLOCK];
+    alignas(64) float grad[BLOCK];
+    for (int64_t j0 = 0; j0 < row.a.V; j0 += BLOCK) {
+        const int64_t n = smaller(BLOCK, row.a.V - j0);
+        const auto block_of_teacher = [&](int64_t k) { return teacher(k).block(j0, n, room_u); };
+        gradient.block(student.block(j0, n, room_z), j0, n, block_of_teacher, grad);
+        gradient.store(j0, n, grad);
     }
 }
 

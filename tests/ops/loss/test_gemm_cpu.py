@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("several_threads")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 # one of everything; past a tile of 8 x 48 or 2 x 64, a line of 16, 128 or 256 packed steps, a block
-# of 192 x 384 or 256 x 192
+# of 192 x 384 or 256 x 192. Then columns that are not packed: part of a tile, of a line and of a
+# block of 256 x 96; more rows than are packed at a time; columns too long for that
 SIZES = [
     (1, 1, 1),
     (7, 50, 3),
@@ -26,6 +27,10 @@ SIZES = [
     (201, 400, 517),
     (5, 3, 600),
     (261, 17, 9),
+    (70, 103, 130),
+    (300, 7, 34),
+    (19, 200, 600),
+    (80, 30, 9000),
 ]
 
 
@@ -40,6 +45,7 @@ def both_layouts(rows, columns, dtype, rng):
     "a_dtype, b_dtype, dtype, bar, wide",
     [
         (BF16, BF16, F32, 2e-6, True),
+        (F32, F32, F32, 4e-6, True),
         (F16, F16, F32, 2e-6, True),
         (F32, F16, F32, 2e-6, True),
         (F32, F32, F64, 1e-14, True),

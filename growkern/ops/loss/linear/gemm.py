@@ -124,7 +124,9 @@ def project(
     For float64 logits of float32 heads the compiled library adds up float32 products, a few at a
     time and then exactly: 0.6 of the time of float64 products. `wide_products` asks for those.
     """
-    if _in_library(weight_VH, z_CV):
+    # the library reads a head once, and packs only hidden states: in float32 MKL took 1.6 times as
+    # long on a Zen 4
+    if _in_library(weight_VH, z_CV, torch.float32):
         gemm_on_cpu(x_CH, weight_VH.t(), z_CV, wide_products=wide_products)
     elif _multiplies(x_CH, z_CV):
         torch.mm(x_CH, weight_VH.t(), **_out_dtype(x_CH, z_CV), out=z_CV)
@@ -169,8 +171,10 @@ def _add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, fresh: bool = Fa
             some.add_(torch.mm(rows, b_KN, **wide))
 
 
-def _in_library(factor: Tensor, total: Tensor) -> bool:
-    return total.is_cpu and multiplies(factor.dtype, total.dtype)
+def _in_library(factor: Tensor, total: Tensor, same: torch.dtype | None = None) -> bool:
+    """Whether the library multiplies here. Equal dtypes: only `same`."""
+    is_same = factor.dtype == total.dtype == same and AVX512 in native.available_isas()
+    return total.is_cpu and (is_same or multiplies(factor.dtype, total.dtype))
 
 
 def _multiplies(factor: Tensor, total: Tensor) -> bool:
@@ -338,7 +342,7 @@ def has_bfloat16() -> bool:
 def multiplies(factor: torch.dtype, total: torch.dtype) -> bool:
     """Whether the library multiplies such factors into sums of the wider dtype `total`.
 
-    It has no products of equal dtypes: PyTorch's BLAS is as fast there.
+    Of equal dtypes it has only float32, for logits: PyTorch's BLAS is as fast in other products.
     """
     narrow = factor in (torch.float16, torch.bfloat16, torch.float32) and factor != total
     wide = total in (torch.float32, torch.float64)
@@ -357,7 +361,7 @@ def gemm_on_cpu(
 
     Two bfloat16 tensors are multiplied by the processor's own instructions if it has them. All
     other products are computed in the dtype of `out_MN`, except that two float32 tensors are
-    multiplied in float32 without `wide_products`: `FloatsInDoubles` of `csrc/cpu/gemm_body.cpp`.
+    multiplied in float32 without `wide_products`: `FloatsInDoubles` of `csrc/cpu/gemm_tile.h`.
 
     Raises:
         MemoryError: there is no memory for the packed factors.
