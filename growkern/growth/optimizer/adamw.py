@@ -32,7 +32,7 @@ from growkern.growth.optimizer.steps import (
     step_fused,
     uniform_of,
 )
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import PlanOfModel
 from growkern.growth.sharded.placement import local_tensor
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.op import adamw_step
@@ -91,7 +91,7 @@ class GrowthAdamW(torch.optim.AdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        plan: GrowthPlan,
+        plan: PlanOfModel,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
 from growkern.growth.sharded.placement import local_tensor
 from growkern.growth.source.live import unwrapped
 
@@ -39,7 +39,7 @@ def growth_clip_norm_(
     model: Any,
     max_norm: float,
     *,
-    plan: GrowthPlan | None = None,
+    plan: PlanOfModel | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip the gradients of a grown model by a norm in which all copies of an entry count as one.

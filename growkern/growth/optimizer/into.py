@@ -40,7 +40,7 @@ from growkern.growth.optimizer.state import (
     state_by_name,
 )
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
 from growkern.growth.sharded.grow_into import named_tensors
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
@@ -56,7 +56,7 @@ def grow_optimizer_into(
     optimizer: torch.optim.Optimizer,
     source: Any,
     *,
-    plan: GrowthPlan | None = None,
+    plan: PlanOfModel | None = None,
     moments: str = "grow",
 ) -> None:
     """Fill the optimizer of a grown model, sharded or not, with the source's grown state.

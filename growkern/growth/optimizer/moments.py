@@ -48,7 +48,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import Finding
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
 from growkern.ops.expand.op import expand
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
@@ -87,7 +87,7 @@ class EntryFactors:
     muon: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def growth_lr_multipliers(plan: GrowthPlan) -> dict[str, EntryFactors]:
+def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
     """The factors of learning rate and eps with which AdamW commutes with growth.
 
     Source and target then take the same steps in function space, as far as gradients follow (2)
@@ -295,7 +295,7 @@ def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
 # ----------------------------------------------------------------- findings
 
 
-def moment_findings(plan: GrowthPlan, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
+def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
     """Which grown moments equal the averages of the target's own gradients, and which do not.
 
     Args:

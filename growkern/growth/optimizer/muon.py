@@ -20,7 +20,7 @@ from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.optimizer.steps import loss_of
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import PlanOfModel
 
 # PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once
 _STEP = inspect.unwrap(torch.optim.Muon.step)
@@ -58,7 +58,7 @@ class GrowthMuon(torch.optim.Muon):
     def __init__(
         self,
         params: Iterable[Any],
-        plan: GrowthPlan,
+        plan: PlanOfModel,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         *,

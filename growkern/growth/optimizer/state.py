@@ -28,7 +28,7 @@ from growkern.growth.optimizer.checks import (
 )
 from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
 from growkern.growth.source.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
@@ -38,7 +38,7 @@ MakeMoment = Callable[[State, Task, str, bool], Tensor]
 
 @torch.no_grad()
 def grow_optimizer(
-    state_dict: Mapping[str, Any], plan: GrowthPlan, *, moments: str = "grow"
+    state_dict: Mapping[str, Any], plan: PlanOfModel, *, moments: str = "grow"
 ) -> dict[str, Any]:
     """The target's optimizer state, grown from the source's.
 

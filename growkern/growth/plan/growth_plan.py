@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -92,6 +92,11 @@ class GrowthPlan(Blueprint):
     def table(self, ranks: int = 1, tokens: float | None = None) -> Any:
         """The plan as a rich renderable; arguments as in `estimate` and `advice`."""
         return plan_table(self, self.findings, self.estimate(ranks), self.advice(tokens), ranks)
+
+
+# the plan that a grown model carries. Type checkers take `model.growth_plan` for a tensor or a
+# module, as every attribute that the class of the model does not name
+PlanOfModel: TypeAlias = GrowthPlan | Any
 
 
 @dataclass(frozen=True)
