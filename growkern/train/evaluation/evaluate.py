@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from growkern.train.dataset.source import find_sources
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
 from growkern.train.head import IGNORE_INDEX, take_logits
 from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+from growkern.train.objectives.names import Objective
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 # options of `DataSection` that an evaluation does not take
 FOR_TRAINING = {"train", "validation", "validation_split", "streaming", "shuffle_window"}
@@ -79,8 +84,28 @@ class EvaluationReport:
         return table
 
 
+class TextKeywords(TypedDict, total=False):
+    """The options of `growkern.DataSection` that `evaluate` takes."""
+
+    dataset: str | None
+    dataset_config: str | None
+    revision: str | None
+    split: str
+    text_column: str
+    target_column: str | None
+    input_ids_column: str | None
+    labels_column: str | None
+    attention_mask_column: str | None
+    packing: bool | None
+    cache: str | None
+    sequence_length: int
+    objective: Objective
+    masking_probability: float | None
+    mean_span_length: float
+
+
 def evaluate(
-    model: Any,
+    model: str | Path | PreTrainedModel,
     *,
     text: str | Path | Sequence[str | Path] = (),
     tokenizer: Any | None = None,
@@ -88,7 +113,7 @@ def evaluate(
     batch_size: int = 16,
     confidence: float = 0.95,
     progress: bool = True,
-    **data: Any,
+    **data: Unpack[TextKeywords],
 ) -> EvaluationReport:
     """The mean loss of a language model over text, with a confidence interval.
 
@@ -117,7 +142,7 @@ def evaluate(
     check_confidence(confidence)
     if batch_size < 1:
         raise GrowthError(f"batch_size is {batch_size}: it must be positive")
-    section = _section([text] if isinstance(text, (str, Path)) else text, data)
+    section = _section([text] if isinstance(text, (str, Path)) else text, dict(data))
     if section.dataset is None:
         # a file that is missing is named before the model is loaded
         find_sources(section, Path(), "text")

@@ -2,13 +2,16 @@
 
 import json
 import math
+from typing import get_type_hints
 
 import pytest
 import torch
 import transformers
 
 import growkern
+from growkern import DataSection
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
+from growkern.train.evaluation.evaluate import FOR_TRAINING, TextKeywords
 from tests.train.dataset.data import texts, tokenizer, write_jsonl
 from tests.train.tiny import build
 
@@ -129,3 +132,9 @@ def test_a_model_that_is_broken_is_named(text, measure):
         measure(model, text=text)
     with pytest.raises(growkern.GrowthError, match="needs its tokenizer"):
         growkern.evaluate(model, text=text)
+
+
+def test_the_keywords_are_the_options_of_the_data():
+    """What type checkers and editors see is what `evaluate` takes."""
+    options = DataSection.__dataclass_fields__.keys() - FOR_TRAINING
+    assert get_type_hints(TextKeywords).keys() == options
