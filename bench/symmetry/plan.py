@@ -136,11 +136,11 @@ def _blocks() -> Iterator[Block]:
     # below the lowest rate that could be chosen
     yield Block(SMALL, main, both, SEEDS[:1], RATES[0] / 2)
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1])
-    # all of it at the chosen rates
-    yield Block(SMALL, (*first, *SECOND, *THIRD), both, SEEDS)
-    yield Block(LARGE, (*first, *SECOND, *THIRD), both, SEEDS)
-    yield Block(MASKED, (*first, *SECOND, *THIRD), both, SEEDS)
-    yield Block((*SMALL, *LARGE), main, moments, SEEDS)
+    # one thing at a time for the other families, and the larger models at the lower rate
+    others = (SMALL[1], MASKED[0])
+    yield Block(others, (*SECOND, *THIRD, *HALF_ROUTED, *NEXT_LAYER), both, SEEDS[:1], END_RATE)
+    yield Block((*LARGE, MASKED[1]), main, both, SEEDS[:1], RATES[0])
+    yield Block((*LARGE, MASKED[0]), main, moments, SEEDS[:1], END_RATE)
 
 
 def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:
