@@ -154,6 +154,9 @@ def _text(file: Path) -> str:
 def _kept(directory: Path | None) -> dict[str, Any]:
     """What the card of the source says of the grown model too."""
     text = _text(directory / CARD_FILE) if directory else ""
+    # huggingface_hub warns of a card without metadata, which is nothing to warn of here
+    if not text.lstrip().startswith("---"):
+        return {}
     try:
         data = ModelCard(text, ignore_metadata_errors=True).data
     except Exception:
