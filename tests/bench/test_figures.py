@@ -147,10 +147,8 @@ def test_the_sentences_between_the_tables_match_their_results():
         f"takes {seconds:.2f} of growkern's time, {memory:.1f} times its memory, and leaves "
         f"{error:.0f} times its error"
     )
-    assert says(
-        f"In bfloat16 growkern takes {ratio('wall s', 'bfloat16', 'growkern', 'torch.compile'):.2f} "
-        "times the time of `torch.compile`"
-    )
+    bfloat16 = ratio("wall s", "bfloat16", "growkern", "torch.compile")
+    assert says(f"In bfloat16 growkern takes {bfloat16:.2f} times the time of `torch.compile`")
     float32 = "growkern, float32 logits"
     assert says(
         f"growkern takes {ratio('wall s', 'float32', float32, 'torch.compile'):.2f} of the time of "
