@@ -194,6 +194,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reading(model: Any) -> Iterator[None]:
+    """While active, a model is in evaluation mode and keeps no cache of keys and values."""
+    use_cache = getattr(model.config, "use_cache", None)
+    model.config.use_cache = False
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        model.config.use_cache = use_cache
+
+
+@contextlib.contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """While active, a model runs without dropout, without gradients and without compiled code.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
-from growkern.train.head import IGNORE_INDEX, take_logits
+from growkern.train.head import IGNORE_INDEX, reading, take_logits
 from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
 from growkern.train.objectives.names import Objective
 
@@ -210,7 +209,7 @@ def _sums(
     """Per block: the sum of the losses of its labels, and their number."""
     sums: list[float] = []
     counts: list[int] = []
-    with _evaluating(model), torch.no_grad():
+    with reading(model), torch.no_grad():
         for batch in batches:
             here = {key: x.to(model.device) for key, x in batch.items()}
             losses_B, counts_B = block_losses(model, here, causal)
@@ -242,16 +241,3 @@ def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Te
     row_N = labelled_BS.nonzero()[:, 0]
     sums_B = losses_N.new_zeros(len(labels_BS)).index_add_(0, row_N, losses_N)
     return sums_B, labelled_BS.sum(1)
-
-
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode without a cache of keys and values; both are put back."""
-    training, use_cache = model.training, getattr(model.config, "use_cache", None)
-    model.eval()
-    model.config.use_cache = False
-    try:
-        yield
-    finally:
-        model.train(training)
-        model.config.use_cache = use_cache

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.train.inheritance import tokenizer_fingerprint
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows
 
 CONFIG_FILE = "compression_config.yaml"
 PLAIN, PACKED, OLD = (
@@ -287,17 +287,7 @@ class DistillKitTeacher(TopKRows):
         Raises:
             GrowthError: an example is not in the files, or its row is damaged.
         """
-        ids_BS = batch["input_ids"].cpu()
-        mask_BS = batch.get("attention_mask")
-        mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
-        places = [mask_S.nonzero().flatten() for mask_S in mask_BS]
-        found = [self._rows_of(ids_S[at].numpy()) for ids_S, at in zip(ids_BS, places, strict=True)]
-        k = found[0][0].shape[-1]
-        ids_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
-        logprobs_BSk = torch.zeros(ids_BSk.shape)
-        for b, (at, (ids_Rk, logprobs_Rk)) in enumerate(zip(places, found, strict=True)):
-            ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
-        return ids_BSk, logprobs_BSk
+        return causal_rows(batch, lambda texts: [self._rows_of(np.array(x)) for x in texts])
 
     def _rows_of(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
         """The ids (len(tokens) - 1, k) and log-probs of one text."""

@@ -5,9 +5,11 @@ that runs in this process.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -58,3 +60,30 @@ class TopKRows(ABC):
         Raises:
             GrowthError: the rows of an example cannot be had.
         """
+
+
+Rows: TypeAlias = tuple[Tensor, Tensor]
+
+
+def causal_rows(batch: dict[str, Any], read: Callable[[list[list[int]]], Sequence[Rows]]) -> Rows:
+    """The rows of a causal teacher at their places in a batch.
+
+    Args:
+        batch: input_ids (B, S), and maybe attention_mask.
+        read: takes texts of two tokens or more, without padding. It gives ids (n - 1, k) and
+            log-probs (n - 1, k) of each, where n is its number of tokens.
+
+    Returns:
+        Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
+        example have no row, and zeros in its place.
+    """
+    ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
+    mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
+    places = {b: at for b, mask_S in enumerate(mask_BS) if len(at := mask_S.nonzero()[:, 0]) > 1}
+    found = read([ids_BS[b, at].tolist() for b, at in places.items()])
+    k = found[0][0].shape[-1] if found else 1
+    ids_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
+    logprobs_BSk = torch.zeros(ids_BSk.shape)
+    for (b, at), (ids_Rk, logprobs_Rk) in zip(places.items(), found, strict=True):
+        ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
+    return ids_BSk, logprobs_BSk

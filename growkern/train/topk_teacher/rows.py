@@ -6,7 +6,7 @@ vocabulary, H width.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.data import Collator, EpochCollator
-from growkern.train.head import check_head, head_inputs, softcap_of
+from growkern.train.head import check_head, head_inputs, reading, softcap_of
 from growkern.train.load import is_causal
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.header import DTYPES, CacheHeader
@@ -161,18 +161,9 @@ class ModelTeacher:
         """The SHA-256 of the weights."""
         return weights_fingerprint(self.model)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Evaluation mode, without a cache of keys and values."""
-        model = self.model
-        training, use_cache = model.training, getattr(model.config, "use_cache", None)
-        model.eval()
-        model.config.use_cache = False
-        try:
-            yield
-        finally:
-            model.train(training)
-            model.config.use_cache = use_cache
+        return reading(self.model)
 
     @torch.no_grad()
     def top_k(

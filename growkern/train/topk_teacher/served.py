@@ -16,7 +16,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.train.inheritance import tokenizer_fingerprint
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows
 from growkern.train.topk_teacher.http import Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
@@ -125,24 +125,11 @@ class ServedTeacher(TopKRows):
         Raises:
             GrowthError: the server fails, refuses the request, or answers in another schema.
         """
-        ids_BS = batch["input_ids"]
-        mask_BS = batch.get("attention_mask")
-        mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS
-        places = [row.nonzero().flatten() for row in mask_BS.cpu()]
-        prompts = [ids[at].tolist() for ids, at in zip(ids_BS.cpu(), places, strict=True)]
         with ThreadPoolExecutor(self.concurrency) as pool:
-            answers = list(pool.map(self._rows_of, prompts))
-        ids_BSk = torch.zeros((*ids_BS.shape, self.k), dtype=torch.int32)
-        logprobs_BSk = torch.zeros(ids_BSk.shape)
-        for b, (at, rows) in enumerate(zip(places, answers, strict=True)):
-            if rows is not None:
-                ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = rows
-        return ids_BSk, logprobs_BSk
+            return causal_rows(batch, lambda prompts: list(pool.map(self._rows_of, prompts)))
 
-    def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """The rows (len(tokens) - 1, k) of one prompt; None if it has no row."""
-        if len(tokens) < 2:
-            return None
+    def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The rows (len(tokens) - 1, k) of one prompt."""
         if self._longest is not None and len(tokens) >= self._longest:
             raise GrowthError(
                 f"{self.name}: an example has {len(tokens)} tokens, but {self.model} is served "
