@@ -48,7 +48,7 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     assert len(rows) == 3 * len(systems) + 2
     # of the sources alone, whose moments some systems take over
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
-    assert kept == {f"source-8-0.004-seed{seed}" for seed in (1, RATE_SEED)}
+    assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
         assert row["steps"][0] == 0 and row["flops"][0] == 0
         assert row["flops"] == sorted(row["flops"]) and all(map(math.isfinite, row["losses"]))
