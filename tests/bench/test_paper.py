@@ -140,7 +140,8 @@ def test_a_table_has_a_line_for_each_setting():
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line]
     labels = ["scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %"]
     assert [one[0] for one in cells] == labels
-    assert {one[1] for one in cells} == {"0.002"} and {one[7] for one in cells} == {"3"}
+    rate = f"{lines[0].setting.rates[1]:g}"
+    assert {one[1] for one in cells} == {rate} and {one[7] for one in cells} == {"3"}
     below = [one[4] for one in cells]
     assert below == [f"{x} ± 0.000" for x in ("0.000", "0.100", "0.200", "1.000")]
     pairs = zip(ends[0], ends[3], strict=True)
