@@ -29,7 +29,7 @@ THIRD: tuple[Variant, ...] = (
 )
 NEXT_LAYER: tuple[Variant, ...] = tuple((AKI + symmetry, a) for symmetry, a in FIRST[:2])
 HALF_ROUTED: tuple[Variant, ...] = ((HALF + "routing", 1.0),)
-LONG_WARMUP = 4 * WARMUP
+LONG_WARMUP, NO_WARMUP = 4 * WARMUP, 1
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -136,6 +136,8 @@ def _blocks() -> Iterator[Block]:
     # below the lowest rate that could be chosen
     yield Block(SMALL, main, both, SEEDS[:1], RATES[0] / 2)
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1])
+    # without a warm-up
+    yield Block(SMALL, (CONTINUED, FIRST[1]), (*both, *moments), SEEDS[:1], END_RATE, NO_WARMUP)
     # one thing at a time for the other families, and the larger models at the lower rate
     others = (SMALL[1], MASKED[0])
     yield Block(others, (*SECOND, *THIRD, *HALF_ROUTED, *NEXT_LAYER), both, SEEDS[:1], END_RATE)
@@ -147,4 +149,4 @@ def _optimizers(symmetry: str, optimizers: Sequence[str]) -> Sequence[str]:
     """The optimizers of a variant: the continued source has no GrowthAdamW."""
     if symmetry == "continued":
         return [name for name in optimizers if name.startswith("adamw")]
-    return [name for name in optimizers if name != "adamw-moments"]
+    return optimizers
