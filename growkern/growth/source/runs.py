@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
@@ -94,7 +93,7 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """
     was_training = model.training
     inputs = {"input_ids": tokens.to(model.device)}
-    if type(model).__name__ in MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
+    if type(model).__name__.endswith("ForMultipleChoice"):
         # multiple choice needs an axis of questions: take all rows as choices of one
         inputs = {"input_ids": inputs["input_ids"][None]}
     # a lone encoder also has is_encoder_decoder in its config, but no decoder

@@ -43,13 +43,8 @@ def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: An
         kernel[(programs,)](*args, **constants)
 
 
-def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that products and sums of `x` are kept in: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def acc_dtype(x: torch.Tensor) -> tuple[torch.dtype, Any]:
-    """`acc_torch_dtype(x)`, and the same dtype in Triton."""
+    """`growkern.ops.backend.dtypes.acc_torch_dtype`, and the same dtype in Triton."""
     if x.dtype == torch.float64:
         return torch.float64, tl.float64
     return torch.float32, tl.float32

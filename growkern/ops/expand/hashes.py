@@ -44,14 +44,13 @@ are independent too, because h is a strongly universal hash (multiply-shift, Die
 That is all that separating copies needs: the gradients that two copies get are sums over lines. The
 hash of (3) would take five more operations.
 
-(3) to (5) are in three places: in PyTorch and in Triton in this file, and for C++ on CPUs and GPUs
-in csrc/hash_noise.h and csrc/routing.h.
+(3) to (5) are in three places: for PyTorch in this file, for Triton in `on_triton.py`, and for C++
+on CPUs and GPUs in csrc/hash_noise.h and csrc/routing.h.
 """
 
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.launch import jit, tl
 from growkern.ops.expand.call import ExpandCall
 
 # -------------------------------------------------------------------- lines
@@ -153,23 +152,6 @@ def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tenso
     return torch.where(noise < 0, x + x - larger, larger)
 
 
-@jit
-def hash_noise_on_triton(key, mult, src):
-    """(3) without the factor 2**-31: int32 bit patterns that broadcast -> float32."""
-    x = (key + src * mult).to(tl.uint32, bitcast=True)
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x.to(tl.int32, bitcast=True).to(tl.float32)
-
-
-@jit
-def noise_unit_on_triton(size):
-    """A size of noise times the factor 2**-31 of (3). A power of 2 rounds nothing."""
-    return size * 4.656612873077393e-10
-
-
 # ------------------------------------------------------------------ routing
 
 
@@ -227,27 +209,3 @@ def _is_only(call: ExpandCall) -> Tensor:
     assert call.routing is not None
     is_only = call.routing.copies[:, 1] == 1
     return is_only if call.routing.dim == 1 else is_only[:, None]
-
-
-@jit
-def routed_on_triton(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
-    """(5) for elements that broadcast, where `larger` is the larger share of x.
-
-    Args:
-        key, mult, src, copies: int32 bit patterns; copies as in `Routing.packed`.
-        x, larger: in the accumulator's dtype.
-        LARGER: `Routing.larger_share`.
-    """
-    number = copies & 0xFFFF
-    count = (copies >> 16).to(tl.uint32, bitcast=True)
-    factor = mult.to(tl.uint32, bitcast=True)
-    h = (key + src * mult).to(tl.uint32, bitcast=True)
-    p = tl.umulhi(h, count).to(tl.int32, bitcast=True)
-    if LARGER == 1.0:
-        return tl.where(p == number, x, 0.0)
-    step = tl.umulhi(factor, count - 1).to(tl.int32, bitcast=True)
-    q = p + 1 + step
-    total = copies >> 16
-    q = tl.where(q >= total, q - total, q)
-    share = tl.where(p == number, larger, tl.where(q == number, x - larger, 0.0))
-    return tl.where(total == 1, x, share)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend import native
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call
 

@@ -18,12 +18,7 @@ from growkern.ops.expand.call import (
     ExpandCall,
     as_vector,
 )
-from growkern.ops.expand.hashes import (
-    hash_noise_on_triton,
-    keys_of_call,
-    noise_unit_on_triton,
-    routed_on_triton,
-)
+from growkern.ops.expand.hashes import keys_of_call
 
 # rows of a block; they share one load of the indices and scales of its columns
 BLOCK_M = 8
@@ -36,6 +31,47 @@ OF_ROWS, OF_COLS = map(tl.constexpr, range(2))
 OF_AXIS, KEY, MULT = map(tl.constexpr, range(3))
 WEIGHT_R, WEIGHT_C, UPPER_R, UPPER_C, OUT_M, OUT_N = map(tl.constexpr, range(6))
 GATHER = "columns are gathered by index, one element at a time"
+
+
+@jit
+def _hash_noise(key, mult, src):
+    """(3) of `hashes.py` without the factor 2**-31: int32 bits that broadcast -> float32."""
+    x = (key + src * mult).to(tl.uint32, bitcast=True)
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@jit
+def _noise_unit(size):
+    """A size of noise times the factor 2**-31 of (3). A power of 2 rounds nothing."""
+    return size * 4.656612873077393e-10
+
+
+@jit
+def _share_of_copy(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
+    """(5) of `hashes.py` for elements that broadcast, where `larger` is the larger share of x.
+
+    Args:
+        key, mult, src, copies: int32 bit patterns; copies as in `Routing.packed`.
+        x, larger: in the accumulator's dtype.
+        LARGER: `Routing.larger_share`.
+    """
+    number = copies & 0xFFFF
+    count = (copies >> 16).to(tl.uint32, bitcast=True)
+    factor = mult.to(tl.uint32, bitcast=True)
+    h = (key + src * mult).to(tl.uint32, bitcast=True)
+    p = tl.umulhi(h, count).to(tl.int32, bitcast=True)
+    if LARGER == 1.0:
+        return tl.where(p == number, x, 0.0)
+    step = tl.umulhi(factor, count - 1).to(tl.int32, bitcast=True)
+    q = p + 1 + step
+    total = copies >> 16
+    q = tl.where(q >= total, q - total, q)
+    share = tl.where(p == number, larger, tl.where(q == number, x - larger, 0.0))
+    return tl.where(total == 1, x, share)
 
 
 @jit
@@ -69,7 +105,7 @@ def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.const
     larger = x
     if LARGER != 1.0:
         larger = _rounded(x * LARGER, like).to(ACC)
-    return routed_on_triton(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
+    return _share_of_copy(key, mult, src.to(tl.int32), copies, x, larger, LARGER)
 
 
 @jit
@@ -107,7 +143,7 @@ def expand_block(
         key = tl.load(noise[KEY] + n, mask=n_inside, other=0)
         mult = tl.load(noise[MULT] + n, mask=n_inside, other=0)
     if NOISE == NOISY_COLS:
-        size = noise_unit_on_triton(tl.load(noise[OF_AXIS] + n, mask=n_inside, other=0.0).to(ACC))
+        size = _noise_unit(tl.load(noise[OF_AXIS] + n, mask=n_inside, other=0.0).to(ACC))
     if NOISE == ROUTED_COLS:
         copies = tl.load(noise[OF_AXIS] + n, mask=n_inside, other=0)
 
@@ -126,8 +162,8 @@ def expand_block(
             x = x * col_scale
         if NOISE == NOISY_ROWS:  # (3)
             size = tl.load(noise[OF_AXIS] + m, mask=m_inside, other=0.0).to(ACC)
-            size = noise_unit_on_triton(size)
-            xi = hash_noise_on_triton(key, mult, row.to(tl.int32))
+            size = _noise_unit(size)
+            xi = _hash_noise(key, mult, row.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         if NOISE == ROUTED_ROWS:
             copies = tl.load(noise[OF_AXIS] + m, mask=m_inside, other=0)
@@ -138,7 +174,7 @@ def expand_block(
         if NOISE == ROUTED_COLS:
             x = _routed(x, key, mult, col, copies, out_ptr, LARGER, ACC)
         if NOISE == NOISY_COLS:
-            xi = hash_noise_on_triton(key, mult, col.to(tl.int32))
+            xi = _hash_noise(key, mult, col.to(tl.int32))
             x = _with_noise(x, size * xi, out_ptr, ACC)
         to = out_ptr + m * strides[OUT_M] + n * strides[OUT_N]
         tl.store(to, _rounded(x, out_ptr), mask=inside)

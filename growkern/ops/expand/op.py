@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply
 from growkern.ops.expand.call import ExpandCall, Inputs, Routing

@@ -18,7 +18,7 @@ from growkern.ops.expand.on_cpu import expand_on_cpu
 # for one growth ranged from 0.09 to 1.9 s
 PROBE_SIZE = 2048
 # how often the probe runs
-PROBES = 6
+PROBES = 4
 
 
 def cpu_bytes_per_second(dtype: torch.dtype) -> float:

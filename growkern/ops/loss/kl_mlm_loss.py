@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, LogitKeywords, Reduction
 from growkern.ops.loss.rows.op import KL_MLM_ROWS

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend import native
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.linear.heads import Sizes, rows_of_chunk
 from growkern.ops.loss.rows.vocab_parallel import add_up
 

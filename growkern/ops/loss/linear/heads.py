@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths

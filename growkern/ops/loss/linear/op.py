@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import GPU_BACKENDS
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
 from growkern.ops.backend.transforms import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend import native
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
 
 _POINTERS = (

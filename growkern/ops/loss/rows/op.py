@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu

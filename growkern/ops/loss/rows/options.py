@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.launch import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.rows.label_options import RULES
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
