@@ -64,16 +64,17 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
         float floats[MAX_COLUMNS];
         decode_halves(x, n, floats);
         return convert<float, Out, Acc>(floats, n, row, col, noise, y);
-    } else if constexpr (same<Out, f16>) {
+    } else if constexpr (same<Out, f16> && same<Acc, float>) {
+        // a double keeps its digits until the noise is in it: those go through the loops below
         float floats[MAX_COLUMNS];
         convert<In, float, Acc>(x, n, row, col, nullptr, floats);
         if (noise) {
             float larger[MAX_COLUMNS];
-            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two<float>(floats[j], noise[j]);
+            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two(floats[j], noise[j]);
             encode_halves(larger, n, y);
             decode_halves(y, n, larger);
             for (int64_t j = 0; j < n; ++j) {
-                floats[j] = one_of_two<float>(floats[j], noise[j], larger[j]);
+                floats[j] = one_of_two(floats[j], noise[j], larger[j]);
             }
         }
         return encode_halves(floats, n, y);

@@ -111,8 +111,8 @@ def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.const
 @jit
 def _rounded(x, like):
     """x in the dtype `like` points to."""
-    if like.dtype.element_ty == tl.bfloat16:
-        # through float32, like PyTorch: the interpreter cannot convert float64 to bfloat16
+    if like.dtype.element_ty.primitive_bitwidth == 16:
+        # float64 too: the rounding of `op.py`
         x = x.to(tl.float32)
     return x.to(like.dtype.element_ty)
 

@@ -17,9 +17,10 @@ sums to zero over the copies, weighted with their scales, therefore leaves the f
 depends on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
 
 Products are rounded to float32 (float64 for a float64 weight) in the order of (1). The result is
-rounded once more, rn, to the output dtype. Let x be the product without noise. With (4), two copies
-of opposite noise add up to exactly 2 x wherever that dtype can represent 2 x (Sterbenz's lemma):
-noise costs no digits, in bfloat16 either.
+rounded once more, rn, to the output dtype. From float64 to 16 bits rn goes through float32, as
+PyTorch's own conversion does; products with scales and noise stay in float64 until then. Let x be
+the product without noise. With (4), two copies of opposite noise add up to exactly 2 x wherever
+that dtype can represent 2 x (Sterbenz's lemma): noise costs no digits, in bfloat16 either.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.

@@ -10,6 +10,7 @@ from growkern.ops.expand.checks import check_expand
 from growkern.ops.expand.on_cuda import by_source, plan
 from growkern.ops.expand.op import expand_reference
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
+from tests.ops.expand.test_expand_rounding import midpoints
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # of a block: the row and the one beside it in shared memory, or neither
@@ -59,9 +60,13 @@ def test_runs_of_columns_are_read_as_one(dtype, out_dtype):
                 assert_is_reference(case | {"cols": cols}, dtype, out_dtype, limit=limit)
 
 
-@pytest.mark.parametrize("dtype, out_dtype", [(FP32, BF16), (BF16, FP32), (FP64, FP16)])
-def test_dtypes_in_and_out(dtype, out_dtype):
-    assert_is_reference(make_case(9, 21, 20, 50, dtype, "cpu"), dtype, out_dtype)
+@pytest.mark.parametrize(
+    "dtype, out_dtype, noise",
+    [(FP32, BF16, "none"), (BF16, FP32, "none"), (FP64, FP16, "col"), (FP64, BF16, "row 1.5")],
+)
+def test_dtypes_in_and_out(dtype, out_dtype, noise):
+    case = midpoints(make_case(9, 21, 20, 50, dtype, "cpu", noise=noise), out_dtype)
+    assert_is_reference(case, dtype, out_dtype)
 
 
 @pytest.mark.parametrize("layout", ["strided", "offset", "transposed"])

@@ -1,5 +1,6 @@
-"""The machine code of the Triton kernels rounds to nearest; only Triton's interpreter truncates."""
+"""Every backend rounds to the output dtype as PyTorch does; only Triton's interpreter truncates."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -7,8 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from growkern.ops.backend import native
 from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
+from growkern.ops.expand.on_cpu import expand_on_cpu
+from growkern.ops.expand.on_triton import expand_on_triton
+from growkern.ops.expand.op import expand_reference
+from tests.ops.expand.test_expand import copies_of
 
 ROOT = Path(__file__).parents[3]
 # in a process of its own, as the interpreter is on in this one
@@ -21,6 +29,79 @@ for case in all_cases():
         ptx = triton.compile(source_of(case), TARGETS["sm_80"], options).asm["ptx"]
         print(*re.findall(r"cvt\\.\\S*bf16\\S*\\.f32", ptx))
 """
+
+R, C, N = 7, 40, 120
+COPIES = torch.arange(N) % C
+HALVES = torch.tensor([1.0, -1.0]).repeat_interleave(N // 2)
+
+
+def midpoints(case, out_dtype):
+    """The case with weights next to the middle of two numbers of `out_dtype`.
+
+    In float64 they are so near that float32 rounds them to the middle.
+    """
+    weight = case["weight"].double()
+    unit = torch.finfo(out_dtype).eps
+    middle = ((weight / unit).round() + 0.5) * unit
+    near = middle * (1 + 2.0**-40 * weight.sign())
+    return case | {"weight": torch.where(weight.abs() > 0.5, near, weight).to(case["weight"].dtype)}
+
+
+def widened(dtype, out_dtype):
+    """Calls with equal copies, with noise of three sizes, and with routing to 3 copies."""
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(R, C, generator=rng, dtype=torch.float64).to(dtype)
+    case = midpoints({"weight": weight, "cols": COPIES, "seed": 5}, out_dtype)
+    scale = torch.rand(N, generator=rng, dtype=torch.float64) - 0.5
+    for factors in ({}, {"col_scale": scale}):
+        yield case | factors
+        for size in (0.1, 0.5, 1.0):
+            yield case | factors | {"col_noise": size * HALVES}
+        for amplitude in (0.0, 0.5, 1.0, 2.7, 3.0):
+            yield case | factors | {"routing": Routing(1, copies_of(COPIES), amplitude)}
+
+
+def by_rows(case):
+    """The transposed case."""
+    names = {"cols": "rows", "col_scale": "row_scale", "col_noise": "row_noise"}
+    turned = {names.get(name, name): x for name, x in case.items()}
+    if "routing" in case:
+        turned["routing"] = case["routing"]._replace(dim=0)
+    return turned | {"weight": case["weight"].T}
+
+
+def on_device(case, device):
+    moved = {name: x.to(device) for name, x in case.items() if isinstance(x, torch.Tensor)}
+    if "routing" in case:
+        moved["routing"] = case["routing"]._replace(copies=case["routing"].copies.to(device))
+    return case | moved
+
+
+def assert_rounds_like_pytorch(fill, dtype, out_dtype, device="cpu"):
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[out_dtype.itemsize]
+    cases = (x for each in widened(dtype, out_dtype) for x in (each, by_rows(each)))
+    for case in (on_device(x, device) for x in cases):
+        expected = expand_reference(
+            ExpandCall(torch.empty(0, dtype=out_dtype, device=device), **case)
+        )
+        out = torch.empty_like(expected)
+        fill(ExpandCall(out, **case))
+        assert torch.equal(out.view(bits), expected.view(bits)), case.keys()
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("dtype, out_dtype", list(itertools.product(DTYPES, DTYPES)))
+def test_instruction_sets_round_every_pair_of_dtypes_like_pytorch(dtype, out_dtype, isa):
+    assert_rounds_like_pytorch(lambda call: expand_on_cpu(call, isa=isa), dtype, out_dtype)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_rounds_to_16_bits_like_pytorch(dtype, out_dtype, device):
+    if device == "cpu" and out_dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bfloat16")
+    assert_rounds_like_pytorch(expand_on_triton, dtype, out_dtype, device)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
