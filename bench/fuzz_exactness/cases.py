@@ -1,7 +1,7 @@
 """Draws random growths of every family."""
 
+import dataclasses
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +33,36 @@ ODD = {
     "relative_attention_num_buckets": (4, 32),
     "type_vocab_size": (1, 3),
 }
+# options of every growth. A value that occurs twice is drawn twice as often
+OPTIONS = {
+    "method": ("fpi", "fpi", "fpi", "aki"),
+    "depth": ("identity", "identity", "stack", "interleave", "auto"),
+    "scheme": ("exact", "exact", "paper"),
+    "symmetry": ("routing", "noise", "split", "none"),
+    "maps": ("cyclic", "balanced"),
+    "carry": (1.0, 0.01, 0.0),
+    "identity_gain": (1.0, 1.0, 1e-3, 1e-8),
+    "seed": range(10),
+}
+# options that need another one
+DEPENDENT = {
+    ("symmetry", "noise"): {"noise": (0.0, 0.5, 1.0)},
+    ("symmetry", "routing"): {"routing": (0.0, 0.5, 1.0, 1.0, 2.0, 3.0)},
+    ("method", "aki"): {"aki": ("unit", "eq16")},
+}
+# dtypes of source and target; None: the source's
+SOURCE_DTYPES = (*[torch.float64] * 4, torch.bfloat16, torch.float16, torch.float32)
+TARGET_DTYPES = (*[None] * 5, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# settings of the source's generation_config
+GENERATION = {
+    "repetition_penalty": (1.3, 1.9),
+    "no_repeat_ngram_size": (2,),
+    "suppress_tokens": ([5, 7, 11],),
+    "eos_token_id": ([2, 4],),
+}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One random growth.
 
@@ -45,6 +72,8 @@ class Case:
         on_disk: True: grown from files to files, and loaded.
         std: standard deviation of the source's weights.
         dtype: of the source.
+        generation: settings of the source's generation_config.
+        by_config: True: the target is given as `target_config` instead of its sizes.
     """
 
     class_name: str
@@ -53,6 +82,8 @@ class Case:
     on_disk: bool
     std: float = 0.3
     dtype: torch.dtype = torch.float64
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    by_config: bool = False
 
 
 def draw(seed: int, number: int) -> Case:
@@ -65,13 +96,21 @@ def draw(seed: int, number: int) -> Case:
     for field, key in family.classes[class_name].repeats.items():
         sizes[field] = sizes[family.config_field(key)]
     how = _growth(rng, family.of_class(class_name), sizes)
-    on_disk = rng.random() < 0.25
-    std = rng.choice([0.02, 0.1, 0.3, 0.3, 1.0])
-    dtype = rng.choice([torch.float64] * 4 + [torch.bfloat16, torch.float16])
-    # drawn last, so that the other draws of a case do not depend on it
-    if rng.random() < 0.15:
-        dtype = torch.float32
-    return Case(class_name, sizes, how, on_disk, std, dtype)
+    return Case(
+        class_name,
+        sizes,
+        how,
+        on_disk=rng.random() < 0.25,
+        std=rng.choice([0.02, 0.1, 0.3, 0.3, 1.0]),
+        dtype=rng.choice(SOURCE_DTYPES),
+        generation=_some(rng, GENERATION, 0.2),
+        by_config=rng.random() < 0.2,
+    )
+
+
+def _some(rng: random.Random, values: dict[str, Any], share: float) -> dict[str, Any]:
+    """A random value for some of the names."""
+    return {name: rng.choice(those) for name, those in values.items() if rng.random() < share}
 
 
 def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
@@ -98,10 +137,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     if "layer_types" in family.per_layer:
         kinds = ["full_attention", "sliding_attention"]
         sizes["layer_types"] = [rng.choice(kinds) for _ in range(sizes["num_hidden_layers"])]
-    for field, values in ODD.items():
-        if rng.random() < 0.4:
-            sizes[field] = rng.choice(values)
-    return sizes
+    return sizes | _some(rng, ODD, 0.4)
 
 
 def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -127,15 +163,9 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
     if rng.random() < 0.1:
         how.pop(family.config_field("vocab"), None)
         how["pad_vocab_to_multiple_of"] = 16
-    how["method"] = rng.choice(["fpi", "fpi", "fpi", "aki"])
-    how["depth"] = rng.choice(["identity", "identity", "stack", "interleave"])
-    how["scheme"] = rng.choice(["exact", "exact", "paper"])
-    how["symmetry"] = rng.choice(["routing", "noise", "split", "none"])
-    if how["symmetry"] == "noise":
-        how["noise"] = rng.choice([0.0, 0.5, 1.0])
-    elif how["symmetry"] == "routing":
-        how["routing"] = rng.choice([0.0, 0.5, 1.0, 1.0, 2.0, 3.0])
-    how["maps"] = rng.choice(["cyclic", "balanced"])
-    how["carry"] = rng.choice([1.0, 0.01])
-    how["seed"] = rng.randint(0, 9)
+    how |= _some(rng, OPTIONS, 1.0)
+    for (name, value), options in DEPENDENT.items():
+        how |= _some(rng, options, 1.0) if how[name] == value else {}
+    if dtype := rng.choice(TARGET_DTYPES):
+        how["dtype"] = dtype
     return how

@@ -18,7 +18,7 @@ struct ExpandArgs {
     void* out;                 // (M, N)  out, any strides
     const int64_t* rows;       // (M,); null: 0 .. M-1
     const int64_t* cols;       // (N,); null: 0 .. N-1
-    const void* row_scale;     // (M,) float, double for a double weight; null: 1
+    const void* row_scale;     // (M,) float, double if weight or output is; null: 1
     const void* col_scale;     // (N,)
     const void* row_noise;     // (M,)
     const void* col_noise;     // (N,)

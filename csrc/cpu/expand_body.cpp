@@ -280,7 +280,7 @@ void expand_from(const ExpandPlan& p) {
         case F32: return expand_typed<In, float, Acc>(p);
         case BF16: return expand_typed<In, bf16, Acc>(p);
         case F16: return expand_typed<In, f16, Acc>(p);
-        default: return expand_typed<In, double, Acc>(p);
+        default: return expand_typed<In, double, double>(p);
     }
 }
 

@@ -16,7 +16,7 @@
 #ifndef IN
 #define IN bf16      // types of weight and output: float, bf16, f16, double
 #define OUT bf16
-#define ACC float    // double for a double weight
+#define ACC float    // double if IN or OUT is
 #define UPPER 0      // whether there is an `upper`
 #define NOISE 0      // the kind of noise or routing, one of the numbers below
 #define SHARE 1.f    // of routing: what the chosen copy gets

@@ -58,6 +58,7 @@ def gathered_rows(
     weight = _read_or_identity(plan, task, name, read)
     if not any(extra):
         return weight
+    dtype = sum_dtype(plan, weight)
     kinds = []
     for axis in task.tensor.axes:
         role, _, space = axis.partition(":")
@@ -83,16 +84,24 @@ def gathered_rows(
             ones, carried = torch.ones(len(signs), dtype=torch.float64), delta * signs
             columns = torch.stack([ones, carried], 1)
             zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
-            return (zeros if is_copied else columns).to(weight.dtype)
+            return (zeros if is_copied else columns).to(dtype)
         if layout.family.spaces[space].kind == "stream" and result is weight:
             result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
         elif layout.family.spaces[space].kind == "stream":
-            result = (_wide(result) @ functionals().t()).to(weight.dtype)
+            result = (_wide(result) @ functionals().t()).to(dtype)
         elif weight.ndim == 1:
-            result = weight.new_zeros(2)
+            result = weight.new_zeros(2, dtype=dtype)
         else:
-            result = torch.stack([mean, _carried_weight(plan, task, read)]).to(weight.dtype)
+            result = torch.stack([mean, _carried_weight(plan, task, read)]).to(dtype)
     return result
+
+
+def sum_dtype(plan: Blueprint, source: Tensor) -> torch.dtype:
+    """The dtype of sums over a source tensor: no narrower than the target's.
+
+    Sums rounded to the source's dtype would be no sums any more in a wider target.
+    """
+    return torch.promote_types(source.dtype, plan.dtype)
 
 
 def _read_or_identity(
@@ -111,12 +120,13 @@ def _read_or_identity(
 def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
     """The entry along axis `dim` that new tokens start with, see (1); that axis has length 1."""
     if dim:
-        return weight.double().mean(dim, keepdim=True).to(weight.dtype)
+        return weight.double().mean(dim, keepdim=True).to(sum_dtype(plan, weight))
     mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
     rows_of = _rows_of(plan, name, weight)
     result = plan.cache.get(
-        ("mean", task.name, name), lambda: _sum_rows(mean, rows_of, blocks, weight)
+        ("mean", task.name, name),
+        lambda: _sum_rows(mean, rows_of, blocks, weight).to(sum_dtype(plan, weight)),
     )
     return result - NEW_TOKEN_MARGIN if weight.ndim == 1 else result
 
@@ -136,7 +146,7 @@ def _weighted_sums(
     functionals: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Tensor:
-    """(2): weighted sums over axis `dim` of a tensor, in its dtype.
+    """(2): weighted sums over axis `dim` of a tensor, in the dtype of `sum_dtype`.
 
     Every row of the tensor is read only once, even if the target tensor is built in many pieces.
 
@@ -146,10 +156,12 @@ def _weighted_sums(
     """
     rows_of = _rows_of(plan, name, weight)
     blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
-    key = ("sums", task.name, name)
+    key, dtype = ("sums", task.name, name), sum_dtype(plan, weight)
     if dim == 0:
-        return plan.cache.get(key, lambda: _sum_rows(functionals(), rows_of, blocks, weight))
-    sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), weight))
+        return plan.cache.get(
+            key, lambda: _sum_rows(functionals(), rows_of, blocks, weight).to(dtype)
+        )
+    sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), len(weight), dtype))
     sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
     return sums.result
 
@@ -157,17 +169,18 @@ def _weighted_sums(
 def _sum_rows(
     functionals: Tensor, rows_of: RowsOf, blocks: Sequence[tuple[int, int]], like: Tensor
 ) -> Tensor:
+    """Weighted sums over the rows of a tensor of the shape of `like`, float64."""
     total = torch.zeros(len(functionals), *like.shape[1:], dtype=torch.float64)
     for first, stop in blocks:
         total += torch.tensordot(functionals[:, first:stop], _wide(rows_of(first, stop)), dims=1)
-    return total.to(like.dtype)
+    return total
 
 
 class _ColumnSums:
     """Sums over the columns, computed row block by row block on demand; threads may share it."""
 
-    def __init__(self, functionals: Tensor, like: Tensor) -> None:
-        self.result = torch.empty(len(like), len(functionals), dtype=like.dtype)
+    def __init__(self, functionals: Tensor, rows: int, dtype: torch.dtype) -> None:
+        self.result = torch.empty(rows, len(functionals), dtype=dtype)
         self._columns, self._done = functionals.t().contiguous(), set[tuple[int, int]]()
 
     def add(self, rows_of: RowsOf, blocks: Sequence[tuple[int, int]]) -> None:

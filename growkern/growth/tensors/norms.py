@@ -16,6 +16,7 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.space.shares import partial_sums, take_shares
 from growkern.growth.space.spaces import Space
+from growkern.growth.tensors.extras import sum_dtype
 from growkern.ops.expand.op import expand
 
 
@@ -38,7 +39,7 @@ def build_norm(
         return _unit_norm(plan, task)
     value = read(task.source)
     # some models multiply by 1 + weight: scale the sum in float64, as rounding it loses digits
-    value = value + offset if offset == 0 else value.double() + offset
+    value = value.to(sum_dtype(plan, value)) if offset == 0 else value.double() + offset
     gain = affine_gain(plan, task)
     index, scale, value = _gather(plan, task, value, read)
     exact = offset != 0 or gain != 1

@@ -155,6 +155,11 @@ class ExpandCall(NamedTuple):
         return call
 
     @property
+    def wider(self) -> Tensor:
+        """The weight, or a result in float64: the tensor whose dtype products are computed for."""
+        return self.out if self.out.dtype == torch.float64 else self.weight
+
+    @property
     def noise_kind(self) -> int:
         """NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING or COL_ROUTING."""
         if self.routing is not None:

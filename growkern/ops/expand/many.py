@@ -240,7 +240,7 @@ def _launches(calls: Sequence[ExpandCall]) -> Iterator[tuple[LaunchKind, list[Ex
 
 def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     first = calls[0]
-    acc, tl_acc = acc_dtype(first.weight)
+    acc, tl_acc = acc_dtype(first.wider)
     device, block_n = first.out.device, columns_of_block(first.out.element_size())
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None

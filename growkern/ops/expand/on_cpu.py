@@ -43,7 +43,7 @@ def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
     lib = native.loaded()
     assert lib is not None
     call = call.with_contiguous_columns()
-    acc = acc_torch_dtype(call.weight)
+    acc = acc_torch_dtype(call.wider)
     # a list, so that the memory outlives the call into the library
     tensors = [call.weight, call.upper, call.out]
     tensors += [as_vector(x, torch.int64) for x in (call.rows, call.cols)]

@@ -69,7 +69,7 @@ def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
     macros: dict[str, str | int] = {
         "IN": TYPES[call.weight.dtype],
         "OUT": TYPES[call.out.dtype],
-        "ACC": TYPES[acc_torch_dtype(call.weight)],
+        "ACC": TYPES[acc_torch_dtype(call.wider)],
         "UPPER": int(call.upper is not None),
     }
     macros |= {"NOISE": call.noise_kind, "SHARE": f"{call.larger_share.hex()}f"}
@@ -106,7 +106,7 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     """
     call = call.with_contiguous_columns()
     weight_RC, upper_RC, out_MN = call.weight, call.upper, call.out
-    (R, C), (M, N), acc = weight_RC.shape, out_MN.shape, acc_torch_dtype(weight_RC)
+    (R, C), (M, N), acc = weight_RC.shape, out_MN.shape, acc_torch_dtype(call.wider)
     tensors = (
         *(weight_RC, upper_RC, out_MN),
         *by_source(call.rows, R, M, out_MN.device),

@@ -209,7 +209,7 @@ def columns_of_block(out_bytes: int) -> int:
 def expand_on_triton(call: ExpandCall) -> None:
     """Fill `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
     M, N = call.out.shape
-    acc, tl_acc = acc_dtype(call.weight)
+    acc, tl_acc = acc_dtype(call.wider)
     block_n = columns_of_block(call.out.element_size())
     choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))

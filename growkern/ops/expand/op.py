@@ -16,11 +16,12 @@ xi is the hash (3) of `hashes.py`. On one line, all copies of a source index sha
 sums to zero over the copies, weighted with their scales, therefore leaves the function as it is. xi
 depends on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
 
-Products are rounded to float32 (float64 for a float64 weight) in the order of (1). The result is
-rounded once more, rn, to the output dtype. From float64 to 16 bits rn goes through float32, as
-PyTorch's own conversion does; products with scales and noise stay in float64 until then. Let x be
-the product without noise. With (4), two copies of opposite noise add up to exactly 2 x wherever
-that dtype can represent 2 x (Sterbenz's lemma): noise costs no digits, in bfloat16 either.
+Products are rounded to float32 (float64 if weight or result is float64) in the order of (1). The
+result is rounded once more, rn, to the output dtype. From float64 to 16 bits rn goes through
+float32, as PyTorch's own conversion does; products with scales and noise stay in float64 until
+then. Let x be the product without noise. With (4), two copies of opposite noise add up to exactly 2
+x wherever that dtype can represent 2 x (Sterbenz's lemma): noise costs no digits, in bfloat16
+either.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.
@@ -99,7 +100,7 @@ def expand_reference(call: ExpandCall) -> Tensor:
         rows_M, cols_N = (_index(call.rows, R, x_MN.device), _index(call.cols, C, x_MN.device))
         in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
         x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call.rows, call.cols), x_MN)
-    x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(weight_RC)), call)
+    x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(call.wider)), call)
     x_MN = (
         with_noise(x_MN, noise_MN, call.out.dtype) if call.routing is None else routed(x_MN, call)
     )
@@ -209,7 +210,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *call_inputs, ctx.out_dtype, ctx.backend = inputs
     given = Inputs._make(call_inputs)
     weight_RC, ctx.has_upper = given.weight, given.upper is not None
-    ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(weight_RC)
+    call = ExpandCall.of_inputs(output, given)
+    ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(call.wider)
     # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
     given = given._replace(weight=None, upper=None)
     saved = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor)}

@@ -62,7 +62,7 @@ def test_runs_of_columns_are_read_as_one(dtype, out_dtype):
 
 @pytest.mark.parametrize(
     "dtype, out_dtype, noise",
-    [(FP32, BF16, "none"), (BF16, FP32, "none"), (FP64, FP16, "col"), (FP64, BF16, "row 1.5")],
+    [(FP32, BF16, "none"), (BF16, FP32, "none"), (FP64, FP16, "col"), (BF16, FP64, "row 1.5")],
 )
 def test_dtypes_in_and_out(dtype, out_dtype, noise):
     case = midpoints(make_case(9, 21, 20, 50, dtype, "cpu", noise=noise), out_dtype)

@@ -159,11 +159,13 @@ CASES += [("none", "row"), ("none", "col"), ("both", "row"), ("both", "col")]
 CASES += [("none", "row 1"), ("both", "col 1"), ("none", "col 1.5"), ("both", "row 0.5")]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("upper, noise", CASES)
-def test_reference_is_the_definition(upper, noise, device):
-    case = make_case(5, 7, 13, 17, torch.float64, device, upper=upper, noise=noise)
+def test_reference_is_the_definition(upper, noise, dtype, device):
+    """A narrower weight is scaled with the digits of the result, not with its own."""
+    case = make_case(5, 7, 13, 17, dtype, device, upper=upper, noise=noise)
     case |= {"offsets": (3, 2**31 + 5)}
-    actual = expand(**case, backend="reference")
+    actual = expand(**case, out_dtype=torch.float64, backend="reference")
     torch.testing.assert_close(actual.cpu(), by_elements(case), rtol=1e-14, atol=0)
 
 
