@@ -96,6 +96,10 @@ def _grown(case: Case, source: Any, plan: GrowthPlan) -> tuple[Any, growkern.Ver
     with tempfile.TemporaryDirectory() as name:
         small, large = Path(name) / "small", Path(name) / "large"
         source.save_pretrained(small)
+        if case.by_config:
+            # saving may drop labels that follow from the class
+            saved = type(source.config).from_pretrained(small)
+            how = how | {"target_config": _resized(saved, plan)}
         growkern.grow_checkpoint(small, large, progress=False, **how)
         report = growkern.verify(small, large)
         loaded, info = type(source).from_pretrained(large, dtype="auto", output_loading_info=True)
@@ -111,13 +115,20 @@ def _grown(case: Case, source: Any, plan: GrowthPlan) -> tuple[Any, growkern.Ver
 
 def _by_config(source: Any, how: dict[str, Any], plan: GrowthPlan) -> dict[str, Any]:
     """The same growth, with a whole config instead of the target's sizes."""
-    config = copy.deepcopy(source.config)
-    for name, (_, size) in plan.size_changes().items():
-        setattr(config, name, size)
     names = {*OPTIONS, "dtype"}.union(*DEPENDENT.values())
-    changed = {"target_config": config} | {name: how[name] for name in how.keys() & names}
+    changed = {"target_config": _resized(source.config, plan)} | {
+        name: how[name] for name in how.keys() & names
+    }
     assert growkern.plan(source, **changed).findings == plan.findings
     return changed
+
+
+def _resized(config: Any, plan: GrowthPlan) -> Any:
+    """A copy of a source's config with the target's sizes."""
+    resized = copy.deepcopy(config)
+    for name, (_, size) in plan.size_changes().items():
+        setattr(resized, name, size)
+    return resized
 
 
 def _check_structure(source: Any, grown: Any, plan: GrowthPlan) -> None:

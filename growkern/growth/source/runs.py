@@ -50,7 +50,8 @@ def _numbers(shape: tuple[int, ...]) -> int:
 
 def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     """A source as a model in this dtype and in evaluation mode, on the source's device."""
-    model = untrained_model(source.spec, dtype)
+    # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
+    model = untrained_model(source.spec, source.dtype).to(dtype)
     state = {name: source.read(name).to(dtype) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
