@@ -1,5 +1,6 @@
 """Random growths of every family: the plan's words hold. The command takes more of them."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -10,12 +11,16 @@ from bench.fuzz_exactness import check as checks
 from bench.fuzz_exactness.cases import Case, draw
 from bench.fuzz_exactness.check import check
 from growkern.families.model import ModelSpec
+from growkern.growth import grow
+from growkern.growth.record import verify
 from tests import walks
-from tests.growth.models import GPT2
+from tests.growth.models import GPT2, LLAMA
 from tests.growth.plan.test_matrix import FAMILIES
 
 # parts can run side by side, and one failure names its part
 PARTS, PART = 8, 25
+GEMMA = FAMILIES["gemma2"][1]
+UNSET = {"suppress_tokens": None}
 
 
 @pytest.mark.parametrize("first", range(0, PARTS * walks.times * PART, PART))
@@ -37,6 +42,39 @@ def test_a_wrong_word_is_found(monkeypatch):
         check(case)
 
 
+# source and target dtypes; sums, scaled copies, and constants that the model rounds
+WIDER = [
+    Case("GPT2LMHeadModel", GPT2, {"n_embd": 20, "n_head": 5, "dtype": torch.float32}, False),
+    Case("LlamaForCausalLM", LLAMA, {"hidden_size": 20, "dtype": torch.float64}, True),
+    Case("Gemma2ForCausalLM", GEMMA, {"hidden_size": 24, "dtype": torch.float32}, False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", WIDER, ids=lambda case: case.class_name)
+def test_a_wider_dtype_is_exact(case, dtype):
+    assert check(dataclasses.replace(case, dtype=dtype)) == "exact"
+
+
+def test_another_word_of_verify_is_found(monkeypatch):
+    case = Case("GPT2LMHeadModel", GPT2, {"n_embd": 24}, on_disk=False)
+    assert check(case) == "exact"
+    monkeypatch.setattr(verify, "measured_level", lambda *_: ("approximate", ""))
+    with pytest.raises(AssertionError, match="planned exact, verify says approximate"):
+        check(case)
+
+
+def test_other_settings_of_generation_are_found(monkeypatch):
+    settings = {"suppress_tokens": [5, 7]}
+    case = Case("GPT2LMHeadModel", GPT2, {"n_embd": 24}, on_disk=False, generation=settings)
+    assert check(case) == "exact"
+    # both the plan's model without them, and a `verify` that does not look at them
+    monkeypatch.setattr(grow, "fit_cache", lambda _, generation: generation.update(**UNSET))
+    monkeypatch.setattr(verify, "generation_differences", lambda *_: "")
+    with pytest.raises(AssertionError, match="other tokens are suppressed"):
+        check(case)
+
+
 def test_some_sources_are_float32_and_some_are_deep():
     cases = [draw(0, number) for number in range(PARTS * PART)]
     depths = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
@@ -48,12 +86,12 @@ def test_float32_is_held_against_its_own_rounding(monkeypatch):
     """An error of 1e-5 is below the 1e-4 that `verify` allows, but it is no rounding."""
     case = Case("GPT2LMHeadModel", GPT2, {"n_embd": 24}, on_disk=False, dtype=torch.float32)
     assert check(case) == "exact"
-    grow = checks._grown
+    grow_and_verify = checks._grown
 
     def slightly_off(*arguments):
-        grown = grow(*arguments)
+        grown, report = grow_and_verify(*arguments)
         grown.transformer.h[0].mlp.c_fc.weight.data *= 1 + 2e-5
-        return grown
+        return grown, report
 
     monkeypatch.setattr(checks, "_grown", slightly_off)
     with pytest.raises(AssertionError, match="relative error"):

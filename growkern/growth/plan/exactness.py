@@ -205,6 +205,9 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     if largest_capped(plan.small) < LARGEST_LOGIT:
         why = "the soft cap bends logits so much that new tokens may take a large share"
         return [Finding("changed", what, why)]
+    if plan.options.aki == "eq16" and any(task.upper for task in plan.tasks):
+        why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
+        return [Finding("changed", what, why, asked=True)]
     bound = most_cost(plan)
     if bound is None:
         why = "new rows are rounded to 16 bits, and the weights are not here to bound their logits"
