@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -37,9 +38,12 @@ def plan(
     revision: Revision = None,
     as_json: AsJson = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that will share the model.")] = 1,
+    source_tokens: Annotated[
+        float | None, typer.Option(help="Tokens that SRC was trained on; for advice on depth.")
+    ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(help="Tokens the source was trained on; used for advice on depth."),
+        typer.Option(help="Tokens to train the target on: forecasts what growth may save."),
     ] = None,
 ) -> None:
     """Show what growing would do. Reads the config and the file headers.
@@ -50,10 +54,12 @@ def plan(
 
     made = make_plan(source, revision=revision, **growth)
     if as_json:
-        cost = {"estimate": made.estimate(ranks), "advice": made.advice(tokens)}
-        print_json({**made.to_dict(), **cost})
+        more = {"estimate": made.estimate(ranks), "advice": made.advice(source_tokens)}
+        if tokens is not None:
+            more["forecast"] = asdict(made.forecast(tokens, source_tokens))
+        print_json({**made.to_dict(), **more})
     else:
-        print_table(made.table(ranks, tokens))
+        print_table(made.table(ranks, source_tokens, tokens))
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, and the main job from end to end."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -145,8 +146,9 @@ def test_no_warning_of_another_library_stands_before_the_line(tmp_path):
 @pytest.mark.parametrize("tokens", ["-5", "0", "nan", "inf"])
 def test_a_number_of_tokens_that_is_none_is_refused(run, checkpoint, tokens):
     for form in ([], ["--json"]):
-        result = run("plan", checkpoint, *SIZES, "--tokens", tokens, *form)
-        assert_bad_input(result, f"tokens={tokens}")
+        for option in ("tokens", "source-tokens"):
+            result = run("plan", checkpoint, *SIZES, f"--{option}", tokens, *form)
+            assert_bad_input(result, f"{option.replace('-', '_')}={tokens}")
 
 
 def test_debug_shows_where_an_error_came_from(run, monkeypatch):
@@ -314,9 +316,17 @@ def test_plan_as_table_and_as_json(run, checkpoint):
     code, out, err = run("plan", checkpoint, *SIZES)
     assert code == 0, err
     assert "24" in out
+    assert "what growth may save" not in out
     code, out, err = run("plan", checkpoint, *SIZES, "--json")
     assert code == 0, err
-    assert json.loads(out)["exact"] is True
+    assert json.loads(out)["exact"] is True and "forecast" not in json.loads(out)
+    tokens = ["--tokens", "1e4", "--source-tokens", "1e3"]
+    code, out, err = run("plan", checkpoint, *SIZES, "--json", *tokens)
+    assert code == 0, err
+    said = growkern.plan(checkpoint, hidden_size=24, num_hidden_layers=3).forecast(1e4, 1e3)
+    assert json.loads(out)["forecast"] == json.loads(json.dumps(dataclasses.asdict(said)))
+    code, out, err = run("plan", checkpoint, *SIZES, *tokens)
+    assert code == 0 and "what growth may save" in out, err
 
 
 def test_grow_then_verify(run, checkpoint, tmp_path):

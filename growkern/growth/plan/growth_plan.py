@@ -18,7 +18,9 @@ import torch
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice import advice, estimate
+from growkern.growth.plan.advice.cost import estimate
+from growkern.growth.plan.advice.forecast import Forecast, forecast
+from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
@@ -61,12 +63,24 @@ class GrowthPlan(Blueprint):
         return any(finding.measure == WEIGHT_ERROR for finding in self.findings)
 
     def estimate(self, ranks: int = 1) -> dict[str, Any]:
-        """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.estimate`."""
+        """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.cost.estimate`."""
         return estimate(self, ranks)
 
-    def advice(self, tokens: float | None = None) -> tuple[str, ...]:
-        """Warnings from published evidence; see `growkern.growth.plan.advice.advice`."""
-        return advice(self, tokens)
+    def advice(self, source_tokens: float | None = None) -> tuple[str, ...]:
+        """Warnings from published evidence; see `growkern.growth.plan.advice.notes.advice`."""
+        return advice(self, source_tokens)
+
+    def forecast(self, tokens: float, source_tokens: float | None = None) -> Forecast:
+        """What growth may save in training, from published savings.
+
+        Args:
+            tokens: number of tokens that the target will be trained on.
+            source_tokens: number of tokens that the source was trained on, if known.
+
+        Raises:
+            GrowthError: a number of tokens is not positive or not finite.
+        """
+        return forecast(self, tokens, source_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable summary. Together with the source it can repeat the growth.
@@ -89,9 +103,18 @@ class GrowthPlan(Blueprint):
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
-    def table(self, ranks: int = 1, tokens: float | None = None) -> Any:
-        """The plan as a rich renderable; arguments as in `estimate` and `advice`."""
-        return plan_table(self, self.findings, self.estimate(ranks), self.advice(tokens), ranks)
+    def table(
+        self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
+    ) -> Any:
+        """The plan as a rich renderable; arguments as in `estimate` and `forecast`."""
+        return plan_table(
+            self,
+            self.findings,
+            self.estimate(ranks),
+            self.advice(source_tokens),
+            ranks,
+            None if tokens is None else self.forecast(tokens, source_tokens),
+        )
 
 
 # the plan that a grown model carries. Type checkers take `model.growth_plan` for a tensor or a

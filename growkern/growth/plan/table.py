@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from growkern.growth.plan.advice.forecast import Forecast
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding
 from growkern.units import human
@@ -22,14 +23,16 @@ def plan_table(
     numbers: Mapping[str, Any],
     advice: Sequence[str],
     ranks: int,
+    forecast: Forecast | None = None,
 ) -> Group:
     """Sizes, cost, findings and advice of a plan.
 
     Args:
         findings: of `growkern.growth.plan.exactness.findings`.
-        numbers: of `growkern.growth.plan.advice.estimate`, for `ranks` processes.
-        advice: sentences of `growkern.growth.plan.advice.advice`.
+        numbers: of `growkern.growth.plan.advice.cost.estimate`, for `ranks` processes.
+        advice: sentences of `growkern.growth.plan.advice.notes.advice`.
         ranks: number of processes that the target is sharded over.
+        forecast: of `growkern.growth.plan.advice.forecast.forecast`.
     """
     sizes = Table(title=f"{plan.small.class_name}: {plan.options.method}", title_justify="left")
     for column in ("", "source", "target"):
@@ -74,7 +77,29 @@ def plan_table(
     )
     cost.add_row(f"growing into a model: memory{each}", filled)
     warnings = [Text(f"note: {line}", "yellow") for line in advice]
-    return Group(sizes, roles, *layers, kept, cost, *warnings)
+    saving = [] if forecast is None else _forecast_parts(forecast)
+    return Group(sizes, roles, *layers, kept, cost, *saving, *warnings)
+
+
+def _forecast_parts(forecast: Forecast) -> list[Any]:
+    table = Table(title="what growth may save", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("training the target from scratch, FLOPs", human(forecast.flops))
+    if forecast.source_flops is not None:
+        table.add_row("training the source, FLOPs", human(forecast.source_flops))
+    table.add_row("saved at equal loss", f"{forecast.low:.0%} to {forecast.high:.0%}")
+    if forecast.with_source is not None:
+        low, high = forecast.with_source
+        table.add_row("saved, the source's training counted", f"{low:.0%} to {high:.0%}")
+    for paper in forecast.papers:
+        table.add_row(f"published: {paper.paper}, {paper.models}", f"{paper.share:.0%}")
+    style = "green" if forecast.saves else "red"
+    return [
+        table,
+        Text(f"forecast: {forecast.verdict}", style),
+        *(Text(f"because: {reason}") for reason in forecast.reasons),
+    ]
 
 
 def _layer_lines(plan: Blueprint) -> list[str]:

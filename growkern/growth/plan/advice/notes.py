@@ -1,78 +1,33 @@
-"""Estimates what a growth costs, and warns about choices that are known to work badly.
+"""Warns about choices that are known to work badly.
 
 A warning that rests on a publication names it. No warning stops a growth.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
-from growkern.errors import GrowthError
-from growkern.growth.options import parse_size
+from growkern.growth.plan.advice.evidence import CHINCHILLA, check_tokens, is_past_chinchilla
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.pieces import MEMORY_LIMIT, part_bytes, stream_bytes
 from growkern.growth.plan.target import PAD_VOCAB
-from growkern.ops.expand.speed import cpu_bytes_per_second
 
-# tokens per parameter of a compute-optimal training run (Hoffmann et al., 2022)
-CHINCHILLA = 20
 # width of GEMM tiles: unless a size is a multiple of it, part of a tile does no work
 TILE = 64
-# bytes per parameter in float32: weight, gradient and two moments
-TRAINING_BYTES = 16
 
 
-def estimate(plan: Blueprint, ranks: int = 1) -> dict[str, Any]:
-    """The cost of a growth and of training its target.
-
-    Both peaks come on top of the 300 to 450 MB that Python, PyTorch and transformers need.
-
-    Args:
-        ranks: number of processes that the target is sharded over.
-
-    Returns:
-        read_bytes: size of the source's weights.
-        disk_bytes: size of the grown weights.
-        stream_peak_bytes: peak memory of `grow_checkpoint` at its default limit.
-        rank_bytes: size of one rank's shard of the grown weights.
-        rank_peak_bytes: peak memory of `grow_into` on one rank, from files, with its shard.
-        training_bytes_per_rank: float32 weights, gradients and AdamW moments of one rank, without
-            activations.
-        flops_per_token: training FLOPs per token of the target.
-        expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
-            Growth onto disk takes longer by the time to read and write the bytes above.
-    """
-    parameters = plan.parameters()
-    size = parameters * plan.dtype.itemsize
-    shard = -(-size // ranks)
-    return {
-        "read_bytes": plan.parameters("source") * plan.source.dtype.itemsize,
-        "disk_bytes": size,
-        "stream_peak_bytes": stream_bytes(plan, parse_size("memory_limit", MEMORY_LIMIT)),
-        "rank_bytes": shard,
-        "rank_peak_bytes": shard + part_bytes(plan, ranks),
-        "training_bytes_per_rank": -(-TRAINING_BYTES * parameters // ranks),
-        "flops_per_token": plan.flops_per_token(),
-        "expand_seconds": size / cpu_bytes_per_second(plan.dtype),
-    }
-
-
-def advice(plan: Blueprint, tokens: float | None = None) -> tuple[str, ...]:
+def advice(plan: Blueprint, source_tokens: float | None = None) -> tuple[str, ...]:
     """Warnings about this growth, one sentence each.
 
     Args:
-        tokens: number of tokens that the source was trained on, if known. For a deeper target, the
-            advice then names the depth method that the evidence favours.
+        source_tokens: number of tokens that the source was trained on, if known. For a deeper
+            target, the advice then names the depth method that the evidence favours.
 
     Raises:
-        GrowthError: `tokens` is not positive or not finite.
+        GrowthError: `source_tokens` is not positive or not finite.
     """
-    if tokens is not None and not 0 < tokens < math.inf:
-        raise GrowthError(f"tokens={tokens:g}: give the number of tokens the source was trained on")
+    check_tokens("source_tokens", source_tokens)
     parts = (_aki, _width, _depth, _symmetry, _heads, _cache, _tiles)
-    return tuple(line for part in parts for line in part(plan, tokens))
+    return tuple(line for part in parts for line in part(plan, source_tokens))
 
 
 def _is_decoder(plan: Blueprint) -> bool:
@@ -121,9 +76,10 @@ def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
             )
     if tokens is None:
         return
+    is_past = is_past_chinchilla(tokens, plan.parameters("source"))
+    better, other = ("interleave", "stack") if is_past else ("stack", "interleave")
+    side = "past" if is_past else "below"
     optimum = CHINCHILLA * plan.parameters("source")
-    better, other = ("interleave", "stack") if tokens > optimum else ("stack", "interleave")
-    side = "past" if tokens > optimum else "below"
     yours = ", as you have it" if plan.options.depth == better else ""
     yield (
         f"the source saw {tokens:.3g} tokens, {side} {CHINCHILLA} per parameter ({optimum:.3g}); "
