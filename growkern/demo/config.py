@@ -6,12 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a BERT. The fields have the names of transformers' `BertConfig`."""
+    """The sizes of a GPT-2. The fields have the names of transformers' `GPT2Config`."""
 
-    hidden_size: int
-    num_attention_heads: int
-    intermediate_size: int
-    num_hidden_layers: int
+    n_layer: int
+    n_embd: int
+    n_head: int
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,8 @@ class Training:
     """The settings of a training run: a warm-up, then a rate that falls linearly to 0.
 
     As in bert2BERT, the small and the large model train for the same number of steps. All runs of
-    the large model have the same settings. A run ends when it reaches the final loss of the run
-    from scratch.
+    the large model have the same settings. The run from scratch does all its steps, and the others
+    end when they reach its final loss.
 
     Attributes:
         steps: optimizer steps.
@@ -45,12 +44,11 @@ class DemoConfig:
         name: of the preset.
         source: sizes of the small model.
         target: sizes of the large model.
-        source_training: of the small model.
-        target_training: of the large model, in all runs.
+        training: of the small model, and of the large one in all runs.
+        seeds: how often everything is trained, each time from other random weights.
         vocab_size: tokens of the tokenizer.
         sequence_length: tokens per block.
         batch_size: blocks per step.
-        masking_probability: chance of a token to be masked.
         eval_blocks: blocks of the validation set, the same in every evaluation.
         max_files: text files to read, None for all.
         layers_per_block: layers that train in a step of stage 1.
@@ -61,16 +59,15 @@ class DemoConfig:
     name: str
     source: Size
     target: Size
-    source_training: Training
-    target_training: Training
+    training: Training
+    seeds: int
     vocab_size: int = 1024
-    sequence_length: int = 32
-    batch_size: int = 32
-    masking_probability: float = 0.15
+    sequence_length: int = 64
+    batch_size: int = 16
     eval_blocks: int = 512
     max_files: int | None = None
-    layers_per_block: int = 2
-    stage1_share: float = 0.15
+    layers_per_block: int = 1
+    stage1_share: float = 0.125
     inheritance_share: float = 0.44
 
 
@@ -111,29 +108,29 @@ CONTESTANTS = (
 
 FULL = DemoConfig(
     name="full",
-    source=Size(96, 4, 384, 3),
-    target=Size(144, 6, 576, 5),
-    source_training=Training(1500, 2e-3, 100, eval_every=100, save_every=300),
-    target_training=Training(1500, 1e-3, 100, eval_every=50, save_every=100),
+    source=Size(n_layer=4, n_embd=64, n_head=4),
+    target=Size(n_layer=4, n_embd=128, n_head=8),
+    training=Training(1000, 3e-3, 100, eval_every=50, save_every=100),
+    seeds=2,
 )
 
 QUICK = DemoConfig(
     name="quick",
-    source=Size(64, 4, 256, 2),
-    target=Size(96, 6, 384, 4),
-    source_training=Training(600, 2e-3, 50, eval_every=100, save_every=200),
-    target_training=Training(600, 1e-3, 50, eval_every=25, save_every=100),
+    source=FULL.source,
+    target=FULL.target,
+    training=Training(350, 3e-3, 50, eval_every=25, save_every=100),
+    seeds=1,
     vocab_size=512,
     eval_blocks=256,
-    max_files=200,
+    max_files=300,
 )
 
 MICRO = DemoConfig(
     name="micro",
-    source=Size(16, 2, 32, 2),
-    target=Size(24, 3, 48, 4),
-    source_training=Training(6, 1e-2, 1, eval_every=3, save_every=3),
-    target_training=Training(6, 1e-2, 1, eval_every=2, save_every=2),
+    source=Size(n_layer=2, n_embd=16, n_head=2),
+    target=Size(n_layer=2, n_embd=32, n_head=4),
+    training=Training(6, 1e-2, 1, eval_every=2, save_every=2),
+    seeds=2,
     vocab_size=300,
     sequence_length=16,
     batch_size=4,

@@ -46,45 +46,72 @@ def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
     return rows
 
 
-def result_table(rows: Sequence[dict[str, Any]], source: Curve) -> Table:
-    """Make a rich table from the records of `summarize`.
+def result_table(rows: Sequence[dict[str, Any]], sources: Sequence[Curve]) -> Table:
+    """Make a rich table from the records of `summarize`, of one seed or more.
 
     Args:
-        rows: from `summarize`.
-        source: of the small model.
+        rows: from `summarize`, of all seeds.
+        sources: of the small models, one per seed.
     """
-    target = rows[0]["final_loss"]
-    caption = (
-        f"The small model went from loss {source.losses[0]:.3f} to {source.losses[-1]:.3f} with "
-        f"{source.flops[-1]:.3g} FLOPs in {source.seconds[-1]:.0f} s of training. FLOPs include "
-        "those of teachers, but not evaluation."
-    )
-    if source.losses[-1] <= target:
-        caption += (
-            " The small model has already reached the loss where scratch ends. Training was too "
-            "short for the savings to mean anything."
-        )
+    by_run: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row)
+    scratch = next(iter(by_run.values()))
     table = Table(
-        title=f"Training the large model to validation loss {target:.3f} (where scratch ends)",
-        caption=caption,
+        title=f"Training the large model to the loss where scratch ends, {_mean(scratch)}",
+        caption=_caption(scratch, sources),
     )
     table.add_column("run")
     for head in ("start\nloss", "final\nloss", "FLOPs\nto it", "seconds\nto it"):
         table.add_column(head, justify="right", no_wrap=True)
     for head in ("FLOPs\nsaved", "saved, source\ncounted too"):
         table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        is_scratch = row is rows[0]
+    for name, of_run in by_run.items():
+        is_scratch = of_run is scratch
         table.add_row(
-            row["run"],
-            f"{row['start_loss']:.3f}",
-            f"{row['final_loss']:.3f}",
-            _number(row["flops"], ".3g", NOT_REACHED),
-            _number(row["seconds"], ".0f"),
-            "-" if is_scratch else _number(row["saving"], ".0%"),
-            "-" if is_scratch else _number(row["saving_with_source"], ".0%"),
+            name,
+            _range(of_run, "start_loss", ".2f"),
+            _range(of_run, "final_loss", ".2f"),
+            _range(of_run, "flops", ".2g", NOT_REACHED),
+            _range(of_run, "seconds", ".0f"),
+            "-" if is_scratch else _range(of_run, "saving", ".0%"),
+            "-" if is_scratch else _range(of_run, "saving_with_source", ".0%"),
         )
     return table
+
+
+def _mean(scratch: Sequence[dict[str, Any]]) -> str:
+    losses = [row["final_loss"] for row in scratch]
+    of = f" (mean of {len(losses)} seeds)" if len(losses) > 1 else ""
+    return f"{sum(losses) / len(losses):.3f}{of}"
+
+
+def _caption(scratch: Sequence[dict[str, Any]], sources: Sequence[Curve]) -> str:
+    ends = {f"{source.losses[-1]:.3f}" for source in sources}
+    caption = (
+        f"The small model ended at loss {' and '.join(sorted(ends))}, after "
+        f"{sources[0].flops[-1]:.3g} FLOPs. FLOPs include those of teachers, but not evaluation. "
+    )
+    if len(sources) > 1:
+        caption += f"Ranges are over {len(sources)} seeds. Those that overlap order nothing."
+    else:
+        caption += "One seed does not order the methods."
+    pairs = zip(sources, scratch, strict=True)
+    if any(source.losses[-1] <= row["final_loss"] for source, row in pairs):
+        caption += (
+            " The small model has already reached the loss where scratch ends. Training was too "
+            "short for the savings to mean anything."
+        )
+    return caption
+
+
+def _range(rows: Sequence[dict[str, Any]], key: str, form: str, missing: str = "-") -> str:
+    """The lowest and the highest value of the seeds; one number if they read the same."""
+    values = [row[key] for row in rows]
+    if None in values:
+        return missing
+    ends = list(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+    return " to ".join(ends)
 
 
 def draw_results(results: dict[str, Any], out: Path) -> None:
@@ -95,10 +122,6 @@ def draw_results(results: dict[str, Any], out: Path) -> None:
         out: PNG file to write.
     """
     size, device = results["config"]["target"], results["machine"]["devices"][0]
-    title = f"BERT {size['num_hidden_layers']} x {size['hidden_size']}, {device}"
-    source = curve_from(results["source"])
-    draw([curve_from(record) for record in results["curves"]], out, title=title, source=source)
-
-
-def _number(value: float | None, form: str, missing: str = "-") -> str:
-    return missing if value is None else format(value, form)
+    title = f"GPT-2, {size['n_layer']} layers of width {size['n_embd']}, {device}"
+    curves, sources = (list(map(curve_from, results[key])) for key in ("curves", "sources"))
+    draw(curves, out, title=title, sources=sources)

@@ -11,9 +11,9 @@ import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.demo.config import DemoConfig, Training
+from growkern.demo.config import DemoConfig
 from growkern.plot.curve import Curve, curve_of
-from growkern.train.data import MaskedLMCollator, TokenBlocks
+from growkern.train.data import CausalLMCollator, TokenBlocks
 from growkern.train.run import train_or_resume
 from growkern.train.safety.checkpoints import last_checkpoint
 from growkern.train.trainer import TwoStageTrainer
@@ -36,7 +36,6 @@ def train_model(
     directory: Path,
     data: Data,
     config: DemoConfig,
-    training: Training,
     *,
     title: str,
     seed: int,
@@ -51,9 +50,8 @@ def train_model(
         directory: of the run.
         data: to train and validate on.
         config: settings of the demo.
-        training: settings of the run.
         title: of the curve.
-        seed: of masks and data order.
+        seed: of the data order.
         report: called after each step and each evaluation.
         target_loss: training stops at the first validation loss that is not above it.
         trainer_options: of `TwoStageTrainer`.
@@ -64,11 +62,11 @@ def train_model(
     watch = _Watch(target_loss, report)
     trainer = TwoStageTrainer(
         model,
-        _arguments(directory, config, training, seed),
+        _arguments(directory, config, seed),
         processing_class=data.tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
-        data_collator=MaskedLMCollator(data.tokenizer, config.masking_probability, seed),
+        data_collator=CausalLMCollator(data.tokenizer),
         callbacks=[watch],
         **trainer_options,
     )
@@ -145,9 +143,8 @@ def _history(checkpoint: Path) -> list[dict[str, Any]]:
     return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).log_history
 
 
-def _arguments(
-    directory: Path, config: DemoConfig, training: Training, seed: int
-) -> TrainingArguments:
+def _arguments(directory: Path, config: DemoConfig, seed: int) -> TrainingArguments:
+    training = config.training
     return TrainingArguments(
         output_dir=str(directory),
         max_steps=training.steps,

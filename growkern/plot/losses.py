@@ -81,14 +81,15 @@ class Group:
         return None if found is None else float(found)
 
 
-def groups_of(curves: Sequence[Curve], source: Curve | None) -> list[Group]:
+def groups_of(curves: Sequence[Curve], sources: Sequence[Curve]) -> list[Group]:
     """The runs by name, in the order in which the names come first. The first is the reference."""
     names = list(dict.fromkeys(curve.name for curve in curves))
+    before = float(np.mean([source.flops[-1] for source in sources])) if sources else 0.0
     return [
         Group(
             name,
             tuple(curve for curve in curves if curve.name == name),
-            source.flops[-1] if source and name != names[0] else 0.0,
+            before if name != names[0] else 0.0,
         )
         for name in names
     ]
@@ -112,13 +113,12 @@ def plot_runs(
     """
     check_format(Path(out))
     curves = [read_curve(run) for run in runs]
-    small = None if source is None else read_curve(source)
-    draw(curves, out, source=small)
+    draw(curves, out, sources=[] if source is None else [read_curve(source)])
     return _lacks(curves)
 
 
 def draw(
-    curves: Sequence[Curve], out: str | Path, *, title: str = "", source: Curve | None = None
+    curves: Sequence[Curve], out: str | Path, *, title: str = "", sources: Sequence[Curve] = ()
 ) -> None:
     """Draw loss against FLOPs. The first curve is the reference.
 
@@ -126,18 +126,18 @@ def draw(
         curves: at least one. Those of one name are seeds of one setup.
         out: file to write; its name ends with a format of matplotlib.
         title: of the picture.
-        source: of the small model, that all but the reference started from.
+        sources: of the small model, one per seed, that all but the reference started from.
 
     Raises:
         GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
             or the file cannot be written.
     """
     check_format(Path(out))
-    drawn = [*curves, source] if source else curves
+    drawn = [*curves, *sources]
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
-    groups = groups_of(curves, source)
-    if source and len(groups) < 2:
+    groups = groups_of(curves, sources)
+    if sources and len(groups) < 2:
         raise GrowthError("give the run from scratch first, and then the runs of grown models")
     below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
     figure = new_figure(5.4 + below, layout="constrained")
@@ -147,17 +147,17 @@ def draw(
         axes = bars = figure.add_subplot()
     mark = float(np.mean([curve.losses[-1] for curve in groups[0].curves]))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
-    _draw_curves(axes, groups, source, mark, unit)
+    _draw_curves(axes, groups, sources, mark, unit)
     if below:
         _draw_costs(bars, groups, mark, unit)
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     bars.set_xlabel(
         f"training FLOPs{scale}, teacher included"
-        + (", starting with the small model's" if source else ""),
+        + (", starting with the small model's" if sources else ""),
         fontsize=TEXT,
     )
-    is_small_enough = source is not None and source.losses[-1] <= mark
-    notes = [title, _lacks(curves), BEYOND if is_small_enough else ""]
+    is_beyond = any(source.losses[-1] <= mark for source in sources)
+    notes = [title, _lacks(curves), BEYOND if is_beyond else ""]
     axes.set_title("\n".join(filter(None, notes)), fontsize=TEXT, loc="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
@@ -188,11 +188,13 @@ def _unit(most: float) -> float:
 
 
 def _draw_curves(
-    axes: Any, groups: Sequence[Group], source: Curve | None, mark: float, unit: float
+    axes: Any, groups: Sequence[Group], sources: Sequence[Curve], mark: float, unit: float
 ) -> None:
-    if source:
+    for number, source in enumerate(sources):
+        # one label for all of them
+        named = {} if number else {"label": "small model", "gid": "curve"}
         x = np.array(source.flops) / unit
-        axes.plot(x, source.losses, color=GREY, linewidth=1.2, label="small model", gid="curve")
+        axes.plot(x, source.losses, color=GREY, linewidth=1.2, **named)
     for number, group in enumerate(groups):
         style = style_of(number)
         flops, losses = group.mean()
@@ -224,18 +226,18 @@ def _draw_curves(
     axes.set_ylabel(kind + band, fontsize=TEXT)
     # room for markers at 0
     axes.set_xlim(left=-0.01 * axes.get_xlim()[1])
-    axes.set_ylim(*loss_limits(groups, source))
+    axes.set_ylim(*loss_limits(groups, sources))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def loss_limits(groups: Sequence[Group], source: Curve | None) -> tuple[float, float]:
+def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[float, float]:
     """The range of losses to show: that of the runs compared, from their start to their end.
 
     The reference and the small model start from random weights. Their early fall is left out, as
     it would squeeze all else into a line.
     """
-    drawn = [curve for group in groups for curve in group.curves] + ([source] if source else [])
+    drawn = [*(curve for group in groups for curve in group.curves), *sources]
     low, high = min(min(c.losses) for c in drawn), max(max(c.losses) for c in drawn)
     compared = groups[1:] or groups
     tops = []

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer, BertForMaskedLM
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import growkern
 from growkern.demo import progress
@@ -33,7 +33,7 @@ def finished(tmp_path_factory):
 def numbers(result):
     """A result without what depends on the clock."""
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result["rows"]]
-    curves = [{**curve, "seconds": None} for curve in [result["source"], *result["curves"]]]
+    curves = [{**one, "seconds": None} for one in (*result["sources"], *result["curves"])]
     return json.loads(json.dumps([rows, curves, result["plan"], result["growth"]]))
 
 
@@ -44,39 +44,57 @@ def test_leaves_what_it_says(finished):
     for contestant in CONTESTANTS:
         assert contestant.title in " ".join(text.split())
     # ordinary checkpoints, each with its tokenizer
-    for name in ("source", "grown/aki", "aki"):
-        model = BertForMaskedLM.from_pretrained(directory / name)
+    for name in ("seed0/source", "seed1/grown/aki", "seed0/aki"):
+        model = GPT2LMHeadModel.from_pretrained(directory / name)
         assert len(AutoTokenizer.from_pretrained(directory / name)) == model.config.vocab_size
     assert not list(directory.glob("*/checkpoint-*"))
 
 
 def test_grown_models_start_from_the_source_and_are_verified(finished):
     directory, result, _ = finished
-    assert set(result["growth"]) == {"direct_copy", "fpi", "aki"}
-    # the width is uneven, and layers are stacked
-    assert all(check["level"] == "changed" for check in result["growth"].values())
-    report = growkern.verify(directory / "source", directory / "grown" / "fpi")
-    assert report.level == "changed" and all(group.ok for group in report.groups)
-    grown = BertForMaskedLM.from_pretrained(directory / "grown" / "fpi")
-    assert grown.config.hidden_size == MICRO.target.hidden_size
+    levels = {"direct_copy": "changed", "fpi": "exact", "aki": "changed"}
+    assert len(result["growth"]) == MICRO.seeds
+    for checks in result["growth"]:
+        assert {method: check["level"] for method, check in checks.items()} == levels
+    report = growkern.verify(directory / "seed1/source", directory / "seed1/grown/fpi")
+    assert report.ok and report.level == "exact"
+    grown = GPT2LMHeadModel.from_pretrained(directory / "seed1/grown/fpi")
+    assert grown.config.n_embd == MICRO.target.n_embd
+    # FPI starts where the small model ended
+    for source, row in zip(result["sources"], rows_of(result, "FPI"), strict=True):
+        assert row["start_loss"] == pytest.approx(source["losses"][-1], rel=1e-5)
+    assert result["sources"][0]["losses"] != result["sources"][1]["losses"]
+
+
+def rows_of(result, run):
+    return [row for row in result["rows"] if row["run"] == run]
 
 
 def test_table_agrees_with_the_runs_own_logs(finished):
     directory, result, _ = finished
-    scratch = read_curve(directory / "scratch")
-    for contestant, row in zip(CONTESTANTS, result["rows"], strict=True):
-        curve = read_curve(directory / contestant.name)
-        assert (row["start_loss"], row["final_loss"]) == (curve.losses[0], curve.losses[-1])
-        assert row["flops"] == curve.flops_at(scratch.losses[-1])
+    for contestant in CONTESTANTS:
+        for row in rows_of(result, contestant.title):
+            folder = directory / f"seed{row['seed']}"
+            curve, scratch = (read_curve(folder / name) for name in (contestant.name, "scratch"))
+            assert (row["start_loss"], row["final_loss"]) == (curve.losses[0], curve.losses[-1])
+            assert row["flops"] == curve.flops_at(scratch.losses[-1])
+    assert [row["seed"] for row in rows_of(result, "AKI")] == list(range(MICRO.seeds))
 
 
 def test_a_run_stops_where_it_reaches_the_target_or_runs_out_of_steps(finished):
     _, result, _ = finished
-    target = result["rows"][0]["final_loss"]
-    for curve in result["curves"][1:]:
-        assert min(curve["losses"][:-1], default=9) > target or len(curve["losses"]) <= 2
-        last = curve["steps"][-1]
-        assert curve["losses"][-1] <= target or last == MICRO.target_training.steps
+    own = [row["final_loss"] for row in rows_of(result, "scratch")]
+    targets = [min(end, sum(own) / len(own)) for end in own]
+    per_seed, stopped = len(CONTESTANTS), 0
+    for number, curve in enumerate(result["curves"]):
+        target, last = targets[number // per_seed], curve["steps"][-1]
+        if number % per_seed:
+            assert min(curve["losses"][:-1], default=9) > target or len(curve["losses"]) <= 2
+            assert curve["losses"][-1] <= target or last == MICRO.training.steps
+            stopped += last < MICRO.training.steps
+        else:
+            assert last == MICRO.training.steps
+    assert stopped
 
 
 def test_a_finished_demo_does_nothing_again(finished, monkeypatch):
@@ -84,7 +102,7 @@ def test_a_finished_demo_does_nothing_again(finished, monkeypatch):
     monkeypatch.setattr(TwoStageTrainer, "train", lambda *a, **k: pytest.fail("trained again"))
     again, text = run(directory)
     assert numbers(again) == numbers(result)
-    assert text.count("done before") == 12
+    assert text.count("done before") == 2 + 10 * MICRO.seeds
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -150,9 +168,9 @@ def curve(name, losses, flops, seconds):
     return Curve(name, tuple(range(len(losses))), flops, losses, seconds)
 
 
-def printed(rows, source):
-    console = Console(file=io.StringIO(), width=80)
-    console.print(result_table(rows, source))
+def printed(rows, sources):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(result_table(rows, sources))
     return console.file.getvalue()
 
 
@@ -167,26 +185,41 @@ def test_savings_with_and_without_the_source():
     assert [row["saving"] for row in rows] == [0.0, pytest.approx(0.6), None]
     assert [row["saving_with_source"] for row in rows] == [0.0, pytest.approx(0.4), None]
 
-    text = printed(rows, source)
-    assert "no mark to measure savings" not in text
+    text = printed(rows, [source])
+    assert "One seed does not order" in text and "already reached" not in text
+    assert cells_of(text)["grown"] == ["5.00", "3.00", "40", "4", "60%", "40%"]
+    assert cells_of(text)["slow"] == ["9.00", "4.50", "not reached", "-", "-", "-"]
+    # a second seed, in which the grown model is slower and the slow one arrives
+    faster = curve("grown", (5.0, 3.0), (0.0, 40.0), (0.0, 4.0))
+    arrives = curve("slow", (9.0, 4.0), (0.0, 90.0), (0.0, 9.0))
+    text = printed([*rows, *summarize(source, [scratch, faster, arrives])], [source, source])
+    assert "mean of 2 seeds" in text and "Those that overlap order nothing" in text
+    assert cells_of(text)["grown"] == [
+        "5.00",
+        "3.00",
+        "20 to 40",
+        "2 to 4",
+        "60% to 80%",
+        "40% to 60%",
+    ]
+    assert cells_of(text)["slow"][2:] == ["not reached", "-", "-", "-"]
+
+
+def cells_of(text):
     lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
-    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
-    assert cells["grown"] == ["5.000", "3.000", "40", "4", "60%", "40%"]
-    assert cells["slow"] == ["9.000", "4.500", "not reached", "-", "-", "-"]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
 def test_a_source_beyond_scratch_is_said_to_be():
     scratch = curve("scratch", (8.0, 6.0), (0.0, 50.0), (0.0, 5.0))
     source = curve("source", (7.0, 6.0), (0.0, 20.0), (0.0, 2.0))
-    text = " ".join(printed(summarize(source, [scratch]), source).split())
+    text = " ".join(printed(summarize(source, [scratch]), [source]).split())
     assert "The small model has already reached the loss" in text
 
 
 def test_presets_compare_like_with_like():
     for config in (FULL, QUICK, MICRO):
         source, target = config.source, config.target
-        assert target.hidden_size % source.hidden_size, "an uneven width is part of the demo"
-        assert target.num_hidden_layers > source.num_hidden_layers
-        head = source.hidden_size // source.num_attention_heads
-        assert target.hidden_size == head * target.num_attention_heads
+        assert target.n_embd % source.n_embd == 0, "FPI is exact"
+        assert source.n_embd // source.n_head == target.n_embd // target.n_head
         assert dataclasses.asdict(config) != dataclasses.asdict(FULL) or config is FULL

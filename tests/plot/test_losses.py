@@ -53,14 +53,14 @@ def test_refuses_a_format_before_it_reads_a_run(tmp_path, name):
 
 def test_a_picture_is_at_most_1600_pixels_wide(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    draw([SCRATCH, GROWN, SLOW], tmp_path / "plot.png", source=SMALL)
+    draw([SCRATCH, GROWN, SLOW], tmp_path / "plot.png", sources=[SMALL])
     with image.open(tmp_path / "plot.png") as picture:
         assert picture.width <= 1600
 
 
 def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeypatch):
     figure = drawn(
-        monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png", source=SMALL)
+        monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png", sources=[SMALL])
     )
     found = lines(figure.axes[0])
     for one, before in ((SCRATCH, 0.0), (GROWN, 6.0), (SLOW, 6.0)):
@@ -78,7 +78,7 @@ def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
     assert texts(figure, "cost") == said
     bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
     assert [bar.get_width() for bar in bars] == pytest.approx([30.0, 15.0, 10.0])
-    figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", source=SMALL))
+    figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[SMALL]))
     # (15 + 6) / 30 of the FLOPs
     assert texts(figure, "cost")[1] == "grown: 50% saved; 30% saved counting the small model"
     bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
@@ -91,12 +91,12 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
         lambda: draw(
             [SCRATCH, GROWN],
             tmp_path / "a.png",
-            source=dataclasses.replace(SMALL, losses=(8.0, 3.9)),
+            sources=[SMALL, dataclasses.replace(SMALL, losses=(8.0, 3.9))],
         ),
     )
     assert "the small model ends below the mark" in figure.axes[0].get_title("left")
     with pytest.raises(GrowthError, match="scratch first"):
-        draw([GROWN], tmp_path / "a.png", source=SMALL)
+        draw([GROWN], tmp_path / "a.png", sources=[SMALL])
 
 
 def test_the_early_fall_is_in_an_overview_alone(tmp_path, monkeypatch):
