@@ -25,6 +25,7 @@ from bench.shared.pictures import draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
+from growkern.demo.report import HEADS, table_cells
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.target import growable_fields
 
@@ -341,7 +342,15 @@ def families(results: Path) -> str:
     return table(["`model_type`", "norms", "positions", "sizes", "classes"], lines)
 
 
+def demo_table(results: Path) -> str:
+    """The table of the demo."""
+    found = read(results / "demo.json")
+    heads = [head.replace("\n", " ") for head in HEADS]
+    return table(heads, table_cells(found["rows"])) if found else "not measured yet"
+
+
 BLOCKS = {
+    "demo": demo_table,
     "families": families,
     "cpu-expand": cpu_expand,
     "gpu": gpu_table,

@@ -11,6 +11,12 @@ from growkern.plot.curve import Curve, saving
 from growkern.plot.losses import draw
 
 NOT_REACHED = "not reached"
+# of a run, as shares of scratch's FLOPs: without and with the small model's training
+SAVINGS = ("saving", "saving_with_source")
+HEADS = (
+    *("run", "start\nloss", "final\nloss", "FLOPs\nto it", "seconds\nto it"),
+    *("FLOPs\nsaved", "saved, source\ncounted too"),
+)
 
 
 def summarize(source: Curve, curves: Sequence[Curve]) -> list[dict[str, Any]]:
@@ -53,31 +59,39 @@ def result_table(rows: Sequence[dict[str, Any]], sources: Sequence[Curve]) -> Ta
         rows: from `summarize`, of all seeds.
         sources: of the small models, one per seed.
     """
-    by_run: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_run.setdefault(row["run"], []).append(row)
-    scratch = next(iter(by_run.values()))
+    scratch = [row for row in rows if row["run"] == rows[0]["run"]]
     table = Table(
         title=f"Training the large model to the loss where scratch ends, {_mean(scratch)}",
         caption=_caption(scratch, sources),
     )
-    table.add_column("run")
-    for head in ("start\nloss", "final\nloss", "FLOPs\nto it", "seconds\nto it"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for head in ("FLOPs\nsaved", "saved, source\ncounted too"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for name, of_run in by_run.items():
-        is_scratch = of_run is scratch
-        table.add_row(
+    for head in HEADS:
+        first = head is HEADS[0]
+        table.add_column(head, justify="left" if first else "right", no_wrap=not first)
+    for cells in table_cells(rows):
+        table.add_row(*cells)
+    return table
+
+
+def table_cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The cells of the table, a list for each run, under `HEADS`.
+
+    Args:
+        rows: from `summarize`, of one seed or more. A cell has the range over the seeds.
+    """
+    by_run: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row)
+    return [
+        [
             name,
             _range(of_run, "start_loss", ".2f"),
             _range(of_run, "final_loss", ".2f"),
             _range(of_run, "flops", ".2g", NOT_REACHED),
             _range(of_run, "seconds", ".0f"),
-            "-" if is_scratch else _range(of_run, "saving", ".0%"),
-            "-" if is_scratch else _range(of_run, "saving_with_source", ".0%"),
-        )
-    return table
+            *(_range(of_run, key, ".0%") if number else "-" for key in SAVINGS),
+        ]
+        for number, (name, of_run) in enumerate(by_run.items())
+    ]
 
 
 def _mean(scratch: Sequence[dict[str, Any]]) -> str:
