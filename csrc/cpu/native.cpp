@@ -5,10 +5,6 @@
 #include "gemm.h"
 #include "kl_mlm.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace growkern {
 
 bool supports(int32_t isa) {
@@ -49,19 +45,6 @@ __attribute__((visibility("default"))) int growkern_has_openmp() {
     return 1;
 #else
     return 0;
-#endif
-}
-
-// asks the system for pages of 2 MiB: touching 256 MiB first takes 127 ms with pages of 4 KiB, and
-// 30 ms with these
-__attribute__((visibility("default"))) void growkern_advise_huge(void* start, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr uintptr_t PAGE = 2 << 20;
-    const uintptr_t low = (reinterpret_cast<uintptr_t>(start) + PAGE - 1) & ~(PAGE - 1);
-    const uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(PAGE - 1);
-    if (high > low) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
-#else
-    (void)start, (void)bytes;
 #endif
 }
 

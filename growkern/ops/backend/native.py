@@ -80,7 +80,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         why = f"{candidates[0]} is not built from the sources in csrc: {HOW_TO_REBUILD}"
         warnings.warn(f"the compiled library is not used: {why}", GrowthWarning, stacklevel=2)
         return None, why
-    lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     lib.growkern_advise_huge.restype = None
     isa = ISA_NAMES[lib.growkern_best_isa()]
     threads = "OpenMP" if lib.growkern_has_openmp() else "one thread, built without OpenMP"
@@ -104,8 +104,12 @@ def available_isas() -> range:
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
-    """Ask the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on."""
+    """Ask the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on.
+
+    Args:
+        x: a tensor that nothing has been written to: single bytes of it may be overwritten.
+    """
     lib = loaded()
     size = x.numel() * x.element_size()
     if lib is not None and x.device.type == "cpu" and size >= 8 << 20:
-        lib.growkern_advise_huge(x.data_ptr(), size)
+        lib.growkern_advise_huge(x.data_ptr(), size, torch.get_num_threads())
