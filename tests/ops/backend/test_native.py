@@ -73,3 +73,13 @@ def test_the_stamp_follows_every_source(name, tmp_path):
     assert native.source_stamp(tmp_path) != native.source_stamp(ROOT)
     (tmp_path / "csrc/cpu/native.cpp").unlink()
     assert native.source_stamp(tmp_path) is None
+
+
+@pytest.mark.parametrize("size", [1, 9 << 20, (12 << 20) + 1])
+def test_advice_about_pages_leaves_the_memory_around_alone(size):
+    whole = torch.full((size + (1 << 22),), 7, dtype=torch.uint8)
+    start = (1 << 21) + 5
+    native.advise_huge_pages(whole[start : start + size])
+    assert (whole[:start] == 7).all() and (whole[start + size :] == 7).all()
+    whole[start : start + size] = 3
+    assert whole.sum().item() == 3 * size + 7 * (1 << 22)
