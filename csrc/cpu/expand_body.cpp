@@ -129,6 +129,19 @@ void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from)
     }
 }
 
+// Whether routed elements are written as they are computed. Runs route with fewer loads.
+inline bool routes_past_caches(const ExpandPlan& p) {
+    const ExpandArgs& a = *p.args;
+    const bool whole = (a.row_copies || a.col_copies) && a.larger_share == 1;
+    return whole && p.streaming && a.out_stride_n == 1 && !p.runs;
+}
+
+// whether output elements are source elements, or 0
+template <class In, class Out>
+inline bool copies_elements(const ExpandArgs& a) {
+    return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_noise && !a.col_noise;
+}
+
 // computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
 // reads the s-th source row
 template <class In, class Out, class Acc>
@@ -138,14 +151,9 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
     const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
     const bool noisy = a.row_noise || a.col_noise, routed = a.row_copies || a.col_copies;
-    const bool copies = same<In, Out> && !row_scale && !col_scale && !noisy;
+    const bool copies = copies_elements<In, Out>(a);
     const bool halves = routed && a.larger_share != 1;
-    // runs route with fewer loads
-    const bool past_caches = routed && !halves && p.streaming && a.out_stride_n == 1 && !p.runs;
-    if (past_caches && copies && n_pieces == 1) {
-        return route_past_caches(p, p.target + p.first[s], p.first[s + 1] - p.first[s],
-                                 p.source[s], j0, n, reinterpret_cast<const Out*>(pieces->x));
-    }
+    const bool past_caches = routes_past_caches(p);
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
     alignas(64) Acc noise[MAX_COLUMNS];
@@ -177,7 +185,8 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
                                   noisy ? noise + at : nullptr, y + at);
         }
         if (past_caches) {
-            route_past_caches(p, &i, 1, p.source[s], j0, n, y);
+            const RowToRoute<Out> one = {i, p.source[s], y};
+            route_past_caches(p, &one, 1, j0, n);
             continue;
         }
         if (routed) {
@@ -211,6 +220,24 @@ void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
         }
         emit<In, Out, Acc>(p, s, j0, end - j0, pieces, n_pieces);
     }
+}
+
+// routes columns j0 .. j0 + n - 1 of source rows s .. s + n_rows - 1, which are gathered in `tile`
+template <class Out>
+void route_tile(const ExpandPlan& p, int64_t s, int64_t n_rows, int64_t j0, int64_t n,
+                const Out* tile) {
+    constexpr int64_t MOST = 64;
+    RowToRoute<Out> rows[MOST];
+    int64_t held = 0;
+    for (int64_t q = 0; q < n_rows; ++q) {
+        for (int64_t k = p.first[s + q]; k < p.first[s + q + 1]; ++k) {
+            rows[held++] = {p.target[k], p.source[s + q], tile + q * GATHERED_COLUMNS};
+            if (held < MOST) continue;
+            route_past_caches(p, rows, held, j0, n);
+            held = 0;
+        }
+    }
+    route_past_caches(p, rows, held, j0, n);
 }
 
 // computes source rows s .. s + n_rows - 1; there are at most LINE of them
@@ -248,6 +275,13 @@ void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>
                 const int64_t c = cols[j];
                 tile[j] = c < a.C ? low[q][c] : high[q][c - a.C];
             }
+        }
+        if (copies_elements<In, Out>(a) && routes_past_caches(p)) {
+            route_tile(p, s, n_rows, j0, n, reinterpret_cast<const Out*>(scratch.tile));
+            continue;
+        }
+        for (int64_t q = 0; q < n_rows; ++q) {
+            const Bits* tile = scratch.tile + q * GATHERED_COLUMNS;
             const Piece<In> piece = {reinterpret_cast<const In*>(tile), j0, n};
             emit<In, Out, Acc>(p, s + q, j0, n, &piece, 1);
         }

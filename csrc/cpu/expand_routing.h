@@ -93,129 +93,168 @@ void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
     }
 }
 
-// Which elements are kept with amplitude 1: `hash - first <= last` is (4) of hashes.py. Each has an
-// operator for one element, and `lanes` for 16 of them, of which the first n exist.
-
-// one output row, with routing on the columns. Rows that read the same source share the loads of
-// `first`, `last` and the columns
-struct KeptColumns {
-    uint32_t key, mult;
-    const int32_t* cols;
-    const uint32_t *first, *last;
-
-    bool operator()(int64_t j) const { return key + cols[j] * mult - first[j] <= last[j]; }
-#if defined(__AVX512F__)
-    __mmask16 lanes(int64_t j, __mmask16 some) const {
-        const __m512i at = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(some, cols + j),
-                                              _mm512_set1_epi32(mult));
-        const __m512i from = _mm512_sub_epi32(_mm512_set1_epi32(key),
-                                              _mm512_maskz_loadu_epi32(some, first + j));
-        return _mm512_cmple_epu32_mask(_mm512_add_epi32(at, from),
-                                       _mm512_maskz_loadu_epi32(some, last + j));
-    }
-#endif
+// An output row that is routed with amplitude 1, the virtual row that it reads, and the n elements
+// of that row which it shares with other copies.
+template <class Out>
+struct RowToRoute {
+    int64_t row, source;
+    const Out* whole;
 };
 
-// one output row, with routing on the rows
+// One of the rows that are routed together. Element j is kept if
+// factor number[j] + shift -+ offset[j] <= last: this is (4) of hashes.py.
+template <class Out>
 struct KeptRow {
-    uint32_t row;
-    const int32_t *key, *mult;
-    Interval chosen;
-
-    bool operator()(int64_t j) const {
-        const uint32_t hash = static_cast<uint32_t>(key[j]) + row * static_cast<uint32_t>(mult[j]);
-        return hash - chosen.first <= chosen.last;
-    }
-#if defined(__AVX512F__)
-    __mmask16 lanes(int64_t j, __mmask16 some) const {
-        const __m512i at = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(some, mult + j),
-                                              _mm512_set1_epi32(row));
-        const __m512i from = _mm512_sub_epi32(_mm512_maskz_loadu_epi32(some, key + j),
-                                              _mm512_set1_epi32(chosen.first));
-        return _mm512_cmple_epu32_mask(_mm512_add_epi32(at, from),
-                                       _mm512_set1_epi32(chosen.last));
-    }
-#endif
+    const Out* whole;
+    Out* to;
+    uint32_t factor, shift, last;
 };
 
-// Writes 64 bytes of kept elements past the caches. They do not pass through memory: a load from a
-// fresh store would have to wait for the stores before it.
-template <class Out, class Keeps>
-inline void stream_kept_line(const Out* whole, int64_t j, const Keeps& keeps, Out* to) {
-#if defined(__AVX512F__)
-    __m512i x;
-    if constexpr (sizeof(Out) == 4) {
-        x = _mm512_maskz_loadu_epi32(keeps.lanes(j, 0xffff), whole);
-    } else if constexpr (sizeof(Out) == 2) {
-        const __mmask16 low = keeps.lanes(j, 0xffff), high = keeps.lanes(j + 16, 0xffff);
-        x = _mm512_maskz_loadu_epi16(_mm512_kunpackw(high, low), whole);
-    } else {
-        x = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(keeps.lanes(j, 0xff)), whole);
-    }
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), x);
-#else
-    constexpr int64_t N = LINE_BYTES / sizeof(Out);
-    alignas(64) Out share[N];
-    for (int64_t k = 0; k < N; ++k) share[k] = kept(whole[k], keeps(j + k));
-    stream_bytes(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(share), LINE_BYTES);
-#endif
+// The part of the condition that depends on the column. With routing on the columns (by_column),
+// the offset is subtracted and every column has its own `last`; else the row has.
+struct KeptColumns {
+    const uint32_t *number, *offset, *last;
+};
+
+template <bool by_column, class Out>
+inline bool is_kept(const KeptRow<Out>& row, const KeptColumns& of, int64_t j) {
+    const uint32_t x = row.factor * of.number[j] + row.shift;
+    return by_column ? x - of.offset[j] <= of.last[j] : x + of.offset[j] <= row.last;
 }
 
-// Routes n elements with amplitude 1 to several rows in memory, past the caches. Stores go on while
-// the next lines are computed, where a long burst of stores would wait for memory. All `to` begin
-// at the same place of a line.
-template <int rows, class Out, class Keeps>
-void stream_kept(const Out* whole, int64_t n, const Keeps* keeps, Out* const* to) {
+#if defined(__AVX512F__)
+// `is_kept` of rows for 16 columns, of which `some` exist. The columns' numbers are loaded once for
+// all rows: loads are the limit.
+template <bool by_column, int rows>
+inline void keep_lanes(const __m512i* factor, const __m512i* shift, const __m512i* last,
+                       const KeptColumns& of, int64_t j, __mmask16 some, __mmask16* kept) {
+    const __m512i number = _mm512_maskz_loadu_epi32(some, of.number + j);
+    const __m512i offset = _mm512_maskz_loadu_epi32(some, of.offset + j);
+    const __m512i end = by_column ? _mm512_maskz_loadu_epi32(some, of.last + j) : offset;
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(number, factor[r]), shift[r]);
+        kept[r] = by_column ? _mm512_cmple_epu32_mask(_mm512_sub_epi32(x, offset), end)
+                            : _mm512_cmple_epu32_mask(_mm512_add_epi32(x, offset), last[r]);
+    }
+}
+#endif
+
+// Writes lines of 64 bytes of kept elements past the caches, from column j to at most n; returns
+// the first column that is not written. The elements do not pass through memory: a load from a
+// fresh store would have to wait for the stores before it.
+template <bool by_column, int rows, class Out>
+int64_t stream_kept_lines(const KeptRow<Out>* row, const KeptColumns& of, int64_t j, int64_t n) {
     constexpr int64_t N = LINE_BYTES / sizeof(Out);
-    const int64_t head = (-reinterpret_cast<intptr_t>(*to) & (LINE_BYTES - 1)) / sizeof(Out);
+#if defined(__AVX512F__)
+    __m512i factor[rows], shift[rows], last[rows];
+    const Out* whole[rows];
+    Out* to[rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        factor[r] = _mm512_set1_epi32(row[r].factor);
+        shift[r] = _mm512_set1_epi32(row[r].shift);
+        last[r] = _mm512_set1_epi32(row[r].last);
+        whole[r] = row[r].whole, to[r] = row[r].to;
+    }
+    for (; j + N <= n; j += N) {
+        __mmask16 low[rows], high[rows];
+        keep_lanes<by_column, rows>(factor, shift, last, of, j, N < 16 ? 0xff : 0xffff, low);
+        if constexpr (N == 32) {
+            keep_lanes<by_column, rows>(factor, shift, last, of, j + 16, 0xffff, high);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            __m512i x;
+            if constexpr (N == 16) {
+                x = _mm512_maskz_loadu_epi32(low[r], whole[r] + j);
+            } else if constexpr (N == 32) {
+                x = _mm512_maskz_loadu_epi16(_mm512_kunpackw(high[r], low[r]), whole[r] + j);
+            } else {
+                x = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(low[r]), whole[r] + j);
+            }
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to[r] + j), x);
+        }
+    }
+#else
+    for (; j + N <= n; j += N) {
+        for (int r = 0; r < rows; ++r) {
+            alignas(64) Out share[N];
+            for (int64_t k = 0; k < N; ++k) {
+                share[k] = kept(row[r].whole[j + k], is_kept<by_column>(row[r], of, j + k));
+            }
+            stream_bytes(reinterpret_cast<char*>(row[r].to + j),
+                         reinterpret_cast<const char*>(share), LINE_BYTES);
+        }
+    }
+#endif
+    return j;
+}
+
+// Routes n elements to several rows in memory. Stores go on while the next lines are computed: a
+// long burst of stores would wait for memory. All rows begin at the same place of a line.
+template <bool by_column, int rows, class Out>
+void stream_kept(const KeptRow<Out>* row, const KeptColumns& of, int64_t n) {
     const auto some = [&](int64_t from, int64_t end) {
         for (int r = 0; r < rows; ++r) {
-            for (int64_t j = from; j < end; ++j) to[r][j] = kept(whole[j], keeps[r](j));
+            for (int64_t j = from; j < end; ++j) {
+                row[r].to[j] = kept(row[r].whole[j], is_kept<by_column>(row[r], of, j));
+            }
         }
     };
-    int64_t j = smaller(head, n);
+    const int64_t head = (-reinterpret_cast<intptr_t>(row->to) & (LINE_BYTES - 1)) / sizeof(Out);
+    const int64_t j = smaller(head, n);
     some(0, j);
-    for (; j + N <= n; j += N) {
-#pragma GCC unroll 2
-        for (int r = 0; r < rows; ++r) stream_kept_line(whole + j, j, keeps[r], to[r] + j);
-    }
-    some(j, n);
+    some(stream_kept_lines<by_column, rows>(row, of, j, n), n);
 }
 
-// `route` with amplitude 1, to columns j0 .. j0 + n - 1 of n_rows output rows in memory; they read
-// the virtual row src
+template <bool by_column, class Out>
+void stream_kept(int rows, const KeptRow<Out>* row, const KeptColumns& of, int64_t n) {
+    for (; rows >= 4; rows -= 4, row += 4) stream_kept<by_column, 4>(row, of, n);
+    for (; rows >= 2; rows -= 2, row += 2) stream_kept<by_column, 2>(row, of, n);
+    for (; rows; --rows, ++row) stream_kept<by_column, 1>(row, of, n);
+}
+
+// `route` with amplitude 1, to columns j0 .. j0 + n - 1 of some output rows in memory
 template <class Out>
-void route_past_caches(const ExpandPlan& p, const int64_t* row, int64_t n_rows, int64_t src,
-                       int64_t j0, int64_t n, const Out* whole) {
+void route_past_caches(const ExpandPlan& p, const RowToRoute<Out>* rows, int64_t n_rows,
+                       int64_t j0, int64_t n) {
     const ExpandArgs& a = *p.args;
-    for (int64_t k = 0; k < n_rows;) {
-        Out* to[2] = {};
-        KeptColumns columns[2];
-        int rows = 0;
-        for (; rows < 2 && k + rows < n_rows; ++rows) {
-            const int64_t i = row[k + rows];
-            to[rows] = static_cast<Out*>(a.out) + i * a.out_stride_m + j0;
-            if ((reinterpret_cast<intptr_t>(to[rows]) - reinterpret_cast<intptr_t>(to[0])) %
-                LINE_BYTES) {
-                break;
-            }
-            if (!a.col_copies) continue;
-            columns[rows] = {static_cast<uint32_t>(a.line_key[i]),
-                             static_cast<uint32_t>(a.line_mult[i]), p.cols + j0,
-                             p.chosen_first + j0, p.chosen_last + j0};
-        }
-        if (a.col_copies) {
-            const auto stream = rows == 2 ? stream_kept<2, Out, KeptColumns>
-                                          : stream_kept<1, Out, KeptColumns>;
-            stream(whole, n, columns, to);
-            k += rows;
+    const bool by_column = a.col_copies;
+    const auto unsigned_from = [&](const int32_t* x) {
+        return reinterpret_cast<const uint32_t*>(x) + j0;
+    };
+    const KeptColumns of =
+        by_column ? KeptColumns{unsigned_from(p.cols), p.chosen_first + j0, p.chosen_last + j0}
+                  : KeptColumns{unsigned_from(a.line_mult), unsigned_from(a.line_key), nullptr};
+    constexpr int MOST = 4;
+    KeptRow<Out> kept[MOST];
+    const auto place = [](const KeptRow<Out>& row) {
+        return reinterpret_cast<uintptr_t>(row.to) % LINE_BYTES;
+    };
+    int held = 0;
+    const auto write = [&] {
+        if (by_column) {
+            stream_kept<true>(held, kept, of, n);
         } else {
-            const KeptRow keeps{static_cast<uint32_t>(src), a.line_key + j0, a.line_mult + j0,
-                                chosen_interval(a.row_copies[row[k]])};
-            stream_kept<1>(whole, n, &keeps, to);
-            ++k;
+            stream_kept<false>(held, kept, of, n);
         }
+        held = 0;
+    };
+    for (const RowToRoute<Out>* row = rows; row < rows + n_rows; ++row) {
+        const int64_t i = row->row;
+        Out* to = static_cast<Out*>(a.out) + i * a.out_stride_m + j0;
+        KeptRow<Out> next = {row->whole, to, 0, 0, 0};
+        if (by_column) {
+            next.factor = a.line_mult[i], next.shift = a.line_key[i];
+        } else {
+            const Interval chosen = chosen_interval(a.row_copies[i]);
+            next.factor = row->source, next.shift = -chosen.first, next.last = chosen.last;
+        }
+        if (held == MOST || (held && place(next) != place(kept[0]))) write();
+        kept[held++] = next;
     }
+    write();
 }
 
 }  // namespace
