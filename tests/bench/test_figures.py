@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
-from bench.shared.symmetry_tables import short_table
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
