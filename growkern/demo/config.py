@@ -15,7 +15,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training run: a warm-up, then a rate that falls linearly to 0.
+    """The settings of a training run: a warm-up, then a constant learning rate.
+
+    Under a rate that falls to 0, most of the loss falls at the end of the schedule. A run that ends
+    where scratch ends could then hardly end earlier.
 
     As in bert2BERT, the small and the large model train for the same number of steps. All runs of
     the large model have the same settings. The run from scratch does all its steps, and the others
@@ -23,7 +26,7 @@ class Training:
 
     Attributes:
         steps: optimizer steps.
-        learning_rate: the peak of the schedule.
+        learning_rate: after the warm-up.
         warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
         eval_every: optimizer steps between two evaluations.
         save_every: optimizer steps between two checkpoints.
@@ -110,15 +113,16 @@ FULL = DemoConfig(
     name="full",
     source=Size(n_layer=4, n_embd=64, n_head=4),
     target=Size(n_layer=4, n_embd=128, n_head=8),
-    training=Training(1000, 3e-3, 100, eval_every=50, save_every=100),
+    training=Training(800, 2e-3, 50, eval_every=25, save_every=100),
     seeds=2,
+    eval_blocks=256,
 )
 
 QUICK = DemoConfig(
     name="quick",
     source=FULL.source,
     target=FULL.target,
-    training=Training(350, 3e-3, 50, eval_every=25, save_every=100),
+    training=Training(350, 2e-3, 50, eval_every=25, save_every=100),
     seeds=1,
     vocab_size=512,
     eval_blocks=256,

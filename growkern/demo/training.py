@@ -152,7 +152,7 @@ def _arguments(directory: Path, config: DemoConfig, seed: int) -> TrainingArgume
         per_device_eval_batch_size=config.batch_size,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_steps,
-        lr_scheduler_type="linear",
+        lr_scheduler_type="constant_with_warmup",
         weight_decay=0.01,
         adam_beta2=0.98,
         max_grad_norm=1.0,
