@@ -13,7 +13,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.outputs import load_model
+from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, save
 from growkern.plot.units import NOTHING, heads_of, main_stack, recorded_growth
 from growkern.train.load import load_tokenizer
@@ -115,7 +115,7 @@ def plot_attention(
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
     words = [_readable(token) for token in tokenizer.convert_ids_to_tokens(ids[0])]
-    models = (load_model(c, attention="eager") for c in checkpoints)
+    models = (load_model(Path(c), torch.float32, attention="eager") for c in checkpoints)
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
     rows = _alone(maps[0]) if plan is None else paired_rows(plan)

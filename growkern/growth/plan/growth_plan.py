@@ -231,6 +231,12 @@ def _plan_for(
         for stack, layers in layer_maps.items():
             repeats = pairwise(layers)
             inserted |= {(stack, i) for i, (a, b) in enumerate(repeats, start=1) if a == b}
+    tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
+    if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:
+        raise GrowthError(
+            f"identity_gain={options.identity_gain:g} is below {tiny:.2g}, the smallest normal "
+            f"number of {str(dtype).removeprefix('torch.')}: give a larger one, or another dtype"
+        )
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
         for refusal in family.refuse_depth:
             refusal.check(small.config)

@@ -80,7 +80,7 @@ def output_bound(plan: Blueprint) -> float | None:
         return math.inf
     tokens = _texts(plan)
     try:
-        model = as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
+        model = _measured_model(plan)
         old = _run(model, tokens)
         if angle := angle_error(plan):
             _turn_further(model, angle / tokens.shape[1])
@@ -106,6 +106,23 @@ def largest_output(plan: Blueprint, source: Any) -> float:
         source: the source as a model.
     """
     return next(iter(all_outputs(source, _texts(plan)).values())).abs().max().item()
+
+
+@torch.no_grad()
+def largest_logit(plan: Blueprint) -> float | None:
+    """The largest logit of the source on the texts of (0); None if the source cannot be run."""
+    if not fits(plan.source, MOST_MEASURED):
+        return None
+    try:
+        outputs = _run(_measured_model(plan), _texts(plan))
+    except Exception:
+        # as in `output_bound`
+        return None
+    return next(iter(outputs.values())).max().item()
+
+
+def _measured_model(plan: Blueprint) -> Any:
+    return as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
 
 
 def _is_small(plan: Blueprint) -> bool:

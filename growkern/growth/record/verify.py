@@ -43,7 +43,6 @@ from growkern.growth.record.outputs import (
     check_tokens,
     compare_outputs,
     load_model,
-    load_source,
     rounding_error,
 )
 from growkern.growth.record.verdict import (
@@ -197,7 +196,7 @@ def _compare(
                 outputs[ROUNDING_ERROR] = rounding_error(plan, old, tokens)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
-    old, new = load_source(*source), load_model(grown[1])
+    old, new = load_model(*source), load_model(*grown)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     return compare_outputs(plan, old, new, tokens, labels), coarsest
 
