@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from growkern.growth.models import is_dtensor
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain
-from growkern.growth.plan.probe import angle_error, output_bound
+from growkern.growth.plan.probe import FEWEST, angle_error, carries_exactly, output_bound
 from growkern.growth.plan.vocabulary import (
     is_capped_too_low,
     largest_capped,
@@ -116,7 +115,7 @@ def _width(plan: Blueprint) -> list[Finding]:
             f"{layout.no_carry_reason}"
         )
         return [Finding("changed", what, why)]
-    if _carries_exactly(plan):
+    if carries_exactly(plan):
         why = "extra coordinates carry the mean, exactly as all weights of a norm are equal"
         return [Finding("exact", what, why)]
     why = f"extra coordinates carry the mean, and norms are slightly off, carry={options.carry:g}"
@@ -144,17 +143,6 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
         )
     why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
     return Finding("approximate", what, why, bound)
-
-
-def _carries_exactly(plan: Blueprint) -> bool:
-    """True if t of `growth.plan.probe` (1) is 0 in every norm that carries the mean."""
-    for task in plan.tasks:
-        if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
-            gamma = plan.source.read(task.source)
-            # weights on the meta device have no values, and sharded ones lie elsewhere
-            if gamma.is_meta or is_dtensor(gamma) or bool((gamma != gamma[0]).any()):
-                return False
-    return True
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
@@ -325,7 +313,7 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         all_of_it = len(names) == len(plan.source.dtypes)
         what = "the source" if all_of_it else f"{names[0]} (one of {len(names)} such tensors)"
         why = f"{what} is {wide} and is rounded to {dtype}, {each}"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     if plan.dtype.itemsize > 2:
         return []
     is_widened = any(
@@ -340,13 +328,22 @@ def _rounding(plan: Blueprint) -> list[Finding]:
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
     if is_widened and plan.dtype == torch.float16 and divides:
         why = f"some weights are divided, {each}; symmetry='routing' divides none"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
+
+
+def _rounded(plan: Blueprint, dtype: str, why: str, bound: float) -> Finding:
+    """The statement on weights that are rounded by at most `bound`."""
+    size = plan.small.size("stream")
+    if plan.small.family.norm.centres and size < FEWEST:
+        why += f"; norms over {size} coordinates can make any change of that"
+        return Finding("changed", dtype, why, bound, WEIGHT_ERROR)
+    return Finding("approximate", dtype, why, bound, WEIGHT_ERROR)
 
 
 def _is_rounded(plan: Blueprint, task: Task) -> bool:

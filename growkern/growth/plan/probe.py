@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.runs import (
     LARGEST,
@@ -132,6 +133,17 @@ def _is_small(plan: Blueprint) -> bool:
 def _texts(plan: Blueprint) -> Tensor:
     """The random texts of (0), (texts, length) int64."""
     return random_tokens(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
+
+
+def carries_exactly(plan: Blueprint) -> bool:
+    """True if t of (1) is 0 in every norm that carries the mean."""
+    for task in plan.tasks:
+        if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
+            gamma = plan.source.read(task.source)
+            # weights on the meta device have no values, and sharded ones lie elsewhere
+            if gamma.is_meta or is_dtensor(gamma) or bool((gamma != gamma[0]).any()):
+                return False
+    return True
 
 
 def angle_error(plan: Blueprint) -> float:

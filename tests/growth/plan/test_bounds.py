@@ -181,3 +181,11 @@ def test_blocks_that_float16_cannot_hold_are_refused():
     ahead = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float16)
     assert growkern.plan(ahead, n_layer=4, identity_gain=1e-8).exact
     growkern.plan(source, num_hidden_layers=4, identity_gain=1e-8, method="random")
+
+
+@pytest.mark.parametrize("width", [2, 8])
+def test_rounding_is_unbounded_behind_norms_over_few_coordinates(width):
+    """Over two coordinates a norm returns little more than a sign, which rounding can flip."""
+    source = random_model("GPT2LMHeadModel", {**GPT2, "n_embd": width, "n_head": 1})
+    said = growkern.plan(source, n_layer=4, dtype=torch.bfloat16).findings[-1]
+    assert said.what == "bfloat16" and said.level == ("changed" if width == 2 else "approximate")
