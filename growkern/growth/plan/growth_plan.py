@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
@@ -24,7 +25,7 @@ from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
-from growkern.growth.plan.table import plan_table
+from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
@@ -39,13 +40,22 @@ if TYPE_CHECKING:
     from growkern.growth.keywords import GrowthKeywords
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GrowthPlan(Blueprint):
-    """How a source becomes a target; made by `growkern.plan`, printed with `print(plan.table())`.
+    """How a source becomes a target; made by `growkern.plan`. `print(plan)` prints its tables.
 
     It is a `Blueprint` with findings about exactness, a cost estimate and advice. Its attributes
     are those of `Blueprint`.
     """
+
+    def __repr__(self) -> str:
+        sizes = self.size_changes().items()
+        changes = [f"{field} {old} -> {new}" for field, (old, new) in sizes if old != new]
+        return f"<GrowthPlan of {self.small.class_name}: {', '.join(changes) or 'the same sizes'}>"
+
+    def __str__(self) -> str:
+        # a plan from a record cannot make findings: it has no weights
+        return as_text(self.table()) if "findings" in vars(self) else repr(self)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -139,6 +149,15 @@ class GrowthReport:
     bytes_written: int
     seconds: float
     bytes_kept: int = 0
+
+
+def check_plan(plan: Any) -> None:
+    """Refuse an argument in a plan's place that is none, such as the model itself.
+
+    Raises:
+        GrowthError: it is no plan.
+    """
+    check_kind("plan", plan, GrowthPlan, "the plan of the growth, model.growth_plan")
 
 
 def plan(

@@ -67,6 +67,7 @@ from growkern.ops.loss.rows.options import (
     check_labels,
     check_options,
     check_row_weights,
+    check_tensors,
     check_vocabulary,
     checked_labels,
     outcome,
@@ -322,6 +323,8 @@ def _warn_once_of_half(dtype: torch.dtype) -> None:
 
 
 def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:
+    check_tensors({"student_logits": student})
+    check_tensors({f"teacher_logits[{k}]": teacher for k, teacher in enumerate(teachers)})
     if student.ndim < 1 or not student.is_floating_point():
         raise GrowthError(f"student_logits must be float (..., V), got {student.dtype}")
     halves = [x.dtype for x in (student, *teachers) if x.element_size() == 2]

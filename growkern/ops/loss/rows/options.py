@@ -7,12 +7,13 @@ that hold slices of the vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.rows.label_options import RULES
@@ -217,14 +218,25 @@ def check_vocabulary(
 # --------------------------------------------------------------- labels and rows
 
 
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that are no tensors, such as arrays of NumPy.
+
+    Args:
+        given: the arguments by their names.
+
+    Raises:
+        GrowthError: one is no tensor.
+    """
+    for name, x in given.items():
+        check_kind(name, x, Tensor, "a tensor")
+
+
 def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
     """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
 
     Raises:
         GrowthError: labels are not integers, or have another shape.
     """
-    if not isinstance(labels, Tensor):
-        raise GrowthError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.shape != rows:
         raise GrowthError(
             f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
@@ -276,8 +288,10 @@ def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
 
 def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
     """Row weights as (N,); a GrowthError if they do not fit the labels."""
+    check_tensors({"labels": labels})
     if weights is None:
         return None
+    check_tensors({"row_weights": weights})
     if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
         raise GrowthError(
             f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
