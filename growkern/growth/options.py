@@ -35,8 +35,8 @@ class GrowthOptions:
             a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
         depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
             function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
-            copies next to their layer. `auto` is `stack` with scheme="paper" and with methods that
-            lose the function anyway, else `identity`.
+            copies next to their layer. `auto` is `stack` with scheme="paper" and with the methods
+            `direct_copy` and `random`, else `identity`.
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.

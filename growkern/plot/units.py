@@ -66,8 +66,9 @@ def recorded_growth(
     return plan
 
 
-def name_of(directory: Path) -> str:
+def name_of(directory: str | Path) -> str:
     """The name of a model: that on the Hub if it has one, else that of its directory."""
+    directory = Path(directory)
     on_hub = hub_model(directory)
     return on_hub.id if on_hub else directory.resolve().name
 

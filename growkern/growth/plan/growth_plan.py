@@ -190,9 +190,25 @@ def plan(
     place = located(source, revision, weights=False)
     opened = open_source(place, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
+    refuse_idle_carry(made)
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)
     return made
+
+
+def refuse_idle_carry(plan: GrowthPlan) -> None:
+    """Refuse a `carry` that changes nothing, as `GrowthOptions` does with `noise` and `routing`.
+
+    Records of such growths exist, so only calls of users are checked.
+
+    Raises:
+        GrowthError: it has no effect at these sizes, or in this family.
+    """
+    if plan.options.carry != GrowthOptions.carry and not plan.layout.uses_carry:
+        raise GrowthError(
+            f"carry={plan.options.carry:g} has no effect in this growth: it is for models "
+            "with LayerNorm at a hidden size that is no multiple of the source's: leave it out"
+        )
 
 
 def plan_growth(

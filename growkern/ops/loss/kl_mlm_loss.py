@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, LogitKeywords, Reduction
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
@@ -67,7 +67,6 @@ from growkern.ops.loss.rows.options import (
     check_labels,
     check_options,
     check_row_weights,
-    check_tensors,
     check_vocabulary,
     checked_labels,
     outcome,

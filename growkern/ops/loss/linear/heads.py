@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.loss.rows.options import Options, check_tensors
+from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
 

@@ -7,15 +7,14 @@ that hold slices of the vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
 
-from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.loss.rows.label_options import RULES
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
@@ -216,19 +215,6 @@ def check_vocabulary(
 
 
 # --------------------------------------------------------------- labels and rows
-
-
-def check_tensors(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are no tensors, such as arrays of NumPy.
-
-    Args:
-        given: the arguments by their names.
-
-    Raises:
-        GrowthError: one is no tensor.
-    """
-    for name, x in given.items():
-        check_kind(name, x, Tensor, "a tensor")
 
 
 def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
