@@ -244,7 +244,7 @@ def test_the_command_line(server, tmp_path):
     drawn = run("plot", NAME, "large", "--weights", "--out", "w.png")
     assert drawn.returncode == 0, drawn.stderr
     measured = run("eval", NAME, "--text", str(tmp_path / "large" / "notes.txt"))
-    assert measured.returncode == 2 and "has no tokenizer files" in measured.stderr
+    assert measured.returncode == 2 and "has 64 positions" in measured.stderr
     failed = run("plan", "acme/none", "--hidden-size", "24", HF_HUB_OFFLINE="1")
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1, failed.stderr
     assert "HF_HUB_OFFLINE is set" in failed.stderr
