@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from growkern.arguments import whole_number
 from growkern.errors import GrowthError
 
 # PyTorch takes 63 bits, NumPy 32
 MOST_SEED, MOST_NUMPY_SEED = (1 << 63) - 1, (1 << 32) - 1
 
 
-def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> None:
+def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
     """Refuse a seed that a generator of random numbers does not take.
 
     Args:
@@ -16,8 +17,13 @@ def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> None:
         name: of the setting, for the message.
         most: the largest seed.
 
+    Returns:
+        The seed as an int.
+
     Raises:
-        GrowthError: it lies outside 0 .. most.
+        GrowthError: it is no whole number, or lies outside 0 .. most.
     """
+    seed = whole_number(name, seed)
     if not 0 <= seed <= most:
         raise GrowthError(f"{name} is {seed}: it must lie in 0 .. {most}")
+    return seed

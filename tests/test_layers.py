@@ -26,6 +26,7 @@ OURS = {
 # each layer may import itself and the ones before it
 LAYERS = (
     "errors",
+    "arguments",
     "seeds",
     "units",
     "package",
@@ -143,6 +144,7 @@ PUBLIC_OPS = {
 # what a layer may import that is neither ours nor the standard library; the others are free
 THIRD_PARTY = {
     "errors": set(),
+    "arguments": set(),
     "units": set(),
     "package": {"tomli"},
     "bounded": set(),

@@ -100,18 +100,22 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
 
 @torch.no_grad()
 def _mixed(large: Any, equal: Any, times: int, seed: int) -> Any:
-    """`large` with a random half of its connections taken from `equal`; for GPT-2 alone.
+    """`large` with a random half of its connections taken from `equal`.
 
-    GPT-2's matrices are stored as (inputs, outputs), and the copies of input j are j, j + n, and so
-    on: all of them take their weight from the same model, so that they still add up.
+    The copies of input j of a matrix are j, j + n, and so on. All of them take their weight from
+    the same model, so that they still add up.
     """
     random = torch.Generator().manual_seed(seed)
-    others = dict(equal.named_parameters())
-    for name, weight in large.named_parameters():
-        if name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
-            connections = (weight.shape[0] // times, weight.shape[1])
-            taken = (torch.rand(connections, generator=random) < 0.5).repeat(times, 1)
-            weight.copy_(torch.where(taken, others[name], weight))
+    others = dict(equal.named_modules())
+    for name, module in large.base_model.named_modules(prefix=large.base_model_prefix):
+        # GPT-2 stores matrices as (inputs, outputs), the others the other way around
+        by_input = {"Conv1D": 0, "Linear": 1}.get(type(module).__name__)
+        if by_input is None:
+            continue
+        weight, other = (one.weight.movedim(by_input, 0) for one in (module, others[name]))
+        connections = (weight.shape[0] // times, weight.shape[1])
+        taken = (torch.rand(connections, generator=random) < 0.5).repeat(times, 1)
+        weight.copy_(torch.where(taken, other, weight))
     return large
 
 

@@ -18,6 +18,7 @@ from growkern.cli.app import (
     Source,
     Target,
     app,
+    lineage_there,
     print_json,
     print_table,
     show,
@@ -89,14 +90,17 @@ def grow(
         Path | None, typer.Option(help="optimizer.pt of transformers' Trainer, to be grown too.")
     ] = None,
     moments: Annotated[
-        str, typer.Option(help="Optimizer moments: grow | old_slices | reset.")
-    ] = "grow",
+        str | None,
+        typer.Option(help="Moments of --optimizer: grow | old_slices | reset.  \\[grow]"),
+    ] = None,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     from growkern.growth.grow import grow_checkpoint
     from growkern.growth.source.hub import located
 
     silence_transformers()
+    if moments is not None and optimizer is None:
+        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
     compared = {} if text is None else tokens_of(located(source, revision), text)
     report = grow_checkpoint(
         source,
@@ -110,11 +114,11 @@ def grow(
         revision=revision,
         progress=sys.stderr.isatty(),
         optimizer=optimizer,
-        moments=cast(Any, moments),
+        moments=cast(Any, moments or "grow"),
         **growth,
     )
     print_growth(report)
-    if optimizer is not None and moments == "grow":
+    if optimizer is not None and moments in (None, "grow"):
         print_moments(report)
     if text is None:
         at = "" if revision is None else f" --revision {revision}"
@@ -161,6 +165,9 @@ def verify(
     ] = None,
     revision: Revision = None,
     text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
+    lineage: Annotated[
+        Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
+    ] = None,
     checksums: Annotated[
         bool,
         typer.Option(
@@ -176,12 +183,16 @@ def verify(
 
     silence_transformers()
     if checksums:
+        options = {"--text": text, "--lineage": lineage, "--revision": revision}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise GrowthError(f"{given[0]} has no effect with --checksums: give one of them")
         compare_checksums(source, target)
         return
     if target is None:
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
     source = located(source, revision)
-    finish(source, target, {} if text is None else tokens_of(source, text))
+    compared = {} if text is None else tokens_of(source, text)
+    finish(source, target, {**compared, "lineage": lineage_there(lineage)})
 
 
 def compare_checksums(source: Path, target: Path | None) -> None:
@@ -225,7 +236,7 @@ def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
     Args:
         source: the checkpoint that was grown.
         target: the grown checkpoint.
-        compared: tokens and labels from `tokens_of`, or empty for random tokens.
+        compared: further arguments of `growkern.verify`: tokens and labels from `tokens_of`.
     """
     from growkern.growth.record.verify import verify as check
 

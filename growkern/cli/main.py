@@ -12,7 +12,7 @@ import sys
 import warnings
 from typing import Any
 
-from growkern.errors import FunctionChangedWarning, GrowthWarning
+from growkern.errors import FunctionChangedWarning, GrowthError, GrowthWarning
 from growkern.train.safety.signals import SignalWatch
 
 python_format = warnings.formatwarning
@@ -41,6 +41,9 @@ def _format_warning(message: Any, category: Any, *place: Any, **options: Any) ->
 
 
 def _run(arguments: list[str]) -> Any:
+    if "" in arguments:
+        place = arguments.index("") + 1
+        raise GrowthError(f"argument {place} is empty: a variable of the shell may not be set")
     # here, so that a signal during the imports is caught too
     from growkern.cli.commands import app
 

@@ -92,7 +92,7 @@ def cache_teacher(
     "The run" below is the training run that will use the cache.
     """
     from growkern.growth.source.hub import located
-    from growkern.train.topk_teacher.http import SCHEMES
+    from growkern.train.topk_teacher.http import is_server
     from growkern.train.topk_teacher.write import cache_teacher as make
 
     silence_transformers()
@@ -108,7 +108,7 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    place = source if source.startswith(SCHEMES) else located(Path(source), revision)
+    place = source if is_server(source) else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
     report = make(
         directory=out,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from growkern.arguments import path_of
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
@@ -111,7 +112,8 @@ def grow(
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
         Its plan is `model.growth_plan`. `save_pretrained` also writes `lineage.json` and a model
-        card, and `push_to_hub` sends them, unless the model was trained or cast before.
+        card, and `push_to_hub` sends them. If the model was trained or cast before, a record in the
+        directory stays and says so; a new directory gets none.
 
     Raises:
         GrowthError: the source or the sizes cannot be used; this is checked before any work.
@@ -244,6 +246,8 @@ def grow_checkpoint(
     """
     shard_size = parse_size("max_shard_size", max_shard_size)
     settings = Settings(backend, shard_size, allow_nonfinite)
+    source_path = path_of("source_dir", source_dir, "a directory; growkern.grow takes models")
+    target_path = path_of("target_dir", target_dir)
 
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
@@ -260,13 +264,13 @@ def grow_checkpoint(
     return carry_out(
         make_plan,
         settings,
-        Path(source_dir),
-        Path(target_dir),
+        source_path,
+        target_path,
         overwrite=overwrite,
         memory_limit=memory_limit,
         resume=resume,
         progress=progress,
-        optimizer=None if optimizer is None else Path(optimizer),
+        optimizer=None if optimizer is None else path_of("optimizer", optimizer, "its file"),
         moments=moments,
     )
 

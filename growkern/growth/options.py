@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
+from growkern.arguments import real_number
 from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 from growkern.seeds import check_seed
@@ -21,14 +23,6 @@ Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
-CHOICES = {
-    "method": get_args(Method),
-    "depth": get_args(Depth),
-    "scheme": get_args(Scheme),
-    "symmetry": get_args(Symmetry),
-    "aki": get_args(Aki),
-    "maps": get_args(Maps),
-}
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class GrowthOptions:
             a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
         depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
             function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
-            copies next to their layer. `auto` is `stack` with scheme="paper" and with methods that
-            lose the function anyway, else `identity`.
+            copies next to their layer. `auto` is `stack` with scheme="paper" and with the methods
+            `direct_copy` and `random`, else `identity`.
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.
@@ -82,10 +76,7 @@ class GrowthOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise GrowthError(f"{name}={value!r}{nearest(str(value), allowed)}")
+        self._check_kinds()
         if self.symmetry == "auto":
             default = "none" if self.scheme == "paper" else DEFAULT_SYMMETRY
             object.__setattr__(self, "symmetry", default)
@@ -94,17 +85,29 @@ class GrowthOptions:
             object.__setattr__(self, "depth", "stack" if is_copied else DEFAULT_DEPTH)
         for name, most in (("noise", 1.0), ("routing", MOST_AMPLITUDE), ("carry", 1.0)):
             if not 0 <= getattr(self, name) <= most:
-                raise GrowthError(f"{name}={getattr(self, name)} is outside 0 .. {most:g}")
+                raise GrowthError(f"{name}={getattr(self, name):g} is outside 0 .. {most:g}")
         for name in ("noise", "routing"):
             unset = getattr(GrowthOptions, name)
             if getattr(self, name) != unset and self.symmetry != name:
                 raise GrowthError(
-                    f"{name}={getattr(self, name)} has no effect with symmetry={self.symmetry!r}: "
-                    f"give symmetry={name!r} as well"
+                    f"{name}={getattr(self, name):g} has no effect with "
+                    f"symmetry={self.symmetry!r}: give symmetry={name!r} as well"
                 )
         if not 0 < self.identity_gain <= 1:
-            raise GrowthError(f"identity_gain={self.identity_gain} must be above 0 and at most 1")
-        check_seed(self.seed)
+            raise GrowthError(f"identity_gain={self.identity_gain:g} must be above 0 and at most 1")
+
+    def _check_kinds(self) -> None:
+        """Check every field by its type, and store numbers of other libraries as Python's."""
+        for name, kind in KINDS.items():
+            value = getattr(self, name)
+            if kind is float:
+                object.__setattr__(self, name, real_number(name, value))
+            elif name == "seed":
+                object.__setattr__(self, name, check_seed(value))
+            elif not isinstance(value, str) or value not in CHOICES[name]:
+                raise GrowthError(
+                    f"{name}={reprlib.repr(value)}{nearest(str(value), CHOICES[name])}"
+                )
 
     @property
     def shares_add_up(self) -> bool:
@@ -126,6 +129,10 @@ class GrowthOptions:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+
+# the type of every option, and the choices of those that are not numbers
+KINDS = get_type_hints(GrowthOptions)
+CHOICES = {name: get_args(kind) for name, kind in KINDS.items() if get_args(kind)}
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from growkern.arguments import path_of
 from growkern.growth.grow import carry_out
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport
 from growkern.growth.plan.pieces import MEMORY_LIMIT
-from growkern.growth.record.lineage import (
-    contradictions,
-    plan_from_lineage,
-    read_lineage,
-    version_notes,
-)
+from growkern.growth.record.compare import contradictions, version_notes
+from growkern.growth.record.lineage import RECORD, plan_from_lineage, read_lineage
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
 
@@ -47,11 +44,12 @@ def replay(
         GrowthError: the lineage is missing, damaged or does not fit the source; and as in
             `growkern.grow_checkpoint`.
     """
-    record, source_dir = read_lineage(Path(lineage)), Path(source_dir)
+    record = read_lineage(path_of("lineage", lineage, RECORD))
+    source_path, target = path_of("source_dir", source_dir), path_of("target_dir", target_dir)
     notes = version_notes(record)
 
     def make_plan() -> GrowthPlan:
-        source = open_source(located(source_dir, revision), allow_nonfinite=True)
+        source = open_source(located(source_path, revision), allow_nonfinite=True)
         plan = plan_from_lineage(source, record)
         for line in [*notes, *contradictions(record, plan)]:
             warnings.warn(line, stacklevel=4)
@@ -60,8 +58,8 @@ def replay(
     return carry_out(
         make_plan,
         record.settings,
-        source_dir,
-        Path(target_dir),
+        source_path,
+        target,
         overwrite=overwrite,
         memory_limit=memory_limit,
         resume=resume,

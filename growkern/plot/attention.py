@@ -13,9 +13,10 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.outputs import load_model
+from growkern.growth.source.hub import located
+from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, save
-from growkern.plot.units import NOTHING, heads_of, main_stack, recorded_growth
+from growkern.plot.units import NOTHING, heads_of, main_stack, name_of, recorded_growth
 from growkern.train.load import load_tokenizer
 
 # how many fit so that tokens can be read
@@ -95,7 +96,8 @@ def plot_attention(
     """Draw attention maps of a source, and of the model grown from it (bert2BERT, Figures 9-12).
 
     Args:
-        checkpoints: a model alone, or a source and the model grown from it.
+        checkpoints: a model alone, or a source and the model grown from it. Directories, or models
+            on the Hub.
         text: is split into tokens by the tokenizer of the first checkpoint.
         out: file to write; its name ends with a format of matplotlib.
         lineage: the lineage file of the growth, or its directory; None: that of the grown model.
@@ -111,16 +113,18 @@ def plot_attention(
     if len(checkpoints) > 2:
         raise GrowthError("attention is drawn for one model, or for a source and one grown from it")
     is_pair = len(checkpoints) == 2
+    checkpoints = [located(one) for one in checkpoints]
     plan = recorded_growth(checkpoints[0], checkpoints[1], lineage) if is_pair else None
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
     words = [_readable(token) for token in tokenizer.convert_ids_to_tokens(ids[0])]
-    models = (load_model(c, attention="eager") for c in checkpoints)
+    models = (load_model(Path(c), torch.float32, attention="eager") for c in checkpoints)
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
     rows = _alone(maps[0]) if plan is None else paired_rows(plan)
-    names = [Path(c).resolve().name for c in checkpoints]
-    title = names[0] if plan is None else f"{names[0]}, and below it {names[1]}, grown from it"
+    names = [name_of(one) for one in checkpoints]
+    pair = f"small ({names[0]}), and below it grown ({names[-1]})"
+    title = names[0] if plan is None else pair
     shown = len(rows[0].cells)
     layers = f"{len(rows) // len(maps)} of {len(maps[-1])} layers"
     parts = f"{layers}, {shown} of {heads} heads" if shown < heads else layers
@@ -170,9 +174,9 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
             own.append(Cell(layer, head, f"head {head}"))
         is_inserted = layer in inserted
         rows += [
-            Row(f"small model\nlayer {below}", False, is_inserted, tuple(above)),
+            Row(f"small\nlayer {below}", False, is_inserted, tuple(above)),
             Row(
-                f"grown model\nlayer {layer}" + ("\ninserted" if is_inserted else ""),
+                f"grown\nlayer {layer}" + ("\ninserted" if is_inserted else ""),
                 True,
                 is_inserted,
                 tuple(own),

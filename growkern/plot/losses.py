@@ -164,7 +164,8 @@ def draw(
     # later text must not move what the labels were placed by
     figure.set_layout_engine("none")
     of = f"{groups[0].name}{', mean' if len(groups[0].curves) > 1 else ''}"
-    draw_mark(axes, mark, f"mark: final loss of {of}, {mark:.3f}")
+    if below:
+        draw_mark(axes, mark, f"mark: final loss of {of}, {mark:.3f}")
     overview(axes)
     curves_drawn = curves_in(axes)
     label_ends(axes, curves_drawn[: -len(groups)])
@@ -217,7 +218,8 @@ def _draw_curves(
             label=group.name,
             gid="curve",
         )
-        for cost in group.costs(mark):
+        # a single group has nothing to compare with
+        for cost in group.costs(mark) if len(groups) > 1 else ():
             point = {"marker": style.marker, "color": style.color, "markersize": 9}
             axes.plot([(group.before + cost) / unit], [mark], markeredgecolor="white", **point)
     kind = "validation loss" if groups[0].curves[0].validation else "training loss"
@@ -300,7 +302,9 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
         if any(g.before for g in groups)
         else ""
     )
-    axes.set_title(f"FLOPs to reach loss {mark:.3f}{hatched}", fontsize=TEXT, loc="left")
+    many = any(len(group.curves) > 1 for group in groups)
+    large = " (large markers above: one for each run)" if many else ""
+    axes.set_title(f"FLOPs to reach loss {mark:.3f}{large}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(alpha=0.25, axis="x")

@@ -14,6 +14,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import read_lineage
 from growkern.growth.record.recorded import recorded_plan
 from growkern.growth.source.config import read_config
+from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
 
 NOTHING = -1
@@ -63,6 +64,13 @@ def recorded_growth(
                     "small model first, and then the model grown from it"
                 )
     return plan
+
+
+def name_of(directory: str | Path) -> str:
+    """The name of a model: that on the Hub if it has one, else that of its directory."""
+    directory = Path(directory)
+    on_hub = hub_model(directory)
+    return on_hub.id if on_hub else directory.resolve().name
 
 
 def main_stack(plan: GrowthPlan) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.source.hub import located
 from growkern.plot.figure import GREY, SMALL, TEXT, WIDTH, check_format, new_figure, save
-from growkern.plot.units import NOTHING, Units, heads_of, recorded_growth, units_of
+from growkern.plot.units import NOTHING, Units, heads_of, name_of, recorded_growth, units_of
 
 # boxes have the number of their source up to this many
 MOST_NUMBERS = 48
@@ -56,7 +57,7 @@ def plot_weights(
     """Draw where each unit of a grown model comes from. No weights are read.
 
     Args:
-        source, grown: directories of the checkpoints.
+        source, grown: directories of the checkpoints, or models on the Hub.
         out: file to write; its name ends with a format of matplotlib.
         lineage: the lineage file, or its directory; None: that of `grown`.
 
@@ -65,13 +66,14 @@ def plot_weights(
             matplotlib is missing, or the file cannot be written.
     """
     check_format(Path(out))
+    source, grown = (located(one, weights=False) for one in (source, grown))
     plan = recorded_growth(source, grown, lineage)
     if plan.options.method == "random":
         raise GrowthError(
             f"{grown}: method='random' takes no unit from the source: nothing to draw"
         )
-    small, large = (Path(p).resolve().name for p in (source, grown))
-    title = f"Where each unit of {large} comes from: the colour is that of its unit in {small}"
+    small, large = name_of(source), name_of(grown)
+    title = f"Each unit of grown ({large}) has the colour of its unit in small ({small})"
     panels = [*layer_panels(plan), *unit_panels(plan)]
     _draw(panels, title, Path(out))
 

@@ -85,7 +85,10 @@ def load_tokenizer(directory: Path) -> Any:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise GrowthError(f"{directory} is not a directory: give one that exists")
+        raise GrowthError(
+            f"{directory} is not a directory: give one that exists, or download a model from the "
+            "Hub first: hf download ORGANISATION/NAME --local-dir DIRECTORY"
+        )
     lacks = GrowthError(
         f"{directory} has no tokenizer files: copy those of the model's tokenizer into it, or name "
         "another directory of a tokenizer"

@@ -12,9 +12,10 @@ from bench.fuzz_exactness.cases import Case, draw
 from bench.fuzz_exactness.check import check
 from growkern.families.model import ModelSpec
 from growkern.growth import grow
+from growkern.growth.plan import exactness
 from growkern.growth.record import verify
 from tests import walks
-from tests.growth.models import GPT2, LLAMA
+from tests.growth.models import BERT, GPT2, LLAMA
 from tests.growth.plan.test_matrix import FAMILIES
 
 # parts can run side by side, and one failure names its part
@@ -61,6 +62,21 @@ def test_another_word_of_verify_is_found(monkeypatch):
     assert check(case) == "exact"
     monkeypatch.setattr(verify, "measured_level", lambda *_: ("approximate", ""))
     with pytest.raises(AssertionError, match="planned exact, verify says approximate"):
+        check(case)
+
+
+def test_a_mean_that_is_not_carried_is_found(monkeypatch):
+    case = Case("BertModel", BERT, {"hidden_size": 20, "carry": 0.0}, on_disk=False)
+    assert check(case) == "changed"
+    width = exactness._width
+    exact = {"level": "exact"}
+    monkeypatch.setattr(
+        exactness, "_width", lambda plan: [dataclasses.replace(f, **exact) for f in width(plan)]
+    )
+    with pytest.raises(AssertionError, match="planned exact, verify says changed"):
+        check(case)
+    monkeypatch.setattr(verify, "measured_level", lambda *_: ("exact", ""))
+    with pytest.raises(AssertionError, match="planned exact, but outputs differ"):
         check(case)
 
 

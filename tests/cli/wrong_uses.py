@@ -44,6 +44,7 @@ COMMANDS = [
     Use("plan {bert} --hiden-size 24", ("--hiden-size", "--hidden-size")),
     Use("plan {bert} --hidden-size", ("--hidden-size", "argument")),
     Use("plan {bert} --hidden-size wide", ("--hidden-size", "integer")),
+    Use("grow '' {new} --hidden-size 24", ("argument 2 is empty",)),
 ]
 
 SOURCES = [
@@ -62,7 +63,10 @@ SOURCES = [
     Use("verify {llama} {llama} --text {binary}", ("binary", "saved as UTF-8")),
     Use("grow {trained} {new} --hidden-size 24", ("config.json",)),
     Use("verify {bert} {new}", ("new",)),
-    Use("verify {bert} {gpt2}", ("lineage.json",)),
+    Use("verify {bert} {gpt2}", ("lineage.json", "give a grown checkpoint", "--lineage")),
+    Use("verify {bert} {gpt2} --lineage none.json", ("none.json: no such file",)),
+    Use("verify {large} {bert}", ("bert is no grown checkpoint", "give the source first")),
+    Use("verify {bert} {large} --checksums --text {text}", ("--text has no effect",)),
 ]
 
 SIZES = [
@@ -88,6 +92,8 @@ OPTIONS = [
     Use(f"plan {{bert}} {WIDE} --noise 9", ("noise", "9")),
     Use(f"plan {{bert}} {WIDE} --symmetry none --noise 0.3", ("noise", "give symmetry='noise'")),
     Use(f"plan {{bert}} {WIDE} --routing outputs,hidden", ("routing",)),
+    Use(f"plan {{bert}} {WIDE} --carry 0.01", ("carry=0.01 has no effect", "leave it out")),
+    Use("plan {llama} --hidden-size 20 --carry 0.01", ("carry=0.01 has no effect",)),
     Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
     Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
     Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "above 0")),
@@ -104,9 +110,12 @@ WRITING = [
     Use(f"grow {{bert}} {{new}} {WIDE} --memory-limit 1KB", ("memory_limit", "at least")),
     Use(f"grow {{bert}} {{new}} {WIDE} --optimizer not-there.pt", ("not-there.pt",)),
     Use(f"grow {{bert}} {{new}} {WIDE} --moments reset", ("moments", "optimizer")),
-    Use("fold {bert} {new}", ("lineage.json", "only grown checkpoints")),
+    Use(f"grow {{bert}} {{new}} {WIDE} --moments grow", ("--moments", "give --optimizer")),
+    Use("fold {bert} {new}", ("lineage.json", "give a grown checkpoint", "--lineage")),
     Use("fold {large} {bert}", ("exists", "--overwrite")),
     Use("replay {text} {bert} {new}", ("text", "growth record")),
+    Use("replay {bert}/config.json {bert} {new}", ("growth record", "give a grown checkpoint")),
+    Use("replay {bert} {bert} {new}", ("no lineage.json", "give a grown checkpoint")),
     Use("replay nothere {bert} {new}", ("nothere: no such file or directory",)),
     Use("fold {large} {new} --lineage none.json", ("none.json: no such file",)),
     Use("replay {large}/lineage.json {gpt2} {new}", ("bert", "gpt2")),
@@ -154,6 +163,10 @@ MEASURING = [
         "cache-teacher {bert} {text} --out {new} --k 99 --temperature 1 --sequence-length 8",
         ("k is 99",),
     ),
+    Use(
+        "cache-teacher localhost:8000 {text} --out {new} --k 2 --temperature 1",
+        ("give http://localhost:8000",),
+    ),
     Use("cache-teacher {bert} {text} --out {new} --k 2", ("--temperature", "--run")),
     Use("cache-teacher {bert} --out {new} --k 2 --temperature 1", ("TEXT", "--run")),
     Use(
@@ -173,7 +186,11 @@ MEASURING = [
     Use("eval {bert} --text none-*.txt", ("none-*.txt",)),
     Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),
     Use("finetune {bert} {text}", ("source",)),
-    Use("plot {trained}", ("trained", "training directory")),
+    Use("eval me/small@main --text {text}", ("me/small",)),
+    Use("eval not/there/at/all --text {text}", ("not/there/at/all", "hf download")),
+    Use("finetune not/there/at/all {text} {run}", ("not/there/at/all", "hf download")),
+    Use("plot {trained}", ("trained", "training directory", "directory of a run")),
+    Use("plot {large}", ("training directory", "--weights", "small model first")),
     Use("plot {trained} --out {new}.bmp", ("'.bmp'", "png")),
     Use("plot {bert} {gpt2} --weights", ("lineage.json", "--lineage")),
     Use("plot {bert} --weights", ("two checkpoints",)),

@@ -1,5 +1,6 @@
 """The README and the documentation: all blocks run and print what the page says."""
 
+import inspect
 import json
 import os
 import re
@@ -120,3 +121,15 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(links) > 10 and all((tmp_path / link).is_file() for link in links)
     assert (tmp_path / "bench/results/demo.png").exists()
+    for page in PAGES[1:]:
+        text = (tmp_path / page.name).read_text()
+        dead = [x for x in re.findall(r"\]\(([^)#:]+)", text) if not (tmp_path / x).is_file()]
+        assert not dead, (page.name, dead)
+    reference = (tmp_path / "api.md").read_text()
+    assert ":::" not in reference
+    for name in set(growkern.__all__) - {"__version__"}:
+        public = getattr(growkern, name)
+        words = "class" if isinstance(public, type) else "def"
+        assert f"\n{words} {name}(" in reference, name
+        assert inspect.getdoc(public).splitlines()[0] in reference, name
+    assert "lineage: str | Path | None = None" in reference

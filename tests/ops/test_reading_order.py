@@ -43,7 +43,7 @@ FILES = {
     ("linear_kl_mlm_loss", "cuda"): {*(*LINEAR, f"{ROWS}/on_cuda.py", "csrc/cuda/kl_mlm_rows.cu")},
 }
 # they hold no mathematics: one picks the instruction set, one orders rows and columns
-NOT_COUNTED = {"csrc/cpu/native.cpp", "csrc/cpu/expand.cpp"}
+NOT_COUNTED = {f"csrc/cpu/{name}.cpp" for name in ("native", "expand", "pages")}
 MOST = {"adamw_step": 4, "expand": 6, "linear_kl_mlm_loss": 12}
 MODULES = {
     "adamw_step": "growkern.ops.adamw.op",

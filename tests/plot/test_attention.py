@@ -102,9 +102,9 @@ def test_attention_is_drawn(pair, tmp_path, monkeypatch):
     figure = drawn(monkeypatch, lambda: plot_attention(pair, TEXT, tmp_path / "a.png", length=7))
     main, bar = figure.axes
     assert texts(figure, "row") == [
-        *("small model\nlayer 0", "grown model\nlayer 0"),
-        *("small model\nlayer 0", "grown model\nlayer 1\ninserted"),
-        *("small model\nlayer 1", "grown model\nlayer 2"),
+        *("small\nlayer 0", "grown\nlayer 0"),
+        *("small\nlayer 0", "grown\nlayer 1\ninserted"),
+        *("small\nlayer 1", "grown\nlayer 2"),
     ]
     heads = [f"head {h}" for h in (0, 0, 1, 1, 2, 2)], [f"head {h}" for h in (0, 3, 1, 4, 2, 5)]
     assert texts(figure, "cell") == [*heads[0], *heads[1]] * 3

@@ -121,6 +121,13 @@ def seeds(name, *losses):
     return [curve(name, one) for one in losses]
 
 
+def test_a_run_alone_has_no_mark(tmp_path, monkeypatch):
+    alone = drawn(monkeypatch, lambda: draw([FALLING], tmp_path / "a.png"))
+    two = drawn(monkeypatch, lambda: draw([FALLING, NEAR], tmp_path / "a.png"))
+    has_mark = [any("mark: " in t.get_text() for t in f.axes[0].texts) for f in (alone, two)]
+    assert has_mark == [False, True]
+
+
 def test_runs_of_one_name_are_a_mean_and_a_band(tmp_path, monkeypatch):
     scratch = seeds("scratch", [8.0, 6.0, 4.0], [9.0, 6.0, 4.4], [7.0, 6.6, 4.2])
     # the second one stops early: the mean ends there

@@ -103,6 +103,9 @@ def test_weights_are_drawn(tmp_path, monkeypatch):
         "num_attention_heads: 3 to 6",
         "intermediate_size: 20 to 40",
     ]
+    (title,) = (text.get_text() for text in figure.texts)
+    names = [path.name for path in pair]
+    assert f"grown ({names[1]})" in title and f"small ({names[0]})" in title
     # a copy has the colour and the number of its unit in the strip of the source
     small, large = (one.get_array()[0] for one in figure.axes[2].images)
     assert np.array_equal(large, np.concatenate([small, small]))

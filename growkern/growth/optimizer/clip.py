@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.sharded.placement import local_tensor
 from growkern.growth.source.live import unwrapped
 
@@ -82,6 +82,7 @@ def growth_clip_norm_(
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
         raise GrowthError("the model has no growth_plan: give plan")
+    check_plan(plan)
     weights = _weights_of(model, plan)
     norm = _norm({p: weights[p] for p in model.parameters() if p.grad is not None})
     if error_if_nonfinite and not torch.isfinite(norm):

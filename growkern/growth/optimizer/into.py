@@ -40,7 +40,7 @@ from growkern.growth.optimizer.state import (
     state_by_name,
 )
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.sharded.grow_into import named_tensors
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
@@ -99,6 +99,7 @@ def grow_optimizer_into(
         raise GrowthError(
             "the model has no growth_plan: call growkern.grow_into first or give plan"
         )
+    check_plan(plan)
     targets = list(_targets(plan, model, optimizer))
     used = {name for task, _ in targets for name in (task.source, task.upper)}
     found, is_mapped = _open_state(plan, source, moments)

@@ -48,7 +48,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import Finding
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.ops.expand.op import expand
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
@@ -100,7 +100,11 @@ def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
 
     Returns:
         Factors by parameter name.
+
+    Raises:
+        GrowthError: `plan` is no plan.
     """
+    check_plan(plan)
     return {task.name: _entry_factors(plan, task) for task in plan.tasks}
 
 
@@ -308,8 +312,9 @@ def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Fin
         "changed": the target computes another function, or the moments start at zero.
 
     Raises:
-        GrowthError: an unknown optimizer.
+        GrowthError: an unknown optimizer, or `plan` is no plan.
     """
+    check_plan(plan)
     if optimizer not in ("adamw", "muon"):
         raise GrowthError(f"optimizer={optimizer!r}{nearest(optimizer, ('adamw', 'muon'))}")
     parts = [_overall, _exceptions, *([_steps_of_muon] if optimizer == "muon" else [])]

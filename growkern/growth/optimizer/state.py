@@ -28,7 +28,7 @@ from growkern.growth.optimizer.checks import (
 )
 from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.source.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
@@ -94,6 +94,7 @@ def grown_state(
 ) -> dict[str, Any]:
     """The target's state dict, with moments made by `make`; see `grow_optimizer`."""
     check_moments(moments)
+    check_plan(plan)
     names, state = state_by_name(plan, state_dict)
     check_decay(state_dict, moments)
     groups = state_dict["param_groups"]

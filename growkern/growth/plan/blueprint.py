@@ -212,3 +212,24 @@ def _identity_role(blueprint: Blueprint, tensor: TensorSpec) -> str | None:
             return "unit"
         return "affine" if is_inserted else None
     return None
+
+
+def unit_gain(plan: Blueprint, task: Task) -> float:
+    """The weight of a norm around inserted blocks, all entries of which are equal.
+
+    Only the first norm of a chain normalises, to the size K = `identity_gain`. The norms of
+    inserted blocks must return their input unchanged: sqrt(K^2 + eps) does, up to eps.
+    """
+    is_first = (task.tensor.stack, task.tensor.layer) not in plan.inserted
+    return plan.options.identity_gain if is_first else _kept_size(plan)
+
+
+def affine_gain(plan: Blueprint, task: Task) -> float:
+    """The factor in the last norm of inserted blocks that restores their input's size; else 1."""
+    if task.identity != "affine" or task.tensor.is_bias:
+        return 1.0
+    return _kept_size(plan) / plan.options.identity_gain
+
+
+def _kept_size(plan: Blueprint) -> float:
+    return math.sqrt(plan.options.identity_gain**2 + plan.small.norm_epsilon)

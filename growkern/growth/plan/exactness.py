@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from growkern.growth.models import is_dtensor
 from growkern.growth.plan.axes import axis_map
-from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.plan.probe import angle_error, output_bound
+from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain
+from growkern.growth.plan.probe import FEWEST, angle_error, carries_exactly, output_bound
 from growkern.growth.plan.vocabulary import (
-    LARGEST_LOGIT,
+    is_capped_too_low,
     largest_capped,
     most_cost,
     predicts_tokens,
@@ -116,7 +115,7 @@ def _width(plan: Blueprint) -> list[Finding]:
             f"{layout.no_carry_reason}"
         )
         return [Finding("changed", what, why)]
-    if _carries_exactly(plan):
+    if carries_exactly(plan):
         why = "extra coordinates carry the mean, exactly as all weights of a norm are equal"
         return [Finding("exact", what, why)]
     why = f"extra coordinates carry the mean, and norms are slightly off, carry={options.carry:g}"
@@ -144,17 +143,6 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
         )
     why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
     return Finding("approximate", what, why, bound)
-
-
-def _carries_exactly(plan: Blueprint) -> bool:
-    """True if t of `growth.plan.probe` (1) is 0 in every norm that carries the mean."""
-    for task in plan.tasks:
-        if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
-            gamma = plan.source.read(task.source)
-            # weights on the meta device have no values, and sharded ones lie elsewhere
-            if gamma.is_meta or is_dtensor(gamma) or bool((gamma != gamma[0]).any()):
-                return False
-    return True
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
@@ -202,10 +190,13 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
     if not predicts_tokens(plan.large):
         return [Finding("exact", what, "no head predicts tokens, and old ones keep their rows")]
-    if largest_capped(plan.small) < LARGEST_LOGIT:
+    if is_capped_too_low(plan):
         why = "the soft cap bends logits so much that new tokens may take a large share"
         return [Finding("changed", what, why)]
-    if plan.options.aki == "eq16" and any(task.upper for task in plan.tasks):
+    if largest_capped(plan.small) < math.inf and _is_changed(plan):
+        why = "logits change, and the soft cap may then bend them so much that no bound holds"
+        return [Finding("changed", what, why, asked=True)]
+    if _copies_differ(plan):
         why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
         return [Finding("changed", what, why, asked=True)]
     bound = most_cost(plan)
@@ -219,6 +210,18 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
     if (largest := largest_capped(plan.small)) < math.inf:
         why += f", while logits stay below {largest:.0f} before the soft cap"
     return [Finding("approximate", what, why, bound, NEW_TOKENS)]
+
+
+def _is_changed(plan: Blueprint) -> bool:
+    """True if logits of old tokens change."""
+    parts = (_width, _head_dim, _heads_under_norm, _advanced, _depth, _large_shares)
+    return any(finding.level == "changed" for part in parts for finding in part(plan))
+
+
+def _copies_differ(plan: Blueprint) -> bool:
+    """True if the copies of a hidden state differ, by rows of other layers or by rounding."""
+    is_eq16 = plan.options.aki == "eq16" and any(task.upper for task in plan.tasks)
+    return is_eq16 or bool(_large_shares(plan))
 
 
 def _advanced(plan: Blueprint) -> list[Finding]:
@@ -310,7 +313,7 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         all_of_it = len(names) == len(plan.source.dtypes)
         what = "the source" if all_of_it else f"{names[0]} (one of {len(names)} such tensors)"
         why = f"{what} is {wide} and is rounded to {dtype}, {each}"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     if plan.dtype.itemsize > 2:
         return []
     is_widened = any(
@@ -318,17 +321,29 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
     per_layer = plan.options.scheme == "paper"
-    kinds = {(t.tensor.template, t.source_layer if per_layer else None): t for t in plan.tasks}
+    kinds = {
+        (t.tensor.template, t.identity, t.source_layer if per_layer else None): t
+        for t in plan.tasks
+    }
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
     if is_widened and plan.dtype == torch.float16 and divides:
         why = f"some weights are divided, {each}; symmetry='routing' divides none"
-        return [Finding("approximate", dtype, why, bound, WEIGHT_ERROR)]
+        return [_rounded(plan, dtype, why, bound)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
+
+
+def _rounded(plan: Blueprint, dtype: str, why: str, bound: float) -> Finding:
+    """The statement on weights that are rounded by at most `bound`."""
+    size = plan.small.size("stream")
+    if plan.small.family.norm.centres and size < FEWEST:
+        why += f"; norms over {size} coordinates can make any change of that"
+        return Finding("changed", dtype, why, bound, WEIGHT_ERROR)
+    return Finding("approximate", dtype, why, bound, WEIGHT_ERROR)
 
 
 def _is_rounded(plan: Blueprint, task: Task) -> bool:
@@ -348,10 +363,13 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
     if bool(entering.is_extra.any()):
         return True
-    gain, read = leaving.write, torch.ones_like(leaving.write, dtype=torch.bool)
+    # the other norms around inserted blocks have gains too, but where the last one's is 1, it
+    # takes them out again
+    gain = leaving.write * affine_gain(plan, task)
+    read = torch.ones_like(gain, dtype=torch.bool)
     if not task.tensor.is_bias:
         read = entering.write != 0
-        gain = entering.kappa * leaving.write / entering.write
+        gain = entering.kappa * gain / entering.write
     if plan.layout.family.norm.offset(task.tensor.is_bias):
         # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())

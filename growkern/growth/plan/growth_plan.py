@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
@@ -24,7 +25,7 @@ from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
-from growkern.growth.plan.table import plan_table
+from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
@@ -39,13 +40,22 @@ if TYPE_CHECKING:
     from growkern.growth.keywords import GrowthKeywords
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GrowthPlan(Blueprint):
-    """How a source becomes a target; made by `growkern.plan`, printed with `print(plan.table())`.
+    """How a source becomes a target; made by `growkern.plan`. `print(plan)` prints its tables.
 
     It is a `Blueprint` with findings about exactness, a cost estimate and advice. Its attributes
     are those of `Blueprint`.
     """
+
+    def __repr__(self) -> str:
+        sizes = self.size_changes().items()
+        changes = [f"{field} {old} -> {new}" for field, (old, new) in sizes if old != new]
+        return f"<GrowthPlan of {self.small.class_name}: {', '.join(changes) or 'the same sizes'}>"
+
+    def __str__(self) -> str:
+        # a plan from a record cannot make findings: it has no weights
+        return as_text(self.table()) if "findings" in vars(self) else repr(self)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -141,6 +151,15 @@ class GrowthReport:
     bytes_kept: int = 0
 
 
+def check_plan(plan: Any) -> None:
+    """Refuse an argument in a plan's place that is none, such as the model itself.
+
+    Raises:
+        GrowthError: it is no plan.
+    """
+    check_kind("plan", plan, GrowthPlan, "the plan of the growth, model.growth_plan")
+
+
 def plan(
     source: str | Path | PreTrainedModel,
     *,
@@ -171,9 +190,25 @@ def plan(
     place = located(source, revision, weights=False)
     opened = open_source(place, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
+    refuse_idle_carry(made)
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)
     return made
+
+
+def refuse_idle_carry(plan: GrowthPlan) -> None:
+    """Refuse a `carry` that changes nothing, as `GrowthOptions` does with `noise` and `routing`.
+
+    Records of such growths exist, so only calls of users are checked.
+
+    Raises:
+        GrowthError: it has no effect at these sizes, or in this family.
+    """
+    if plan.options.carry != GrowthOptions.carry and not plan.layout.uses_carry:
+        raise GrowthError(
+            f"carry={plan.options.carry:g} has no effect in this growth: it is for models "
+            "with LayerNorm at a hidden size that is no multiple of the source's: leave it out"
+        )
 
 
 def plan_growth(
@@ -231,6 +266,12 @@ def _plan_for(
         for stack, layers in layer_maps.items():
             repeats = pairwise(layers)
             inserted |= {(stack, i) for i, (a, b) in enumerate(repeats, start=1) if a == b}
+    tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
+    if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:
+        raise GrowthError(
+            f"identity_gain={options.identity_gain:g} is below {tiny:.2g}, the smallest normal "
+            f"number of {str(dtype).removeprefix('torch.')}: give a larger one, or another dtype"
+        )
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
         for refusal in family.refuse_depth:
             refusal.check(small.config)

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.runs import (
     LARGEST,
@@ -80,7 +81,7 @@ def output_bound(plan: Blueprint) -> float | None:
         return math.inf
     tokens = _texts(plan)
     try:
-        model = as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
+        model = _measured_model(plan)
         old = _run(model, tokens)
         if angle := angle_error(plan):
             _turn_further(model, angle / tokens.shape[1])
@@ -108,6 +109,23 @@ def largest_output(plan: Blueprint, source: Any) -> float:
     return next(iter(all_outputs(source, _texts(plan)).values())).abs().max().item()
 
 
+@torch.no_grad()
+def largest_logit(plan: Blueprint) -> float | None:
+    """The largest logit of the source on the texts of (0); None if the source cannot be run."""
+    if not fits(plan.source, MOST_MEASURED):
+        return None
+    try:
+        outputs = _run(_measured_model(plan), _texts(plan))
+    except Exception:
+        # as in `output_bound`
+        return None
+    return next(iter(outputs.values())).max().item()
+
+
+def _measured_model(plan: Blueprint) -> Any:
+    return as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
+
+
 def _is_small(plan: Blueprint) -> bool:
     return fits(plan.source, LARGEST)
 
@@ -115,6 +133,17 @@ def _is_small(plan: Blueprint) -> bool:
 def _texts(plan: Blueprint) -> Tensor:
     """The random texts of (0), (texts, length) int64."""
     return random_tokens(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
+
+
+def carries_exactly(plan: Blueprint) -> bool:
+    """True if t of (1) is 0 in every norm that carries the mean."""
+    for task in plan.tasks:
+        if task.tensor.norm and task.tensor.row.extra == "carry" and not task.tensor.is_bias:
+            gamma = plan.source.read(task.source)
+            # weights on the meta device have no values, and sharded ones lie elsewhere
+            if gamma.is_meta or is_dtensor(gamma) or bool((gamma != gamma[0]).any()):
+                return False
+    return True
 
 
 def angle_error(plan: Blueprint) -> float:

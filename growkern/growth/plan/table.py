@@ -1,11 +1,11 @@
-"""Renders a plan as rich tables, for `growkern plan` and `print(plan.table())`."""
+"""Renders a plan as rich tables, for `growkern plan` and `print(plan)`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +14,17 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding
 from growkern.units import human
 
+# columns of a table in a text
+COLUMNS = 100
 LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
+
+
+def as_text(table: Any) -> str:
+    """A rich renderable as plain text, for `str`."""
+    console = Console(width=COLUMNS, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def plan_table(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 PLAIN_ROTARY = ("default", "linear", "llama3")
 # not a size: the vocabulary is rounded up to a multiple of it
 PAD_VOCAB = "pad_vocab_to_multiple_of"
+# a size, for messages
+POSITIVE = "a positive whole number"
 
 
 def growable_fields(family: Family) -> dict[str, str]:
@@ -196,9 +199,10 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
                 f"this {small.family.model_type} has no size {name!r} to grow"
                 f"{nearest(name, allowed)}"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise GrowthError(f"{name}={value!r}: expected a positive whole number")
-        asked[allowed.get(name, name)] = value
+        size = whole_number(name, value, POSITIVE)
+        if size < 1:
+            raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
+        asked[allowed.get(name, name)] = size
     multiple = asked.pop(PAD_VOCAB, 1)
     rows = asked.get("vocab", small.size("vocab"))
     if rows % multiple:

@@ -12,6 +12,9 @@ by at most
 
     r (sqrt(d) |gamma w| + sum_k |beta_k w_k|)                                             (2)
 
+There z has the mean square 1. With maps that copy coordinates unequally often it may have up to
+N / (d m), N the target's size and m the smallest number of copies.
+
 A soft cap c turns a logit z into c tanh(z / c). (1) needs exp(c tanh(z / c)) to be convex. It is
 up to z = c artanh(t), t = sqrt(1 + 1 / c^2) - 1 / c.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.plan.probe import largest_logit
 from growkern.growth.source.files import row_blocks
 
 # exp(-10) = 4.5e-5. The token's row still gets its full gradient, and the bias is small enough for
@@ -37,6 +41,8 @@ ROUNDINGS = 3
 MOST_SHIFT = 30.0
 # logits of trained models stay below this, before a soft cap
 LARGEST_LOGIT = 40.0
+# how far logits of other texts may exceed those of `probe.largest_logit`, before a soft cap
+LOGIT_ROOM = 1.5
 
 
 def predicts_tokens(model: ModelSpec) -> bool:
@@ -92,7 +98,7 @@ def _largest_shift(plan: Blueprint) -> float | None:
         offset = model.family.norm.offset(norm.is_bias)
         part = mean * (values.double().cpu() + offset)
         # (2) takes the norm of weights, and the absolute values of biases
-        size = part.abs().sum() if norm.is_bias else part.norm() * math.sqrt(len(mean))
+        size = part.abs().sum() if norm.is_bias else part.norm() * _largest_z(plan, space)
         sizes[norm.is_bias] = max(sizes[norm.is_bias], size.item())
     tokens = [t.name for t in model.tensors if t.axes == ("vocab",)]
     offsets = [_values(plan, name) for name in tokens]
@@ -103,6 +109,14 @@ def _largest_shift(plan: Blueprint) -> float | None:
     return ROUNDINGS * eps / 2 * most
 
 
+def _largest_z(plan: Blueprint, space: str) -> float:
+    """The largest |z| of (2)."""
+    entries = plan.layout.space(space)
+    if plan.options.scheme != "paper":
+        return math.sqrt(entries.source)
+    return math.sqrt(entries.target / entries.read_index.bincount().min().item())
+
+
 def _values(plan: Blueprint, name: str) -> Tensor | None:
     """A tensor of the source; None if it has no values in this process."""
     found = plan.source.read(plan.small.ties.get(name, name))
@@ -111,8 +125,24 @@ def _values(plan: Blueprint, name: str) -> Tensor | None:
 
 def largest_capped(small: ModelSpec) -> float:
     """The logit up to which (1) holds under the model's soft cap; infinity without one."""
-    field = small.family.softcap
-    cap = None if field is None else getattr(small.config, field, None)
+    cap = _cap(small)
+    return cap * math.atanh(math.sqrt(1 + 1 / cap**2) - 1 / cap) if cap else math.inf
+
+
+def is_capped_too_low(plan: Blueprint) -> bool:
+    """True if logits of the source come near `largest_capped`, on random texts or as a rule."""
+    cap, limit = _cap(plan.small), largest_capped(plan.small)
     if not cap:
-        return math.inf
-    return float(cap * math.atanh(math.sqrt(1 + 1 / cap**2) - 1 / cap))
+        return False
+    found = plan.cache.get("largest logit", lambda: largest_logit(plan))
+    if found is None:
+        return limit < LARGEST_LOGIT
+    # rounding may reach the cap itself
+    share = min(found / cap, 1 - 1e-12)
+    return limit < max(LARGEST_LOGIT, LOGIT_ROOM * cap * math.atanh(share))
+
+
+def _cap(small: ModelSpec) -> float:
+    """The soft cap of a model's logits; 0 without one."""
+    field = small.family.softcap
+    return float(getattr(small.config, field, None) or 0) if field is not None else 0.0

@@ -28,6 +28,7 @@ UNTRAINED = "and was not trained since."
 TRAINED = "and was trained or changed since."
 COMPARED, COMPARED_BEFORE = "Compared with its source:", "Before that, compared with its source:"
 RECORD = "`lineage.json` says where every weight comes from."
+RECORD_BEFORE = "`lineage.json` says where every weight came from when the model was grown."
 # a card is read into memory
 MOST_BYTES = 1_000_000
 
@@ -139,7 +140,7 @@ def note_training(directory: Path) -> None:
     text = _text(file)
     if UNTRAINED in text and RECORD in text:
         text = text.replace(UNTRAINED, TRAINED).replace(COMPARED, COMPARED_BEFORE)
-        file.write_text(text.replace(RECORD, "").rstrip() + "\n", encoding="utf-8")
+        file.write_text(text.replace(RECORD, RECORD_BEFORE), encoding="utf-8")
 
 
 def _text(file: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import refuse_changed
@@ -22,7 +23,7 @@ from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
-from growkern.growth.record.lineage import Lineage, read_lineage
+from growkern.growth.record.lineage import Lineage, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
@@ -70,7 +71,7 @@ def fold(
         target: directory of the grown checkpoint, or of one trained from it.
         directory: directory to create; must not exist unless `overwrite`.
         lineage: the lineage file, or its directory; default: that of `target`. Give it after
-            training, as trainers do not copy it.
+            training into another directory, as trainers do not copy it.
         overwrite: replace an existing directory.
         dtype: dtype of the result; default the source's.
         max_shard_size: as in `save_pretrained`.
@@ -81,13 +82,15 @@ def fold(
             `method="random"`, or some source entries have no copy in the target. Nothing is
             written then.
     """
-    start, target, out = time.perf_counter(), Path(target), Path(directory).resolve()
+    start = time.perf_counter()
+    target = path_of("target", target, "the directory of a grown model: save it first")
+    out = path_of("directory", directory).resolve()
     shard_size = parse_size("max_shard_size", max_shard_size)
     with refusing(out):
         sweep(out)
         check_target(target, out, overwrite)
     opened = open_source(target, allow_nonfinite=True)
-    record = read_lineage(Path(lineage or target))
+    record = read_lineage_of(target, lineage)
     refuse_changed(record.file)
     small = opened.spec.with_config(record.source_config)
     chosen = choose(record, opened, small)

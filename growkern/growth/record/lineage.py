@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import safetensors
 import torch
 import transformers
 
+from growkern.arguments import path_of
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import LINEAGE_FILE
@@ -39,10 +40,10 @@ from growkern.package import version
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GROWN_DTYPES}
 T = TypeVar("T")
 
-# config fields that tell how a model was saved or loaded, and do not change the model
-NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
-# fields that do not decide the result: the version, and sentences about it
-NOT_COMPARED = {"growkern", "findings"}
+# the key of a record whose weights were trained or changed after the growth
+TRAINED = "trained_since"
+# where there is a record, for messages
+RECORD = f"a grown checkpoint, or its {LINEAGE_FILE}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,12 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
 
 
 def write_lineage(
-    plan: GrowthPlan, settings: Settings, files: Mapping[str, Any], directory: Path
+    plan: GrowthPlan,
+    settings: Settings,
+    files: Mapping[str, Any],
+    directory: Path,
+    *,
+    trained: bool = False,
 ) -> None:
     """Write `lineage.json` into `directory`. Its bytes do not depend on where directories are.
 
@@ -149,6 +155,7 @@ def write_lineage(
         settings: further settings of the growth.
         files: of `source_files`, before the growth.
         directory: the grown checkpoint.
+        trained: whether the weights were trained or changed since the growth.
     """
     source, on_hub = plan.source.directory, hub_model(plan.source.directory)
     name = source.resolve().name if source else ""
@@ -158,13 +165,15 @@ def write_lineage(
         "versions": versions(),
         "source": on_hub.id if on_hub else name,
         **({"source_commit": on_hub.commit} if on_hub else {}),
-        "source_files": _without_times(files),
+        "source_files": without_times(files),
+        **({TRAINED: True} if trained else {}),
     }
     text = json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
     (directory / LINEAGE_FILE).write_text(text, encoding="utf-8")
 
 
-def _without_times(files: Mapping[str, Any]) -> dict[str, Any]:
+def without_times(files: Mapping[str, Any]) -> dict[str, Any]:
+    """`source_files` as it is stored: copying a source changes the times of its files."""
     return {name: {k: v for k, v in f.items() if k != "modified"} for name, f in files.items()}
 
 
@@ -214,6 +223,7 @@ class Lineage:
 # an entry has 500 bytes; there is one for each tensor
 MOST_BYTES = 64_000_000
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
+NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -228,9 +238,11 @@ def read_lineage(path: Path) -> Lineage:
     """
     file = path / LINEAGE_FILE if path.is_dir() else path
     if not file.is_file():
-        raise GrowthError(f"{path}: no {LINEAGE_FILE}; only grown checkpoints have one")
+        raise GrowthError(f"{path}: no {LINEAGE_FILE}: give {RECORD}")
     try:
         data = read_json(file, MOST_BYTES, "lineage")
+        if missing := [name for name in NEEDED if name not in data]:
+            raise ValueError(f"it has no {missing[0]!r}")
         for name in TABLES:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
@@ -247,9 +259,38 @@ def read_lineage(path: Path) -> Lineage:
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
-        raise GrowthError(f"{file}: not a growth record: {why}") from error
+        raise _no_record(file, why) from error
     except MALFORMED as error:
-        raise GrowthError(f"{file}: not a growth record: {_brief(error)}") from error
+        raise _no_record(file, _brief(error)) from error
+
+
+def has_record(directory: Path | None) -> bool:
+    """True if a directory has a lineage file."""
+    return directory is not None and (directory / LINEAGE_FILE).is_file()
+
+
+def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
+    """Read the record of a grown checkpoint, which may have been trained since.
+
+    Args:
+        grown: directory of the checkpoint.
+        lineage: the lineage file, or a directory with it; None: that of `grown`.
+
+    Raises:
+        GrowthError: the file is missing or damaged.
+    """
+    if lineage is not None:
+        return read_lineage(path_of("lineage", lineage, RECORD))
+    if not has_record(grown):
+        raise GrowthError(
+            f"{grown}: no {LINEAGE_FILE}: give a grown checkpoint; if this one was trained since, "
+            f"add --lineage with the {LINEAGE_FILE} of the growth (in Python lineage=...)"
+        )
+    return read_lineage(grown)
+
+
+def _no_record(file: Path, why: str) -> GrowthError:
+    return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
 
 
 def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
@@ -304,61 +345,3 @@ def _sizes(lineage: Lineage) -> dict[str, tuple[int, int]]:
         return {name: (old, new) for name, (old, new) in lineage.data["sizes"].items()}
     except MALFORMED as error:
         raise GrowthError(f"{lineage.file}: not a growth record: {error!r}") from error
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def version_notes(lineage: Lineage) -> list[str]:
-    """One line per package that had another version when the checkpoint was grown."""
-    then = lineage.data.get("versions", {})
-    return [
-        f"{lineage.file}: grown with {name} {then.get(name, '(not recorded)')}, this is {version}"
-        for name, version in versions().items()
-        if then.get(name) != version
-    ]
-
-
-def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
-    """Places where a lineage disagrees with a new plan or with the source's files.
-
-    Returns:
-        One line per top-level key, with the path of its first difference.
-    """
-    data, now = lineage.data, record_of(plan)
-    # {}: a model in memory was grown
-    if plan.source.directory is not None and data.get("source_files") != {}:
-        now["source_files"] = _without_times(source_files(plan.source))
-    elif plan.source.directory is None:
-        # a model in memory may have been loaded with another dtype than its file's
-        del now["source_dtype"]
-    left_out = set(NOT_COMPARED)
-    if data.get("versions", {}).get("growkern") != version():
-        # another version may judge differently
-        left_out.add("exact")
-    found = []
-    for key in now.keys() - left_out:
-        is_config = key.endswith("_config")
-        where = next(_differences(data.get(key), now[key], is_config), None)
-        if where is not None:
-            found.append(f"{lineage.file}: {key}{where}")
-    return sorted(found)
-
-
-def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:
-    """Paths, as `.name.name`, at which two JSON values differ.
-
-    Args:
-        is_config: skip config fields that do not change the model or exist on one side only.
-    """
-    if not isinstance(then, dict) or not isinstance(now, dict):
-        if then != now:
-            yield ""
-        return
-    for name in {**now, **then}:
-        if is_config and (name in NOT_THE_MODEL or name not in then or name not in now):
-            continue
-        if name not in then or name not in now:
-            yield f".{name}"
-        for rest in _differences(then.get(name), now.get(name), is_config):
-            yield f".{name}{rest}"

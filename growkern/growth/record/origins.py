@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from growkern.growth.plan.axes import from_next_layer, noise_seed
-from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.blueprint import Task, affine_gain
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
 from growkern.growth.space.layout import Layer
@@ -91,7 +91,7 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     copied = not options.is_baseline
     is_zero = copied and not is_norm and task.identity == "zero"
     has_noise = copied and not is_norm and not is_zero and options.symmetry in ("noise", "routing")
-    factor = norms.affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
+    factor = affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
     return Origin(
         "zero" if is_zero else task.source,
         tuple(sizes),

@@ -17,7 +17,6 @@ from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.probe import largest_output
 from growkern.growth.plan.vocabulary import predicts_tokens
-from growkern.growth.source import loading
 from growkern.growth.source.runs import all_outputs, as_model, largest_difference, longest_of
 from growkern.growth.source.source import Source
 
@@ -48,30 +47,14 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
 
 
-def load_model(model: Any, *, attention: str | None = None) -> Any:
-    """A checkpoint directory as a float32 model in evaluation mode; a model is returned as is.
-
-    Args:
-        attention: the attention implementation of a model that is loaded.
-
-    Raises:
-        GrowthError: as `growkern.growth.source.loading.load_model`.
-    """
-    if isinstance(model, (str, Path)):
-        return loading.load_model(Path(model), torch.float32, attention=attention).eval()
-    return model
-
-
-def load_source(source: Source, given: Any) -> Any:
-    """The source as a model.
+def load_model(source: Source, given: Any) -> Any:
+    """A source as a float32 model; a model that was given is returned as it is.
 
     Args:
         source: the opened source.
         given: what it was opened from: a model, or a checkpoint directory of any format.
     """
-    if source.format is None or source.format.loads:
-        return load_model(given)
-    return as_model(source, torch.float32)
+    return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given
 
 
 @torch.no_grad()

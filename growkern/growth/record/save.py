@@ -20,8 +20,9 @@ SHARD_SIZE = "50GB"
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
-    A model that was trained or cast since is saved as any other: its record would be wrong. If it
-    replaces weights in a directory that has a record, the record is removed and the card says so.
+    A model that was trained or cast since is saved as any other. If it replaces weights in a
+    directory that has a record, a record stays there, for `growkern.fold`. It and the card then say
+    that the weights were trained since.
 
     Args:
         model: what the plan made.
@@ -36,16 +37,19 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
         is_first = args[0] if args else options.get("is_main_process", True)
         is_own = options.get("state_dict") is None and len(args) < 2 and _state(self) == state
         directory = Path(save_directory)
-        # the record of other weights, also where an untrained model replaces them
-        if is_first and (directory / LINEAGE_FILE).is_file():
-            _remove_record(directory)
-        if is_first and is_own and not directory.is_file():
+        has_record = (directory / LINEAGE_FILE).is_file()
+        if is_first and (is_own or has_record) and not directory.is_file():
             size = parse_size("max_shard_size", options.get("max_shard_size", SHARD_SIZE))
             settings = Settings(backend, size, nonfinite)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call
             directory.mkdir(parents=True, exist_ok=True)
-            write_lineage(plan, settings, files, directory)
-            write_card(plan, settings, directory)
+            # those of the weights that are replaced
+            (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
+            write_lineage(plan, settings, files, directory, trained=not is_own)
+            if is_own:
+                write_card(plan, settings, directory)
+            else:
+                note_training(directory)
         return type(self).save_pretrained(self, save_directory, *args, **options)
 
     def push_to_hub(self: Any, repo_id: str, **options: Any) -> Any:
@@ -55,13 +59,6 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
 
     model.save_pretrained = MethodType(save_pretrained, model)
     model.push_to_hub = MethodType(push_to_hub, model)
-
-
-def _remove_record(directory: Path) -> None:
-    """Remove the record of the weights in a directory, which are about to be replaced."""
-    note_training(directory)
-    for name in (CHECKSUMS_FILE, LINEAGE_FILE):
-        (directory / name).unlink(missing_ok=True)
 
 
 def _upload(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -14,6 +14,7 @@ from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.source import Source
 
+Level = Literal["exact", "approximate", "changed"]
 GENERATION_ERROR = "generation error"
 # the error of outputs of the source itself, with its weights rounded (`record.outputs`)
 ROUNDING_ERROR = "error of a rounded source"
@@ -46,7 +47,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 def measured_level(
     plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dtype
-) -> tuple[str, str]:
+) -> tuple[Level, str]:
     """The word for the measured outputs, and why it contradicts the plan.
 
     A change that was asked for excuses the outputs if the plan calls nothing else changed. It never
@@ -57,7 +58,7 @@ def measured_level(
         dtype: whose rounding the outputs carry.
 
     Returns:
-        "exact", "approximate" or "changed", as in `Finding.level`.
+        "exact", "approximate" or "changed", as in `Finding.level`. "exact" only if the plan is.
         The contradiction in one line; "" if there is none.
     """
     errors = {OUTPUT_ERROR: 0.0, GENERATION_ERROR: 0.0, NEW_TOKENS: 0.0, **outputs}
@@ -66,7 +67,7 @@ def measured_level(
     # `not <=` also holds for NaN
     beyond = [name for name, most in allowed.items() if not errors[name] <= most]
     if not beyond:
-        is_exact = all(errors[name] <= noise for name in allowed)
+        is_exact = plan.exact and all(errors[name] <= noise for name in allowed)
         return ("exact" if is_exact else "approximate"), ""
     if failed := [name for name in beyond if not math.isfinite(errors[name])]:
         return "changed", f"{_words(failed[0])} by {errors[failed[0]]}: the grown model fails"
@@ -83,6 +84,18 @@ def measured_level(
         found = errors[NEW_TOKENS]
         return "changed", f"planned at most {most:.1e}, but {_words(NEW_TOKENS)} by {found:.1e}"
     return "changed", ""
+
+
+def stated_bound(plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dtype) -> float:
+    """The relative error of outputs that the plan states, or else with the room for rounding.
+
+    Args:
+        outputs, dtype: as in `measured_level`.
+    """
+    stated = sum(_bounds(plan, OUTPUT_ERROR))
+    if outputs.get(OUTPUT_ERROR, 0.0) <= stated:
+        return stated
+    return _allowed(plan, outputs, rounding(dtype))[OUTPUT_ERROR]
 
 
 def _allowed(plan: GrowthPlan, errors: Mapping[str, float], noise: float) -> dict[str, float]:

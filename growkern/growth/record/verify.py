@@ -31,25 +31,23 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.exactness import OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.table import as_text
+from growkern.growth.record.compare import contradictions, training_notes, version_notes
 from growkern.growth.record.fold import fold_tensor
-from growkern.growth.record.lineage import (
-    contradictions,
-    plan_from_lineage,
-    read_lineage,
-    version_notes,
-)
+from growkern.growth.record.lineage import Lineage, has_record, plan_from_lineage, read_lineage_of
 from growkern.growth.record.origins import origin_of
 from growkern.growth.record.outputs import (
     check_tokens,
     compare_outputs,
     load_model,
-    load_source,
     rounding_error,
 )
 from growkern.growth.record.verdict import (
     ROUNDING_ERROR,
+    Level,
     generation_differences,
     measured_level,
+    stated_bound,
 )
 from growkern.growth.source.hub import located
 from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
@@ -82,9 +80,9 @@ class TensorGroup:
     ok: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """Result of `growkern.verify`; print `report.table()`.
+    """Result of `growkern.verify`. `print(report)` prints its tables.
 
     Attributes:
         ok: True if all checks passed and the outputs are as close as the plan says. A function
@@ -98,7 +96,9 @@ class VerifyReport:
         contradictions: places where the lineage file disagrees with the plan or the source's files.
         notes: one line per package that had another version when the model was grown.
         level: what the measured outputs are, in the plan's words: "exact" up to rounding,
-            "approximate" within the plan's bounds, or "changed".
+            "approximate" within the plan's bounds, or "changed". It is "exact" only if the plan
+            says so.
+        bound: the relative error of outputs that the plan allows.
     """
 
     ok: bool
@@ -109,7 +109,14 @@ class VerifyReport:
     failure: str
     contradictions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    level: str = "exact"
+    level: Level = "exact"
+    bound: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<VerifyReport of {self.plan!r}: {_verdict(self)[0]}>"
+
+    def __str__(self) -> str:
+        return as_text(self.table())
 
     def table(self) -> Any:
         """The report as a rich renderable."""
@@ -125,6 +132,7 @@ def verify(
     tokens: Tensor | None = None,
     labels: Tensor | None = None,
     revision: str | None = None,
+    lineage: str | Path | None = None,
 ) -> VerifyReport:
     """Check a grown model against its source.
 
@@ -136,6 +144,7 @@ def verify(
         labels: target of every token, (batch, length) int64, -100 to ignore one. With labels the
             loss of both models is reported. For a causal model the caller must shift them.
         revision: branch, tag or commit of a source on the Hub.
+        lineage: the lineage file of the growth, or a directory with it; default: that of `grown`.
 
     Raises:
         GrowthError: `grown` has no growth record, or does not belong to `source`.
@@ -144,10 +153,11 @@ def verify(
     opened = open_source(source, allow_nonfinite=True)
     opened_grown = open_source(grown, allow_nonfinite=True)
     wrong, notes = [], []
-    if opened_grown.directory is not None:
-        lineage = read_lineage(opened_grown.directory)
-        plan = plan_from_lineage(opened, lineage)
-        wrong, notes = contradictions(lineage, plan), version_notes(lineage)
+    if lineage is not None or opened_grown.directory is not None:
+        record = _record_of(opened, opened_grown, lineage)
+        plan = plan_from_lineage(opened, record)
+        wrong = contradictions(record, plan)
+        notes = [*training_notes(record), *version_notes(record)]
     else:
         plan = dataclasses.replace(_own_plan(grown), source=opened)
     _check_belongs(plan, opened_grown)
@@ -174,7 +184,22 @@ def verify(
         tuple(wrong),
         tuple(notes),
         level,
+        stated_bound(plan, outputs, dtype),
     )
+
+
+def _record_of(source: Source, grown: Source, given: str | Path | None) -> Lineage:
+    """The record of the growth.
+
+    Raises:
+        GrowthError: there is none; the message says so if source and grown model are swapped.
+    """
+    if given is None and not has_record(grown.directory) and has_record(source.directory):
+        raise GrowthError(
+            f"{grown.directory} is no grown checkpoint, but {source.directory} is: give the source "
+            "first, then the grown checkpoint"
+        )
+    return read_lineage_of(grown.directory or Path(), given)
 
 
 def _compare(
@@ -197,7 +222,7 @@ def _compare(
                 outputs[ROUNDING_ERROR] = rounding_error(plan, old, tokens)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
-    old, new = load_source(*source), load_model(grown[1])
+    old, new = load_model(*source), load_model(*grown)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     return compare_outputs(plan, old, new, tokens, labels), coarsest
 
@@ -304,7 +329,7 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
         return "passed: the same function, up to rounding", "green"
     error = f"as planned: {OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
     if report.level == "approximate":
-        return f"passed: the same function within the plan's bounds, {error}", "green"
+        return f"passed: approximate, {error}, within the bound {report.bound:.1e}", "green"
     return f"differs, {error}", "yellow"
 
 

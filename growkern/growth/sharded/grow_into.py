@@ -24,7 +24,12 @@ from growkern.errors import GrowthError
 from growkern.growth.models import fit_cache, materialise, persistent_buffers, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
+from growkern.growth.plan.growth_plan import (
+    GrowthPlan,
+    GrowthReport,
+    plan_growth,
+    refuse_idle_carry,
+)
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
@@ -94,6 +99,7 @@ def grow_into(
     refuse_unreadable(opened)
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
+    refuse_idle_carry(grown)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
     materialise(model, device or device_of(parameters))

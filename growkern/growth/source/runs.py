@@ -51,11 +51,12 @@ def _numbers(shape: tuple[int, ...]) -> int:
 def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     """A source as a model in this dtype and in evaluation mode, on the source's device."""
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
-    model = untrained_model(source.spec, source.dtype).to(dtype)
+    model = untrained_model(source.spec, source.dtype)
     state = {name: source.read(name).to(dtype) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    return model.to(source.device).eval()
+    # converted last: the weights that the model was made with never get memory
+    return model.to(source.device, dtype).eval()
 
 
 def longest_of(model: ModelSpec) -> int:

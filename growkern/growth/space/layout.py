@@ -111,6 +111,11 @@ class Layout:
         return self.is_carried and self.family.norm.placement == "post"
 
     @property
+    def uses_carry(self) -> bool:
+        """True if the option `carry` has an effect."""
+        return self.is_extended and self.family.carries
+
+    @property
     def no_carry_reason(self) -> str | None:
         """Why the mean cannot be carried through norms, for the findings; None if it can."""
         if self.options.carry == 0:

@@ -7,13 +7,12 @@ undoes all of these and `growth.optimizer.moments` mirrors them; keep the three 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain, unit_gain
 from growkern.growth.space.shares import partial_sums, take_shares
 from growkern.growth.space.spaces import Space
 from growkern.growth.tensors.extras import sum_dtype
@@ -144,26 +143,6 @@ def from_next_layer(plan: Blueprint, task: Task) -> Tensor:
     return plan.layout.next_layer_units(task.tensor.norm[1])
 
 
-def affine_gain(plan: Blueprint, task: Task) -> float:
-    """The factor in the last norm of inserted blocks that restores their input's size.
-
-    Inserted blocks run at the size `identity_gain`.
-    """
-    if task.identity != "affine" or task.tensor.is_bias:
-        return 1.0
-    return _unit_gain(plan) / plan.options.identity_gain
-
-
-def _unit_gain(plan: Blueprint) -> float:
-    """sqrt(K^2 + eps), the gain with which a norm returns an input of size K, up to eps."""
-    return math.sqrt(plan.options.identity_gain**2 + plan.small.norm_epsilon)
-
-
 def _unit_norm(plan: Blueprint, task: Task) -> Tensor:
-    if task.tensor.is_bias:
-        return torch.zeros(task.shape, dtype=plan.dtype)
-    # Only the first norm of a chain normalises. The norms of inserted blocks must return their
-    # input unchanged
-    is_first = (task.tensor.stack, task.tensor.layer) not in plan.inserted
-    gain = plan.options.identity_gain if is_first else _unit_gain(plan)
-    return torch.full(task.shape, gain, dtype=plan.dtype)
+    value = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
+    return torch.full(task.shape, value, dtype=plan.dtype)

@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, LogitKeywords, Reduction
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
@@ -322,6 +322,8 @@ def _warn_once_of_half(dtype: torch.dtype) -> None:
 
 
 def _check_logits(student: Tensor, teachers: Sequence[Tensor]) -> None:
+    check_tensors({"student_logits": student})
+    check_tensors({f"teacher_logits[{k}]": teacher for k, teacher in enumerate(teachers)})
     if student.ndim < 1 or not student.is_floating_point():
         raise GrowthError(f"student_logits must be float (..., V), got {student.dtype}")
     halves = [x.dtype for x in (student, *teachers) if x.element_size() == 2]

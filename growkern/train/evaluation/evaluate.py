@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
+from growkern.growth.source.hub import located
 from growkern.train.data import Collator, evaluation_collator
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
@@ -124,8 +125,9 @@ def evaluate(
     independent. Blocks of one document are alike, so it is too narrow for few, long documents.
 
     Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model, or its checkpoint directory. A model runs
-            on its own device, a directory on a GPU if there is one.
+        model: a ...ForMaskedLM or ...ForCausalLM model, its checkpoint directory, or a model on
+            the Hub, `ORGANISATION/NAME`. A model runs on its own device, any other on a GPU if
+            there is one.
         text: files or glob patterns, as `data.train` of a run file.
         tokenizer: of transformers, or its directory; None takes that of the checkpoint directory.
         seed: of the masks.
@@ -145,7 +147,7 @@ def evaluate(
     if section.dataset is None:
         # a file that is missing is named before the model is loaded
         find_sources(section, Path(), "text")
-    directory = Path(model) if isinstance(model, (str, Path)) else None
+    directory = located(model) if isinstance(model, (str, Path)) else None
     reader = tokenizer_of(tokenizer, directory)
     if directory is not None:
         model = load_language_model(directory)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from growkern.errors import GrowthError
+from growkern.growth.source.hub import located
 from growkern.train.data import matching_files, pack_text
 from growkern.train.evaluation.evaluate import tokenizer_of
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
@@ -131,7 +132,7 @@ def finetune(
     check_confidence(confidence)
     _check_numbers(locals(), "seeds", "epochs", "batch_size", "learning_rate", "passages")
     sources = _sources([text] if isinstance(text, (str, Path)) else text)
-    directory = Path(model) if isinstance(model, (str, Path)) else None
+    directory = located(model) if isinstance(model, (str, Path)) else None
     reader = tokenizer_of(tokenizer, directory)
     if directory is not None:
         model = load_language_model(directory, torch.float32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from growkern.arguments import check_kind
 from growkern.ops.loss.keywords import Divergence, InheritedKeywords, KLRows
 from growkern.ops.loss.kl_mlm_loss import LossParts
 from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
@@ -122,6 +123,7 @@ def inherited_loss(
     check_names(label_options, "inherited_loss")
     teachers = [] if teacher is None else as_list(teacher)
     check_models(model, teachers)
+    check_kind("batch", batch, Mapping, "a mapping with input_ids and labels")
     causal = shifts_labels(model, causal)
     if not teachers:
         alpha = 0.0

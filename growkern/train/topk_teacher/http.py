@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +21,19 @@ LONGEST_WAIT = 60.0
 # characters of a server's own message that an error repeats
 MOST_TEXT = 300
 SCHEMES = ("http://", "https://")
+# a server without them: a host and a port
+HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
+
+
+def is_server(name: str) -> bool:
+    """Whether a name, which may be that of a directory, means a server.
+
+    Raises:
+        GrowthError: it is that of a server, without the scheme.
+    """
+    if HOST.fullmatch(name) and not os.path.exists(name):
+        check_url(name)
+    return name.startswith(SCHEMES)
 
 
 def check_url(url: str) -> None:

@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.growth.record.verdict import measured_level
-from tests.growth.models import BERT, random_model, relative_error
+from tests.growth.models import BERT, GPT2, random_model, relative_error
 from tests.growth.plan.test_matrix import FAMILIES
 
 EXACT = 1e-12
@@ -156,3 +156,36 @@ def test_the_bound_on_new_tokens_holds_for_rounded_rows(class_name, sizes, width
         (said,) = (f for f in grown.growth_plan.findings if f.measure == "new tokens (nats)")
         report = growkern.verify(source, grown)
         assert report.outputs["new tokens (nats)"] <= said.bound and report.ok, report.failure
+
+
+def test_gains_of_inserted_blocks_are_rounded_in_16_bits():
+    """Where K is small beside the norms' epsilon, their gains do not cancel any more."""
+    source = random_model("BertModel", BERT, dtype=torch.bfloat16, layer_norm_eps=1e-2)
+    grown = growkern.grow(source, num_hidden_layers=4, identity_gain=1e-8)
+    said = {finding.what: finding.level for finding in grown.growth_plan.findings}
+    assert said["2 -> 4 layers"] == "exact" and said["bfloat16"] == "approximate"
+    report = growkern.verify(source, grown)
+    assert report.ok and report.outputs["relative error"] > 1e-4
+    # with the usual epsilon all gains are 1
+    usual = random_model("BertModel", BERT, dtype=torch.bfloat16)
+    grown = growkern.grow(usual, num_hidden_layers=4)
+    assert grown.growth_plan.exact and growkern.verify(usual, grown).level == "exact"
+
+
+def test_blocks_that_float16_cannot_hold_are_refused():
+    source = random_model("BertModel", BERT, dtype=torch.float16)
+    with pytest.raises(growkern.GrowthError, match=r"identity_gain=1e-08 is below 6\.1e-05"):
+        growkern.plan(source, num_hidden_layers=4, identity_gain=1e-8)
+    assert growkern.plan(source, num_hidden_layers=4, identity_gain=1e-3)
+    # norms in front of blocks need no gain, and random weights neither
+    ahead = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float16)
+    assert growkern.plan(ahead, n_layer=4, identity_gain=1e-8).exact
+    growkern.plan(source, num_hidden_layers=4, identity_gain=1e-8, method="random")
+
+
+@pytest.mark.parametrize("width", [2, 8])
+def test_rounding_is_unbounded_behind_norms_over_few_coordinates(width):
+    """Over two coordinates a norm returns little more than a sign, which rounding can flip."""
+    source = random_model("GPT2LMHeadModel", {**GPT2, "n_embd": width, "n_head": 1})
+    said = growkern.plan(source, n_layer=4, dtype=torch.bfloat16).findings[-1]
+    assert said.what == "bfloat16" and said.level == ("changed" if width == 2 else "approximate")

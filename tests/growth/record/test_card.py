@@ -85,19 +85,30 @@ def trained(model):
     return model
 
 
-def test_trained_weights_replace_the_record_of_the_grown_ones(tmp_path):
+def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
     large = tmp_path / "large"
     source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
     growkern.grow_checkpoint(source, large, n_embd=32, progress=False)
     model = growkern.grow(source, n_embd=32)
     (large / "README.md").write_text((large / "README.md").read_text() + "\n## My own words\n")
     trained(model).save_pretrained(large)
-    assert not {"lineage.json", "checksums.json"} & set(files(large))
+    assert "checksums.json" not in files(large)
+    report = growkern.verify(source, large)
+    assert not report.ok and "tensors differ" in report.failure
+    assert "the weights were trained or changed after the growth" in report.notes[0]
     card = (large / "README.md").read_text()
-    assert "not trained since" not in card and "lineage.json" not in card
+    assert "not trained since" not in card
+    assert "`lineage.json` says where every weight came from when the model was grown." in card
     assert "was grown from small and was trained or changed since" in card
     assert "Before that, compared with its source:\n\n- exact:" in card
     assert card.endswith("## My own words\n")
+    # the record still tells how to fold the trained model, and how to grow the source again
+    growkern.fold(large, tmp_path / "back", progress=False)
+    growkern.grow_checkpoint(source, tmp_path / "again", n_embd=32, progress=False)
+    trained(growkern.grow(source, n_embd=32)).save_pretrained(tmp_path / "apart")
+    growkern.fold(tmp_path / "apart", tmp_path / "too", lineage=tmp_path / "again", progress=False)
+    weights = "model.safetensors"
+    assert files(tmp_path / "back")[weights] == files(tmp_path / "too")[weights]
     # the other way round, the record is that of the weights again
     growkern.grow(source, n_embd=32).save_pretrained(large)
     assert growkern.verify(source, large).ok

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 import growkern
+from growkern.growth.record.verdict import rounding
 from tests.growth.models import BERT, LLAMA, random_model
 from tests.growth.plan.test_families import T5
 
@@ -32,6 +33,36 @@ def test_a_change_that_was_asked_for_differs_as_planned_and_another_fails():
     assert not forced.ok and "as planned" not in text
     words = f"failed: outputs differ by {error:.1e}; the sizes force this change, which was not"
     assert forced.failure.startswith(f"{words} asked for: MLM head (")
+
+
+def test_an_approximate_growth_is_never_called_the_same_function():
+    """Also where rounding alone would explain an error of this size."""
+    report, text = verified("BertModel", BERT, hidden_size=20, carry=0.02)
+    assert not report.plan.exact
+    error, bound = report.outputs["relative error"], report.bound
+    assert report.ok and report.level == "approximate" and 0 < error <= bound
+    words = f"passed: approximate, as planned: relative error {error:.1e}, within the bound"
+    assert f"{words} {bound:.1e}" in " ".join(text.split())
+    (stated,) = (f.bound for f in report.plan.findings if f.bound is not None)
+    assert bound == stated and error < rounding(torch.float32)
+    exact, text = verified("BertForMaskedLM", BERT, hidden_size=24)
+    assert exact.plan.exact and text.rstrip().endswith("passed: the same function, up to rounding")
+
+
+def test_a_trained_model_is_compared_with_the_record_that_is_given(tmp_path):
+    small = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    small.save_pretrained(tmp_path / "small")
+    large = growkern.grow(tmp_path / "small", hidden_size=32)
+    large.save_pretrained(tmp_path / "large")
+    apart = type(large).from_pretrained(tmp_path / "large")
+    apart.save_pretrained(tmp_path / "run")
+    pair = (tmp_path / "small", tmp_path / "run")
+    with pytest.raises(growkern.GrowthError, match=r"no lineage.json: .* add --lineage"):
+        growkern.verify(*pair)
+    for lineage in (tmp_path / "large", tmp_path / "large" / "lineage.json"):
+        assert growkern.verify(*pair, lineage=lineage).ok
+    with pytest.raises(growkern.GrowthError, match=r"small is no grown checkpoint, but .*large is"):
+        growkern.verify(tmp_path / "large", tmp_path / "small")
 
 
 def test_names_of_tensors_are_whole_at_80_columns():

@@ -240,6 +240,11 @@ def test_the_command_line(server, tmp_path):
     assert grown.returncode == 0, grown.stderr
     assert f"growkern verify {NAME} " in grown.stdout and "--revision v1" in grown.stdout
     assert (tmp_path / "large" / "notes.txt").exists()
+    # as do commands that read a model
+    drawn = run("plot", NAME, "large", "--weights", "--out", "w.png")
+    assert drawn.returncode == 0, drawn.stderr
+    measured = run("eval", NAME, "--text", str(tmp_path / "large" / "notes.txt"))
+    assert measured.returncode == 2 and "has 64 positions" in measured.stderr
     failed = run("plan", "acme/none", "--hidden-size", "24", HF_HUB_OFFLINE="1")
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1, failed.stderr
     assert "HF_HUB_OFFLINE is set" in failed.stderr

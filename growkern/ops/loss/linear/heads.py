@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths
@@ -347,6 +347,8 @@ def checked_heads(
 def _check_head(
     name: str, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, student: Tensor
 ) -> None:
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    check_tensors({f"{name} {what}": x for what, x in given.items() if x is not None})
     if weight is None or weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         found = None if weight is None else tuple(weight.shape)
         raise GrowthError(f"{name}: hidden {tuple(hidden.shape)} needs weight (V, H), got {found}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.loss.rows.label_options import RULES
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
@@ -223,8 +223,6 @@ def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int)
     Raises:
         GrowthError: labels are not integers, or have another shape.
     """
-    if not isinstance(labels, Tensor):
-        raise GrowthError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.shape != rows:
         raise GrowthError(
             f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
@@ -276,8 +274,10 @@ def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
 
 def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
     """Row weights as (N,); a GrowthError if they do not fit the labels."""
+    check_tensors({"labels": labels})
     if weights is None:
         return None
+    check_tensors({"row_weights": weights})
     if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
         raise GrowthError(
             f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "

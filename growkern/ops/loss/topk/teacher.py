@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.dtypes import check_tensors
 from growkern.ops.loss.rows.state import KL_ROW
 
 TAILS = ("bucket", "renormalise")
@@ -57,6 +58,7 @@ def check_topk(ids: Any, given: list[Tensor], hidden: Tensor, vocab: int) -> lis
 
 def _check_pair(which: str, pair: tuple[Tensor, Tensor], hidden: Tensor, vocab: int) -> None:
     names = [f"teacher_topk_{what}{which}" for what in ("ids", "logprobs")]
+    check_tensors(dict(zip(names, pair, strict=True)))
     for name, x in zip(names, pair, strict=True):
         if x.ndim < 1 or x.shape[:-1] != hidden.shape[:-1] or x.device != hidden.device:
             raise GrowthError(

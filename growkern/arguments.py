@@ -1,0 +1,81 @@
+"""Checks of the kinds of arguments. Each error names the argument, its value and what to give."""
+
+from __future__ import annotations
+
+import operator
+import os
+import reprlib
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from growkern.errors import GrowthError
+
+
+def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:
+    """An argument as an int. Integers of NumPy and of other libraries count as whole numbers.
+
+    Args:
+        name: of the argument, for the message.
+        value: as it was given.
+        wanted: what to give instead, for the message.
+
+    Raises:
+        GrowthError: it is no integer, or True or False.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise GrowthError(f"{name}={reprlib.repr(value)}: expected {wanted}") from None
+
+
+def real_number(name: str, value: Any) -> float:
+    """An argument as a float.
+
+    Args:
+        name: of the argument, for the message.
+        value: as it was given.
+
+    Raises:
+        GrowthError: it is no number, or True or False.
+    """
+    try:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError
+        return float(value)
+    except (TypeError, OverflowError):
+        raise GrowthError(f"{name}={reprlib.repr(value)}: expected a number") from None
+
+
+def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> Path:
+    """An argument as a path.
+
+    Args:
+        name: of the argument, for the message.
+        value: as it was given.
+        wanted: what to give instead, for the message.
+
+    Raises:
+        GrowthError: it is no path.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
+    return Path(value)
+
+
+def check_kind(name: str, value: Any, kind: type, wanted: str) -> None:
+    """Refuse an argument of another kind.
+
+    Args:
+        name: of the argument, for the message.
+        value: as it was given.
+        kind: its class.
+        wanted: what to give instead, for the message.
+
+    Raises:
+        GrowthError: it is not of this class.
+    """
+    if not isinstance(value, kind):
+        raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
