@@ -17,15 +17,14 @@ better documented result.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.pictures import draw, draw_demo, draw_growth
-from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, take
+from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
+from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
-from growkern.demo.report import HEADS, table_cells
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.target import growable_fields
 
@@ -33,12 +32,6 @@ NOTHING = "not measured yet"
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Row = dict[str, Any]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # ------------------------------------------------------------------------ CPU
@@ -340,13 +333,6 @@ def families(results: Path) -> str:
         classes = ", ".join(f"`{name}`" for name in family.classes)
         lines.append([f"`{model_type}`", norm, family.attention.positions, sizes, classes])
     return table(["`model_type`", "norms", "positions", "sizes", "classes"], lines)
-
-
-def demo_table(results: Path) -> str:
-    """The table of the demo."""
-    found = read(results / "demo.json")
-    heads = [head.replace("\n", " ") for head in HEADS]
-    return table(heads, table_cells(found["rows"])) if found else "not measured yet"
 
 
 BLOCKS = {

@@ -1,12 +1,13 @@
-"""Draws pictures of results: the demo's, and of one GPU time, memory and distance from limits."""
+"""Draws the demo's curves and makes its table; of one GPU draws time, memory and limits."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.results import quotable, read
+from bench.shared.results import quotable, read, table
 from bench.shared.symmetry_tables import draw_lead
+from growkern.demo.report import HEADS, table_cells
 
 Row = dict[str, Any]
 
@@ -30,6 +31,13 @@ def draw(folder: Path) -> list[Path]:
         figure.savefig(folder / f"{name}.png", dpi=130)
         made.append(folder / f"{name}.png")
     return made
+
+
+def demo_table(results: Path) -> str:
+    """The table of the demo."""
+    found = read(results / "demo.json")
+    heads = [head.replace("\n", " ") for head in HEADS]
+    return table(heads, table_cells(found["rows"])) if found else "not measured yet"
 
 
 def draw_demo(results: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +297,9 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
         out.write(("\n" if is_torn else "") + json.dumps(row) + "\n")
         out.flush()
         os.fsync(out.fileno())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 import growkern
 from growkern.demo import progress
 from growkern.demo.config import CONTESTANTS, FULL, MICRO, QUICK
-from growkern.demo.report import result_table, summarize
+from growkern.demo.report import result_table, summarize, table_cells
 from growkern.demo.run import run_demo
 from growkern.errors import GrowthError
 from growkern.plot.curve import Curve, read_curve
@@ -169,7 +169,7 @@ def curve(name, losses, flops, seconds):
 
 
 def printed(rows, sources):
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=80)
     console.print(result_table(rows, sources))
     return console.file.getvalue()
 
@@ -186,23 +186,21 @@ def test_savings_with_and_without_the_source():
     assert [row["saving_with_source"] for row in rows] == [0.0, pytest.approx(0.4), None]
 
     text = printed(rows, [source])
-    assert "One seed does not order" in text and "already reached" not in text
-    assert cells_of(text)["grown"] == ["5.00", "3.00", "40", "4", "60%", "40%"]
-    assert cells_of(text)["slow"] == ["9.00", "4.50", "not reached", "-", "-", "-"]
+    words = " ".join(text.split())
+    assert "One seed does not order" in words and "already reached" not in words
+    assert cells_of(text)["grown"] == ["5.00", "40", "4", "60%", "40%"]
+    assert cells_of(text)["slow"] == ["9.00", "not reached", "-", "-", "-"]
     # a second seed, in which the grown model is slower and the slow one arrives
     faster = curve("grown", (5.0, 3.0), (0.0, 40.0), (0.0, 4.0))
     arrives = curve("slow", (9.0, 4.0), (0.0, 90.0), (0.0, 9.0))
-    text = printed([*rows, *summarize(source, [scratch, faster, arrives])], [source, source])
-    assert "mean of 2 seeds" in text and "Those that overlap order nothing" in text
-    assert cells_of(text)["grown"] == [
-        "5.00",
-        "3.00",
-        "20 to 40",
-        "2 to 4",
-        "60% to 80%",
-        "40% to 60%",
-    ]
-    assert cells_of(text)["slow"][2:] == ["not reached", "-", "-", "-"]
+    rows += summarize(source, [scratch, faster, arrives])
+    text = printed(rows, [source, source])
+    words = " ".join(text.split())
+    assert "mean of 2 seeds" in words and "Those that overlap order nothing" in words
+    assert cells_of(text).keys() >= {"scratch", "grown", "slow"}
+    _, grown, slow = table_cells(rows)
+    assert grown == ["grown", "5.00", "20 to 40", "2 to 4", "60% to 80%", "40% to 60%"]
+    assert slow[2:] == ["not reached", "-", "-", "-"]
 
 
 def cells_of(text):
