@@ -60,18 +60,17 @@ def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> P
     Raises:
         GrowthError: it is no path.
     """
-    if not isinstance(value, (str, os.PathLike)):
-        raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
+    check_kind(name, value, (str, os.PathLike), wanted)
     return Path(value)
 
 
-def check_kind(name: str, value: Any, kind: type, wanted: str) -> None:
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     """Refuse an argument of another kind.
 
     Args:
         name: of the argument, for the message.
         value: as it was given.
-        kind: its class.
+        kind: its class, or several of which it may be one.
         wanted: what to give instead, for the message.
 
     Raises:
