@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bench.paper.corpus import prepare
 from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of
@@ -36,18 +38,22 @@ def say(text: str) -> None:
 
 def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> None:
     """Choose a rate for each line on a seed of its own, then train it on the others."""
-    rates = []
+    tried = [
+        job_of(line.setting, line.system, RATE_SEED, rate, line.setting.rate_steps)
+        for line in lines
+        for rate in line.setting.rates
+    ]
+    place.make(tried)
+    jobs = []
     for line in lines:
-        setting = line.setting
-        jobs = [
-            job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps)
-            for rate in setting.rates
+        own = [job for job in tried if (job.setting, job.system) == (line.setting, line.system)]
+        rate = best_rate(place.make(own))
+        say(f"{line.setting.name}, {SYSTEMS[line.system].title}: learning rate {rate:g}")
+        jobs += [
+            job_of(line.setting, line.system, seed, rate, line.setting.steps)
+            for seed in SEEDS[:seeds]
         ]
-        rates.append(best_rate([place.row(job) for job in jobs]))
-        say(f"{setting.name}, {SYSTEMS[line.system].title}: learning rate {rates[-1]:g}")
-    for seed in SEEDS[:seeds]:
-        for line, rate in zip(lines, rates, strict=True):
-            place.row(job_of(line.setting, line.system, seed, rate, line.setting.steps))
+    place.make(sorted(jobs, key=lambda job: job.seed))
 
 
 def main() -> None:
@@ -60,6 +66,12 @@ def main() -> None:
     parser.add_argument("--size", choices=("micro", "tiny", "small", "base"), default="tiny")
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1 if torch.cuda.is_available() else max(1, torch.get_num_threads()),
+        help="runs at a time (default: 1 on a GPU, else one per core)",
+    )
     parser.add_argument("--text", nargs="+", default=[], help="text files in place of Python's")
     parser.add_argument("--dir", type=Path, default=FOLDER, help=f"default: {FOLDER}")
     parser.add_argument("--save", action="store_true", help="write to bench/results")
@@ -70,7 +82,7 @@ def main() -> None:
         if lines is None:
             parser.error(f"{options.table} has no size {options.size!r}")
         facts = prepare(options.dir, lines[0].setting, options.text)
-        place = Workplace(options.dir, facts, say)
+        place = Workplace(options.dir, facts, say, options.workers)
         compare(place, [x for x in lines if x.system in options.systems], options.seeds)
     rows = list(rows_of(options.dir).values())
     if options.save:

@@ -6,15 +6,22 @@ checkpoint.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from threading import Thread
 from typing import Any
+
+import torch
 
 from bench.paper.settings import Setting
 from bench.paper.systems import SOURCE, SYSTEMS, Job, kept_folder, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
+from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
 from growkern.train.run import train
@@ -29,28 +36,49 @@ class Workplace:
         folder: for text, models, run files and rows.
         text: facts about the text.
         say: shows a line of progress.
+        workers: runs at a time, each in a process of its own. They share the cores.
     """
 
-    def __init__(self, folder: Path, text: dict[str, Any], say: Callable[[str], None]) -> None:
-        self.folder, self.text, self.say = folder, text, say
+    def __init__(
+        self, folder: Path, text: dict[str, Any], say: Callable[[str], None], workers: int = 1
+    ) -> None:
+        self.folder, self.text, self.say, self.workers = folder, text, say, workers
         self.rows = rows_of(folder)
 
-    def row(self, job: Job) -> dict[str, Any]:
-        """The row of a job, which is made if it is not there yet."""
-        if job.name not in self.rows:
-            for needed in job.needs:
-                self.row(needed)
-            self._make(job)
-        return self.rows[job.name]
+    def make(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """The rows of jobs. Those that are not there yet are made, and what they need before."""
+        missing = self._missing(jobs)
+        needed = self._missing([one for job in missing for one in job.needs])
+        for job in (*needed, *missing):
+            for name, (size, layers) in untrained_models(job).items():
+                self._write_untrained(job.setting, name, size, job.seed, layers)
+        self._train(needed)
+        # one for all jobs with the same teacher
+        kept = {kept_folder(job): job for job in missing if SYSTEMS[job.system].kept}
+        for job in kept.values():
+            self._keep_teacher(job)
+        self._train(missing)
+        return [self.rows[job.name] for job in jobs]
 
-    def _make(self, job: Job) -> None:
-        for name, (size, layers) in untrained_models(job).items():
-            self._write_untrained(job.setting, name, size, job.seed, layers)
-        start = time.perf_counter()
-        file = write_run_file(job, self.folder)
-        if job.system != SOURCE and SYSTEMS[job.system].kept:
-            self._keep_teacher(job, file)
-        train(file, progress=False)
+    def _missing(self, jobs: Sequence[Job]) -> list[Job]:
+        by_name = {job.name: job for job in jobs}
+        return [job for name, job in by_name.items() if name not in self.rows]
+
+    def _train(self, jobs: Sequence[Job]) -> None:
+        files = {job: write_run_file(job, self.folder) for job in jobs}
+        if min(self.workers, len(jobs)) <= 1:
+            for job, file in files.items():
+                self._keep(job, seconds_of_training(file))
+            return
+        threads = max(1, torch.get_num_threads() // self.workers)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.workers, context, _begin_worker, (threads,)) as pool:
+            running = {pool.submit(seconds_of_training, file): job for job, file in files.items()}
+            for done in as_completed(running):
+                self._keep(running[done], done.result())
+
+    def _keep(self, job: Job, seconds: float) -> None:
+        """Append the row of a job that has been trained, and delete what nobody needs."""
         out = self.folder / job.name
         curve = read_curve(out)
         row = {
@@ -63,7 +91,7 @@ class Workplace:
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
-            "seconds": round(time.perf_counter() - start, 1),
+            "seconds": round(seconds, 1),
             "text": self.text,
             "machine": machine(),
             **git_facts(),
@@ -76,12 +104,13 @@ class Workplace:
                 shutil.rmtree(left)
         self.say(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['seconds']:.0f} s")
 
-    def _keep_teacher(self, job: Job, file: Path) -> None:
+    def _keep_teacher(self, job: Job) -> None:
         """Run the teacher of a job once, with the command for it."""
         target = self.folder / kept_folder(job)
         if target.exists():
             return
         teacher = str(self.folder / job.needs[0].name)
+        file = write_run_file(job, self.folder)
         cache_teacher(teacher, run=file, out=target, k=SYSTEMS[job.system].kept)
 
     def _write_untrained(
@@ -96,6 +125,23 @@ class Workplace:
             if file.name != "tokenizer.json":
                 shutil.copy(file, target)
         shutil.copy(self.folder / setting.tokenizer / "tokenizer.json", target)
+
+
+def seconds_of_training(file: Path) -> float:
+    """Train a run file to its end, and return the seconds that it took here."""
+    start = time.perf_counter()
+    train(file, progress=False)
+    return time.perf_counter() - start
+
+
+def _begin_worker(threads: int) -> None:
+    """Prepare a process that trains: it prints nothing, and ends with its parent."""
+    silence_transformers()
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # else it would go on in a folder that the next call uses too
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 
@@ -44,7 +44,7 @@ class Setting:
         steps: optimizer steps of the large model, in all systems.
         rate_steps: the same in the runs that choose a learning rate.
         rates: the learning rates that every system chooses from.
-        warmup: steps in which the rate rises; then it falls linearly to 0.
+        warmup: steps in which the rate rises.
         batch: rows in a step.
         length: tokens in a row.
         eval_every: steps between two evaluations.
@@ -55,6 +55,9 @@ class Setting:
         validation_tokens: how much of the validation text is used, about; None: all of it.
         validation_passes: how often it is read. Each pass of a masked model has other masks, so
             that a sixth of the tokens gives enough labels.
+        schedule: of the rate after the warm-up. Under a rate that falls to 0 most of the loss falls
+            at the end, and a run that has to reach the end of another can hardly do so earlier. At
+            a constant rate every point of a curve is a run of its own length.
         plain: name of the setting of which this is a variant.
     """
 
@@ -77,6 +80,7 @@ class Setting:
     vocab: int = VOCAB
     validation_tokens: int | None = None
     validation_passes: int = 1
+    schedule: Literal["linear", "constant_with_warmup"] = "constant_with_warmup"
     plain: str = ""
 
     @property
@@ -290,6 +294,7 @@ BASE_BERT = Setting(
     eval_every=5_000,
     layers_per_block=3,
     vocab=30_522,
+    schedule="linear",
 )
 SETTINGS = {
     ("micro", "gpt2"): MICRO_GPT,

@@ -95,6 +95,7 @@ def run_of(job: Job) -> Run:
             batch_size=setting.batch,
             learning_rate=job.rate,
             warmup_steps=setting.warmup,
+            schedule=setting.schedule,
             seed=job.seed,
             log_every=setting.eval_every,
             eval_every=setting.eval_every,
