@@ -5,9 +5,10 @@
 It writes:
 
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
-- bench/results/aot.md and symmetry.md,
+- bench/results/aot.md, symmetry.md and paper.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png from demo.json, and growth.png from symmetry.json.
+- bench/results/demo.png from demo.json, growth.png from symmetry.json, and the pictures of
+  paper.md.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.paper.tables import write_page
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
 from bench.shared.symmetry_tables import page as symmetry_text
@@ -380,7 +382,7 @@ def main(argv: list[str]) -> int:
     (args.results / "aot.md").write_text(aot_table(args.results))
     (args.results / "symmetry.md").write_text(symmetry_page(args.results))
     made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
-    made += draw_demo(args.results) + draw_growth(args.results)
+    made += draw_demo(args.results) + draw_growth(args.results) + write_page(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

@@ -24,7 +24,7 @@ from bench.paper.corpus import prepare
 from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
-from bench.paper.tables import report
+from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
 from growkern.cli.app import silence_transformers
 
@@ -87,6 +87,7 @@ def main() -> None:
     rows = list(rows_of(options.dir).values())
     if options.save:
         write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+        write_page(RESULTS)
     print(report(rows))
 
 

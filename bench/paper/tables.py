@@ -1,15 +1,18 @@
-"""The tables of the runs: losses, and the FLOPs that are saved at equal loss."""
+"""The tables and pictures of the runs: losses, and the FLOPs that are saved at equal loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.runs import best_rate
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
-from growkern.plot.curve import first_crossing
+from bench.shared.results import read
+from growkern.plot.curve import Curve, first_crossing
+from growkern.plot.losses import draw
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
@@ -41,16 +44,77 @@ def saved(row: Row, baseline: Row, *, with_source: bool = False) -> float:
     return 1 - (spent + (row["source flops"] if with_source else 0.0)) / baseline["flops"][-1]
 
 
-def report(rows: Iterable[Row]) -> str:
-    """All tables in markdown, at every size of which there are rows."""
+PAGE = """# Training grown models, and training from scratch
+
+`python -m bench.paper TABLE` trains all runs of a table. Each is a run file of `growkern train`.
+Losses are validation losses in nats per token, at a constant learning rate after the warm-up.
+
+- Every line takes the best of three learning rates, in short runs of another seed.
+- "below scratch" is how far the final loss is below that of the run from scratch with the same
+  seed.
+- "FLOPs saved" are saved where a run reaches the final loss of scratch. A teacher's are counted.
+  The next column counts the training of the source too.
+- An interval (±) is the 95 % interval of the mean over the seeds, by Student's t.
+
+"""
+
+
+def report(rows: Iterable[Row], *, pictures: bool = False) -> str:
+    """All tables in markdown, at every size of which there are rows.
+
+    Args:
+        rows: of all runs.
+        pictures: whether each table has a link to its picture.
+    """
     by_name = {row["name"]: row for row in rows}
     parts = []
-    for name, table in TABLES.items():
+    for name, size, lines in _tables(by_name):
+        title = f"{TABLES[name].title}, {size}"
+        parts += [f"## {title}", "", HEAD, *_cells(lines, by_name), ""]
+        if pictures:
+            parts += [f"![{title}]({_picture(name, size)})", ""]
+    return "\n".join(parts)
+
+
+def page_text(results: Path) -> str:
+    """The page of all tables in a folder of results; empty if it has none."""
+    rows = read(results / "paper.json").get("rows", [])
+    return PAGE + report(rows, pictures=True).rstrip() + "\n" if rows else ""
+
+
+def write_page(results: Path) -> list[Path]:
+    """Write the page and the pictures of the rows in paper.json beside it. Returns the files."""
+    rows = {row["name"]: row for row in read(results / "paper.json").get("rows", [])}
+    if not rows:
+        return []
+    made = [results / "paper.md"]
+    made[0].write_text(page_text(results))
+    for name, size, lines in _tables(rows):
+        curves = [
+            Curve(_title(line), *(tuple(row[key]) for key in ("steps", "flops", "losses")))
+            for line in lines
+            for row in runs_of(line, rows).values()
+        ]
+        made.append(results / _picture(name, size))
+        draw(curves, made[-1], title=f"{TABLES[name].title}, {size}")
+    return made
+
+
+def _tables(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, list[Line]]]:
+    """The name, the size and the lines of every table of which there is more than the baseline."""
+    for name in TABLES:
         for size in SIZES:
             lines = lines_of(name, size)
-            if lines is not None and (cells := _cells(lines, by_name)):
-                parts += [f"### {table.title}, {size}", "", HEAD, *cells, ""]
-    return "\n".join(parts)
+            if lines is not None and _cells(lines, rows):
+                yield name, size, lines
+
+
+def _picture(name: str, size: str) -> str:
+    return f"paper-{name}-{size}.png"
+
+
+def _title(line: Line) -> str:
+    return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")
 
 
 def _cells(lines: Sequence[Line], rows: Mapping[str, Row]) -> list[str]:
@@ -65,7 +129,7 @@ def _cells(lines: Sequence[Line], rows: Mapping[str, Row]) -> list[str]:
             continue
         pairs = [(runs[seed], baseline[seed]) for seed in seeds]
         cells = [
-            SYSTEMS[line.system].title + (f", {line.label}" if line.label else ""),
+            _title(line),
             f"{pairs[0][0]['rate']:g}",
             interval([row["losses"][0] for row, _ in pairs]),
             interval([row["losses"][-1] for row, _ in pairs]),

@@ -136,7 +136,7 @@ def test_a_table_has_a_line_for_each_setting():
     ends = [(2.0, 2.2, 2.4), (1.9, 2.1, 2.3), (1.8, 2.0, 2.2), (1.0, 1.2, 1.4)]
     text = report(rows_for(lines, ends))
     # other tables share the runs from scratch
-    table = text.split("### When to grow, tiny\n")[1].splitlines()[3:]
+    table = text.split("## When to grow, tiny\n")[1].splitlines()[3:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line]
     labels = ["scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %"]
     assert [one[0] for one in cells] == labels
