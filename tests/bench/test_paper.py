@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 
 import pytest
 
@@ -9,7 +11,8 @@ from bench.paper import __main__ as command
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS, job_of, run_of
-from bench.paper.tables import interval, report, saved
+from bench.paper.tables import interval, page_text, report, saved, write_page
+from bench.shared.results import write
 
 WORDS = [
     "the",
@@ -38,7 +41,7 @@ def text(tmp_path):
 def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys):
     systems = ["scratch", "stackbert", "mslt", "fpi", "aki_two_stage_ki"]
     call = ["paper", "table5", "--size", "micro", "--seeds", "1", "--text", text]
-    call += ["--dir", str(tmp_path / "runs"), "--systems", *systems]
+    call += ["--dir", str(tmp_path / "runs"), "--workers", "2", "--systems", *systems]
     monkeypatch.setattr("sys.argv", call)
     command.main()
     first = capsys.readouterr().out
@@ -66,6 +69,15 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     command.main()
     assert first.endswith(capsys.readouterr().out)
     assert [json.loads(x) for x in file.read_text().splitlines()[: len(rows)]] == rows
+
+    # a lost run is made again, by this process alone, and ends where it ended among others
+    *kept, lost = sorted(rows, key=lambda row: row["system"] == "fpi" and row["seed"] == 1)
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    shutil.rmtree(tmp_path / "runs" / lost["name"])
+    command.main()
+    again = json.loads(file.read_text().splitlines()[-1])
+    assert again["name"] == lost["name"] and again["flops"] == lost["flops"]
+    assert again["losses"] == pytest.approx(lost["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -166,3 +178,16 @@ def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
     command.main()
     table = capsys.readouterr().out
     assert all(SYSTEMS[system].title in table for system in systems)
+
+
+def test_the_page_shows_a_picture_of_every_table(tmp_path):
+    assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
+    lines = lines_of("moment", "tiny")
+    ends = [(2.0, 2.2, 2.4), (1.9, 2.1, 2.3), (1.8, 2.0, 2.2), (1.0, 1.2, 1.4)]
+    rows = [{**row, "steps": [0, 1, 2][: len(row["losses"])]} for row in rows_for(lines, ends)]
+    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+    page, *pictures = write_page(tmp_path)
+    assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
+    linked = re.findall(r"\]\((.*?)\)", page.read_text())
+    assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)

@@ -1,6 +1,7 @@
 """Tables and pictures match the JSON. Where a result is missing they say "not measured yet"."""
 
 from bench import report, tune
+from bench.paper.tables import page_text
 from bench.shared import pictures, results
 from tests.bench.documents import document
 
@@ -20,6 +21,9 @@ def test_the_pages_match_the_results():
     assert report.aot_table(results.RESULTS) == aot, "run python -m bench.report"
     page = (results.RESULTS / "symmetry.md").read_text()
     assert report.symmetry_page(results.RESULTS) == page, "run python -m bench.report"
+    paper = results.RESULTS / "paper.md"
+    text = paper.read_text() if paper.exists() else ""
+    assert page_text(results.RESULTS) == text, "run python -m bench.report"
 
 
 EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "yes", "of limit": 0.9}
