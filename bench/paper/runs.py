@@ -12,6 +12,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -66,6 +68,8 @@ class Workplace:
 
     def _train(self, jobs: Sequence[Job]) -> None:
         files = {job: write_run_file(job, self.folder) for job in jobs}
+        if jobs:
+            self.say(f"{len(jobs)} runs, {min(self.workers, len(jobs))} at a time")
         if min(self.workers, len(jobs)) <= 1:
             for job, file in files.items():
                 self._keep(job, seconds_of_training(file))
@@ -130,7 +134,9 @@ class Workplace:
 def seconds_of_training(file: Path) -> float:
     """Train a run file to its end, and return the seconds that it took here."""
     start = time.perf_counter()
-    train(file, progress=False)
+    # lines of several runs at a time would mix; each run has them in its folder
+    with redirect_stdout(StringIO()):
+        train(file, progress=False)
     return time.perf_counter() - start
 
 
