@@ -23,7 +23,7 @@ import torch
 from bench.paper.corpus import prepare
 from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of
-from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
+from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
 from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
 from growkern.cli.app import silence_transformers
@@ -36,7 +36,7 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> None:
+def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
     """Choose a rate for each line on a seed of its own, then train it on the others."""
     tried = [
         job_of(line.setting, line.system, RATE_SEED, rate, line.setting.rate_steps)
@@ -54,6 +54,7 @@ def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> None:
             for seed in SEEDS[:seeds]
         ]
     place.make(sorted(jobs, key=lambda job: job.seed))
+    return jobs
 
 
 def main() -> None:
@@ -83,7 +84,10 @@ def main() -> None:
             parser.error(f"{options.table} has no size {options.size!r}")
         facts = prepare(options.dir, lines[0].setting, options.text)
         place = Workplace(options.dir, facts, say, options.workers)
-        compare(place, [x for x in lines if x.system in options.systems], options.seeds)
+        chosen = [line for line in lines if line.system in options.systems]
+        jobs = compare(place, chosen, options.seeds)
+        if TABLES[options.table].classifies:
+            place.classify(jobs)
     rows = list(rows_of(options.dir).values())
     if options.save:
         write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})

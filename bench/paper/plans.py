@@ -31,11 +31,13 @@ class Table:
         title: above the table.
         family: of its models.
         lines: (setting) -> its lines. The first is the baseline of all others.
+        classifies: whether the final models are fine-tuned and classify text.
     """
 
     title: str
     family: str
     lines: Callable[[Setting], list[Line]]
+    classifies: bool = False
 
 
 COMPARED = (
@@ -113,7 +115,7 @@ def _moment(setting: Setting) -> list[Line]:
 
 
 TABLES = {
-    "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED)),
+    "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),

@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from threading import Thread
@@ -26,9 +27,12 @@ from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
+from growkern.train.evaluation.finetune import finetune
 from growkern.train.run import train
 
-ROWS = "rows.jsonl"
+ROWS, ACCURACIES = "rows.jsonl", "accuracies.jsonl"
+# the downstream task: folders of libraries that growkern needs, each with hundreds of passages
+CLASSES = ("torch/nn/modules", "numpy/lib", "accelerate", "rich", "huggingface_hub")
 
 
 class Workplace:
@@ -62,24 +66,43 @@ class Workplace:
         self._train(missing)
         return [self.rows[job.name] for job in jobs]
 
+    def classify(self, jobs: Sequence[Job]) -> None:
+        """Fine-tune the models of finished jobs, and keep their accuracies."""
+        missing = [job for job in jobs if "accuracy" not in self.rows[job.name]]
+        calls = {
+            job: partial(accuracy_of, self.folder / job.name, job.setting.length, job.seed)
+            for job in missing
+        }
+        for job, accuracy in self._called(calls):
+            append_row(self.folder / ACCURACIES, {"name": job.name, "accuracy": accuracy})
+            self.rows[job.name]["accuracy"] = accuracy
+            self.say(f"{job.name}: accuracy {accuracy:.3f}")
+
     def _missing(self, jobs: Sequence[Job]) -> list[Job]:
         by_name = {job.name: job for job in jobs}
         return [job for name, job in by_name.items() if name not in self.rows]
 
     def _train(self, jobs: Sequence[Job]) -> None:
-        files = {job: write_run_file(job, self.folder) for job in jobs}
-        if jobs:
-            self.say(f"{len(jobs)} runs, {min(self.workers, len(jobs))} at a time")
-        if min(self.workers, len(jobs)) <= 1:
-            for job, file in files.items():
-                self._keep(job, seconds_of_training(file))
+        calls = {
+            job: partial(seconds_of_training, write_run_file(job, self.folder)) for job in jobs
+        }
+        for job, seconds in self._called(calls):
+            self._keep(job, seconds)
+
+    def _called(self, calls: Mapping[Job, Callable[[], float]]) -> Iterator[tuple[Job, float]]:
+        """Call each, several at a time, and yield their results as they come."""
+        at_once = min(self.workers, len(calls))
+        if calls:
+            self.say(f"{len(calls)} runs, {at_once} at a time")
+        if at_once <= 1:
+            yield from ((job, call()) for job, call in calls.items())
             return
-        threads = max(1, torch.get_num_threads() // self.workers)
+        threads = max(1, torch.get_num_threads() // at_once)
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.workers, context, _begin_worker, (threads,)) as pool:
-            running = {pool.submit(seconds_of_training, file): job for job, file in files.items()}
+        with ProcessPoolExecutor(at_once, context, _begin_worker, (threads,)) as pool:
+            running = {pool.submit(call): job for job, call in calls.items()}
             for done in as_completed(running):
-                self._keep(running[done], done.result())
+                yield running[done], done.result()
 
     def _keep(self, job: Job, seconds: float) -> None:
         """Append the row of a job that has been trained, and delete what nobody needs."""
@@ -140,6 +163,14 @@ def seconds_of_training(file: Path) -> float:
     return time.perf_counter() - start
 
 
+def accuracy_of(model: Path, length: int, seed: int) -> float:
+    """How often a fine-tuned model says from which library a passage of Python code is."""
+    packages = Path(torch.__file__).parents[1]
+    text = [f"{packages / folder}/**/*.py" for folder in CLASSES]
+    options = {"seeds": 1, "seed": seed, "sequence_length": length, "learning_rate": 1e-3}
+    return finetune(model, text, progress=False, **options).accuracy
+
+
 def _begin_worker(threads: int) -> None:
     """Prepare a process that trains: it prints nothing, and ends with its parent."""
     silence_transformers()
@@ -152,7 +183,11 @@ def _begin_worker(threads: int) -> None:
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     """The rows so far by the names of their jobs."""
-    return read_rows(folder / ROWS, lambda row: str(row["name"]))
+    rows = read_rows(folder / ROWS, lambda row: str(row["name"]))
+    for name, found in read_rows(folder / ACCURACIES, lambda row: str(row["name"])).items():
+        if name in rows:
+            rows[name]["accuracy"] = found["accuracy"]
+    return rows
 
 
 def best_rate(rows: Iterable[dict[str, Any]]) -> float:

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from bench.paper import __main__ as command
+from bench.paper import runs
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS, job_of, run_of
@@ -78,6 +79,26 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     again = json.loads(file.read_text().splitlines()[-1])
     assert again["name"] == lost["name"] and again["flops"] == lost["flops"]
     assert again["losses"] == pytest.approx(lost["losses"], rel=1e-5)
+
+
+def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
+    """One library says "the", the other "loss": any model can tell them apart."""
+    for name, word in (("one", "the "), ("other", "loss ")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text(word * 2000)
+    monkeypatch.setattr(runs, "CLASSES", (str(tmp_path / "one"), str(tmp_path / "other")))
+    call = ["paper", "table2", "--size", "micro", "--seeds", "1", "--text", text]
+    call += ["--dir", str(tmp_path / "runs"), "--workers", "1", "--systems", "scratch", "fpi"]
+    monkeypatch.setattr("sys.argv", call)
+    command.main()
+    out = capsys.readouterr().out
+    file = tmp_path / "runs" / runs.ACCURACIES
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [one["accuracy"] for one in found] == [1.0, 1.0] and out.count("| 100.0 % |") == 2
+    # those that chose the rates are not
+    assert {one["name"].split("-seed")[1] for one in found} == {"1"}
+    command.main()
+    assert capsys.readouterr().out == out and len(file.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -153,7 +174,11 @@ def test_a_table_has_a_line_for_each_setting():
     labels = ["scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %"]
     assert [one[0] for one in cells] == labels
     rate = f"{lines[0].setting.rates[1]:g}"
-    assert {one[1] for one in cells} == {rate} and {one[7] for one in cells} == {"3"}
+    assert (
+        {one[1] for one in cells} == {rate}
+        and {one[8] for one in cells} == {"3"}
+        and {one[7] for one in cells} == {"-"}
+    )
     below = [one[4] for one in cells]
     assert below == [f"{x} ± 0.000" for x in ("0.000", "0.100", "0.200", "1.000")]
     pairs = zip(ends[0], ends[3], strict=True)
