@@ -104,6 +104,7 @@ def _run_forked(name: str, path: Path, log: Path) -> None:
         os.dup2(out.fileno(), 2)
     (piece,) = chosen([name])
     interpreter.make_quick()
+    interpreter.convert_as_gpus()
     sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
 
 
