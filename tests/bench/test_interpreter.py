@@ -70,7 +70,7 @@ def converted(x, dtype):
 
 
 def test_bfloat16_is_converted_as_pytorch_does(monkeypatch):
-    """Every bfloat16 number, subnormal ones too, and float32 numbers next to and halfway between."""
+    """All bfloat16 numbers, also subnormal ones, and float32 numbers halfway between and beside."""
     from triton.runtime import interpreter as triton_interpreter
 
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -24,7 +24,9 @@ def test_routed_copies_add_up_bit_for_bit(name, dtype, amplitude, axis, device):
     name = backend_or_skip(name, device)
     W = torch.randn(24, 31, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    for column, smallest in enumerate((0.3 * torch.finfo(dtype).smallest_normal, least, -3 * least)):
+    for column, smallest in enumerate(
+        (0.3 * torch.finfo(dtype).smallest_normal, least, -3 * least)
+    ):
         W[:, 3 + column] = smallest
     for index in (torch.arange(62) % 31, torch.arange(93) % 31, torch.arange(155) // 5,
                   uneven(31, 80, 1)):  # fmt: skip
