@@ -29,6 +29,7 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
     recorder = Recorder(piece.name, path, toy=toy)
     try:
         interpreter.allow_new_numpy()
+        interpreter.convert_as_gpus()
         piece.run(recorder)
     except Skip as reason:
         recorder.document |= {"status": "skipped", "reason": str(reason)}
@@ -104,7 +105,6 @@ def _run_forked(name: str, path: Path, log: Path) -> None:
         os.dup2(out.fileno(), 2)
     (piece,) = chosen([name])
     interpreter.make_quick()
-    interpreter.convert_as_gpus()
     sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
 
 
