@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     walks.times = config.getoption("--walks")
     walks.start = config.getoption("--seed")
     interpreter.make_quick()
+    interpreter.convert_as_gpus()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a script that runs the tests in the background hands down a SIGINT that is ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)

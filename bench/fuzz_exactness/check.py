@@ -11,7 +11,7 @@ import transformers
 
 import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
-from growkern.growth.plan.exactness import NEW_TOKENS
+from growkern.growth.plan.finding import NEW_TOKENS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.outputs import rounding_error
 from growkern.growth.record.verdict import GENERATION_ERROR, ROUNDING_ERROR, measured_level

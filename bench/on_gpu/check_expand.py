@@ -5,7 +5,6 @@ written, and all around it must still be NaN. The truth is plain indexing in flo
 a time. Its noise comes from `hash_noise`, which the op's tests compare with Python's integers.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -67,12 +66,10 @@ def allowed(weight: Tensor, out: torch.dtype, parted: bool) -> float:
     if out == torch.bfloat16:
         # kernels round to float32 first
         eps = max(eps, torch.finfo(torch.float32).eps)
-    # Triton's interpreter truncates to bfloat16, whereas a device rounds
-    whole = out == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
     # With noise the smaller of two replicas has the rounding error of the larger one besides its
     # own. For noise below 1/2 the larger one is at most 3 times the smaller one. So it is with
     # routing of amplitude 2.
-    return (4 if parted else 1) * (torch.finfo(out).eps / (1 if whole else 2) + 4 * eps)
+    return (4 if parted else 1) * (torch.finfo(out).eps / 2 + 4 * eps)
 
 
 # ---------------------------------------------------------------------- cases

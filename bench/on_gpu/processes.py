@@ -29,6 +29,7 @@ def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
     recorder = Recorder(piece.name, path, toy=toy)
     try:
         interpreter.allow_new_numpy()
+        interpreter.convert_as_gpus()
         piece.run(recorder)
     except Skip as reason:
         recorder.document |= {"status": "skipped", "reason": str(reason)}

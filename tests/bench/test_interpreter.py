@@ -1,4 +1,4 @@
-"""The interpreter that the tests use, made quicker: as Triton's own before and after a launch."""
+"""The interpreter that the tests use: made quicker, and converting bfloat16 as GPUs do."""
 
 import os
 
@@ -22,6 +22,12 @@ def twice(x):
 def store_twice(out, N: tl.constexpr):
     n = tl.arange(0, N)
     tl.store(out + n, twice(twice(tl.load(out + n))))
+
+
+@jit
+def store_converted(x, out, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(out + n, tl.load(x + n).to(out.dtype.element_ty))
 
 
 @jit
@@ -55,3 +61,37 @@ def test_a_launch_that_fails_restores_the_language():
     assert tl.where is before
     launch(store_twice, 1, out, out, N=4)
     assert out.tolist() == [0, 1, 8, 12]
+
+
+def converted(x, dtype):
+    out = torch.empty_like(x, dtype=dtype)
+    launch(store_converted, 1, x, x, out, N=len(x))
+    return out
+
+
+def test_bfloat16_is_converted_as_pytorch_does(monkeypatch):
+    """All bfloat16 numbers, also subnormal ones, and float32 numbers halfway between and beside."""
+    from triton.runtime import interpreter as triton_interpreter
+
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    wide = every.float()
+    assert torch.equal(converted(every, torch.float32).view(torch.int32), wide.view(torch.int32))
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        near = (wide.view(torch.int32) | lower).view(torch.float32)
+        found, truth = converted(near, torch.bfloat16), near.to(torch.bfloat16)
+        assert torch.equal(found.isnan(), truth.isnan())
+        is_number = ~truth.isnan()
+        assert torch.equal(
+            found.view(torch.int16)[is_number], truth.view(torch.int16)[is_number]
+        ), lower
+    # the interpreter's own conversion: it rounds nothing, and reads subnormal numbers wrongly
+    own = triton_interpreter._convert_float.__closure__
+    original = next(
+        cell.cell_contents
+        for cell in own
+        if getattr(cell.cell_contents, "__name__", "") == "_convert_float"
+    )
+    monkeypatch.setattr(triton_interpreter, "_convert_float", original)
+    is_subnormal = (wide != 0) & (wide.abs() < torch.finfo(torch.bfloat16).smallest_normal)
+    wrong = converted(every, torch.float32) != wide
+    assert torch.equal(wrong & ~wide.isnan(), is_subnormal)

@@ -47,7 +47,7 @@ from torch import Tensor
 from growkern.errors import GrowthError, nearest
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.exactness import Finding
+from growkern.growth.plan.finding import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.ops.expand.op import expand
 

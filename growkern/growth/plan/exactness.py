@@ -8,57 +8,27 @@ change to how tensors are built must be reflected here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain
+from growkern.growth.plan.finding import (
+    NEW_TOKENS,
+    WEIGHT_ERROR,
+    WEIGHT_ROUNDINGS,
+    Finding,
+    says_something,
+)
 from growkern.growth.plan.probe import FEWEST, angle_error, carries_exactly, output_bound
 from growkern.growth.plan.vocabulary import (
+    guessing_loss,
     is_capped_too_low,
     largest_capped,
     most_cost,
     predicts_tokens,
+    unrounded_cost,
 )
-
-# measures of `growkern.verify`: the largest difference of an output over the largest output (where
-# there is a bound, at least that on the random texts of `growth.plan.probe`), the
-# rise of the loss by tokens that the source does not have, and the largest difference of a weight
-# that is folded back (Frobenius norm, relative to that of the source's weight, in which every copy
-# counts as at least the smallest normal number of float16)
-OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
-WEIGHT_ERROR = "weight error"
-# a bound of OUTPUT_ERROR above this says nothing
-LARGEST_BOUND = 0.1
-# 16-bit copies may round in opposite directions, so folded weights are off by more than eps / 2
-WEIGHT_ROUNDINGS = 2.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One statement about what a growth keeps.
-
-    Attributes:
-        level: "exact", "approximate" (the error is bounded and small) or "changed".
-        what: the part of the model, or the dtype, that the statement is about.
-        why: the reason, with the size of the error.
-        bound: of an approximate statement, the number that limits the growth's error in `measure`.
-            `growkern.verify` checks this number. None: rounding alone if the level is "exact".
-        measure: the number of `growkern.verify` that `bound` limits.
-        asked: True for a change that the user asked for, such as `method="aki"`.
-    """
-
-    level: str
-    what: str
-    why: str
-    bound: float | None = None
-    measure: str = OUTPUT_ERROR
-    asked: bool = False
-
-    def line(self) -> str:
-        """The statement as one line of text."""
-        return f"{self.level}: {self.what} ({self.why})"
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
@@ -137,7 +107,7 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
     if bound is None:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)
-    if not bound <= LARGEST_BOUND:
+    if not says_something(bound):
         return Finding(
             "changed", what, f"{why}; that moves the outputs too far or too unevenly for a bound"
         )
@@ -207,6 +177,14 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
         f"old tokens keep their logits; the {new - old} new ones raise the loss of any text by at "
         f"most {bound:.2g} nats"
     )
+    guess, asked = guessing_loss(plan), unrounded_cost(plan)
+    if not says_something(bound, guess, asked):
+        # so many tokens cost that in any dtype
+        is_asked = not says_something(asked, guess, asked)
+        why += f", too much beside the {guess:.2g} nats that guessing costs"
+        if not is_asked:
+            why += f"; it is {asked:.2g} nats in float32, where new rows are not rounded to 16 bits"
+        return [Finding("changed", what, why, None, NEW_TOKENS, is_asked)]
     if (largest := largest_capped(plan.small)) < math.inf:
         why += f", while logits stay below {largest:.0f} before the soft cap"
     return [Finding("approximate", what, why, bound, NEW_TOKENS)]

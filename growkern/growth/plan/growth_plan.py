@@ -23,7 +23,8 @@ from growkern.growth.plan.advice.cost import estimate
 from growkern.growth.plan.advice.forecast import Forecast, forecast
 from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
+from growkern.growth.plan.exactness import findings
+from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from growkern.growth.plan.advice.forecast import Forecast
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.exactness import Finding
+from growkern.growth.plan.finding import Finding
 from growkern.units import human
 
 # columns of a table in a text

@@ -53,16 +53,33 @@ def predicts_tokens(model: ModelSpec) -> bool:
     )
 
 
+def _mass(plan: Blueprint) -> float:
+    """n / V exp(-margin) of (1)."""
+    old, new = plan.small.size("vocab"), plan.large.size("vocab")
+    has_bias = any(t.axes == ("vocab",) for t in plan.large.tensors)
+    return (new - old) / old * math.exp(-NEW_TOKEN_MARGIN if has_bias else 0.0)
+
+
+def unrounded_cost(plan: Blueprint) -> float:
+    """(1): the largest rise of the loss by new tokens whose rows are not rounded, nats."""
+    return math.log1p(_mass(plan))
+
+
+def guessing_loss(plan: Blueprint) -> float:
+    """The loss of a model that knows nothing and guesses one of the old tokens, nats.
+
+    Its loss is above the source's by no more than that, on any text.
+    """
+    return math.log(plan.small.size("vocab"))
+
+
 def most_cost(plan: Blueprint) -> float | None:
-    """(1), or (2) in 16 bits: the largest rise of the loss by the new tokens, nats.
+    """(1), with (2) in 16 bits: the largest rise of the loss by the new tokens, nats.
 
     Returns:
         None: it is not known, as weights have no values here.
     """
-    old, new = plan.small.size("vocab"), plan.large.size("vocab")
-    has_bias = any(t.axes == ("vocab",) for t in plan.large.tensors)
-    mass = (new - old) / old * math.exp(-NEW_TOKEN_MARGIN if has_bias else 0.0)
-    shift = 0.0
+    mass, shift = _mass(plan), 0.0
     if plan.dtype.itemsize == 2:
         found = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
         if found is None:

@@ -13,11 +13,17 @@ from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.probe import largest_output
+from growkern.growth.plan.probe import FEW_TEXTS, SEED, largest_output
 from growkern.growth.plan.vocabulary import predicts_tokens
-from growkern.growth.source.runs import all_outputs, as_model, largest_difference, longest_of
+from growkern.growth.source.runs import (
+    all_outputs,
+    as_model,
+    largest_difference,
+    longest_of,
+    random_tokens,
+)
 from growkern.growth.source.source import Source
 
 # tokens that are generated to compare the caches of both models
@@ -100,7 +106,7 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     Every weight moves up or down, at random, by a unit in the last place of the plan's dtype.
 
     Args:
-        source: the source, float64. It is left as it is.
+        source: the source, float64, or float32 if it is large. It is left as it is.
         tokens: as in `compare_outputs`.
 
     Returns:
@@ -119,6 +125,27 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
             errors += generation_error(plan, source, moved, tokens).values()
         worst = max(worst, *errors)
     return worst
+
+
+@torch.no_grad()
+def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -> float:
+    """How far arithmetic in 16 bits moves the outputs of the source, with a cache or without.
+
+    Args:
+        narrow, wide: the source in 16 bits and in float32.
+        tokens: as in `compare_outputs`.
+
+    Returns:
+        The largest change of an output on these tokens and on random texts, relative to the largest
+        output on these tokens. A few outputs alone may change little by chance.
+    """
+    texts = (tokens, random_tokens(plan.source, SEED, FEW_TEXTS))
+    change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
+    largest = max(_outputs(wide, tokens).abs().max().item(), _least_output(plan, wide))
+    errors = [change / largest if change else 0.0]
+    if narrow.can_generate():
+        errors += generation_error(plan, wide, narrow, tokens).values()
+    return max(errors)
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.source import Source
 
@@ -18,7 +18,9 @@ Level = Literal["exact", "approximate", "changed"]
 GENERATION_ERROR = "generation error"
 # the error of outputs of the source itself, with its weights rounded (`record.outputs`)
 ROUNDING_ERROR = "error of a rounded source"
-# A grown model rounds other weights than this sample does, so its error may be larger
+# how far arithmetic in 16 bits moves the outputs of the source itself
+ARITHMETIC_ERROR = "error of 16-bit arithmetic"
+# A grown model rounds other numbers than these samples do, so its error may be larger
 ROUNDING_ROOM = 2.0
 # settings of generation that decide how fast it is or what else it returns, but no token
 NO_TOKENS = {
@@ -37,12 +39,12 @@ MOST_NAMED = 4
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of outputs that rounding in this dtype explains.
+    """The largest relative error of outputs that rounding in float32 or float64 explains.
 
     Shares of `symmetry="split"` and the layers of a model amplify it. A wrong tensor of a float32
     model gives 1e-3 or more.
     """
-    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 16 * torch.finfo(dtype).eps)
+    return {torch.float64: 1e-9, torch.float32: 1e-4}[dtype]
 
 
 def measured_level(
@@ -54,16 +56,15 @@ def measured_level(
     excuses outputs or generation that fail, or new tokens that cost more than planned.
 
     Args:
-        outputs: of `record.outputs.compare_outputs`.
-        dtype: whose rounding the outputs carry.
+        outputs: of `record.outputs.compare_outputs`, with the samples of rounding beside them.
+        dtype: whose rounding the outputs carry beside that of 16 bits, float32 or float64.
 
     Returns:
         "exact", "approximate" or "changed", as in `Finding.level`. "exact" only if the plan is.
         The contradiction in one line; "" if there is none.
     """
     errors = {OUTPUT_ERROR: 0.0, GENERATION_ERROR: 0.0, NEW_TOKENS: 0.0, **outputs}
-    noise = rounding(dtype)
-    allowed = _allowed(plan, errors, noise)
+    allowed, noise = _allowed(plan, errors, dtype), _noise(errors, dtype)
     # `not <=` also holds for NaN
     beyond = [name for name, most in allowed.items() if not errors[name] <= most]
     if not beyond:
@@ -95,22 +96,26 @@ def stated_bound(plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dt
     stated = sum(_bounds(plan, OUTPUT_ERROR))
     if outputs.get(OUTPUT_ERROR, 0.0) <= stated:
         return stated
-    return _allowed(plan, outputs, rounding(dtype))[OUTPUT_ERROR]
+    return _allowed(plan, outputs, dtype)[OUTPUT_ERROR]
 
 
-def _allowed(plan: GrowthPlan, errors: Mapping[str, float], noise: float) -> dict[str, float]:
-    """The largest error of every measure that the plan allows."""
-    output = sum(_bounds(plan, OUTPUT_ERROR)) + noise
+def _noise(errors: Mapping[str, float], dtype: torch.dtype) -> float:
+    """The largest relative error of outputs that arithmetic explains."""
+    return rounding(dtype) + ROUNDING_ROOM * errors.get(ARITHMETIC_ERROR, 0.0)
+
+
+def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """The largest error of every measure that the plan allows.
+
+    How far rounding to 16 bits moves the outputs depends on the model, so it is measured on the
+    source.
+    """
+    output = sum(_bounds(plan, OUTPUT_ERROR)) + _noise(errors, dtype)
     if plan.rounds_weights:
-        # how far rounded weights move the outputs depends on the model: it is measured on the
-        # source. The outputs of a model too large for that carry the rounding of its dtype anyway
-        sample = errors.get(ROUNDING_ERROR)
-        output += rounding(plan.dtype) if sample is None else ROUNDING_ROOM * sample
-    return {
-        OUTPUT_ERROR: output,
-        NEW_TOKENS: sum(_bounds(plan, NEW_TOKENS)) + noise,
-        GENERATION_ERROR: output,
-    }
+        output += ROUNDING_ROOM * errors[ROUNDING_ERROR]
+    # the bound in 16 bits has room for logits that are rounded
+    tokens = sum(_bounds(plan, NEW_TOKENS)) + rounding(dtype)
+    return {OUTPUT_ERROR: output, NEW_TOKENS: tokens, GENERATION_ERROR: output}
 
 
 def _bounds(plan: GrowthPlan, measure: str) -> list[float]:

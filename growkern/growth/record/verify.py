@@ -7,7 +7,8 @@ There are four independent checks, from cheap to expensive:
     fold     every weight folds back to the source's, P_out U E_in = W (`record.fold`). This shows
              that the function is kept, without a forward pass and without the code of growth
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
-             generation with a cache. Models of up to 50 million parameters run in float64. The
+             generation with a cache. Models of up to 50 million parameters run in float64. Larger
+             ones in 16 bits may differ by twice what these do to the source's own outputs. The
              settings of generation, which choose tokens from logits, must be the same
 """
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.exactness import OUTPUT_ERROR, WEIGHT_ROUNDINGS
+from growkern.growth.plan.finding import OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.table import as_text
 from growkern.growth.record.compare import contradictions, training_notes, version_notes
@@ -37,12 +38,14 @@ from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.lineage import Lineage, has_record, plan_from_lineage, read_lineage_of
 from growkern.growth.record.origins import origin_of
 from growkern.growth.record.outputs import (
+    arithmetic_error,
     check_tokens,
     compare_outputs,
     load_model,
     rounding_error,
 )
 from growkern.growth.record.verdict import (
+    ARITHMETIC_ERROR,
     ROUNDING_ERROR,
     Level,
     generation_differences,
@@ -67,7 +70,7 @@ class TensorGroup:
         count: number of tensors.
         replay_error: largest difference to the rebuilt tensors, relative to their largest element.
         fold_error: largest relative difference of a folded weight to the source's (`WEIGHT_ERROR`
-            of `plan.exactness`); None if folding does not apply (norms, AKI, random weights).
+            of `plan.finding`); None if folding does not apply (norms, AKI, random weights).
         worst: the tensor with the largest error.
         ok: True if rounding explains all errors.
     """
@@ -223,8 +226,33 @@ def _compare(
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
     old, new = load_model(*source), load_model(*grown)
+    outputs = compare_outputs(plan, old, new, tokens, labels)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    return compare_outputs(plan, old, new, tokens, labels), coarsest
+    del new
+    outputs |= _roundings(plan, source[0], old, coarsest, tokens)
+    return outputs, coarsest if coarsest.itemsize > 2 else torch.float32
+
+
+def _roundings(
+    plan: GrowthPlan, source: Source, old: Any, coarsest: torch.dtype, tokens: Tensor
+) -> dict[str, float]:
+    """How far rounding to 16 bits moves the outputs of a source that is too large for float64.
+
+    Args:
+        old: the source as it was run.
+        coarsest: the dtype that the source or the grown model was run in.
+    """
+    is_narrow = coarsest.itemsize == 2
+    if not (is_narrow or plan.rounds_weights):
+        return {}
+    wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
+    found = {}
+    if plan.rounds_weights:
+        found[ROUNDING_ERROR] = rounding_error(plan, wide, tokens)
+    if is_narrow:
+        narrow = old if old.dtype == coarsest else as_model(source, coarsest)
+        found[ARITHMETIC_ERROR] = arithmetic_error(plan, narrow, wide, tokens)
+    return found
 
 
 def _own_plan(grown: Any) -> GrowthPlan:

@@ -1,10 +1,13 @@
 """The bounds of plans on the outputs: they hold for other texts, and are measured for the model."""
 
+import math
+
 import pytest
 import torch
 import transformers
 
 import growkern
+from growkern.growth.plan.finding import says_something
 from growkern.growth.record.verdict import measured_level
 from tests.growth.models import BERT, GPT2, random_model, relative_error
 from tests.growth.plan.test_matrix import FAMILIES
@@ -139,23 +142,79 @@ OUTPUT_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("offset", [0.0, 20.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("class_name, sizes, width", OUTPUT_ROWS)
-def test_the_bound_on_new_tokens_holds_for_rounded_rows(class_name, sizes, width, dtype, offset):
-    """Rows with a large part in common: their mean is rounded by more than they differ."""
+TOKENS = "new tokens (nats)"
+
+
+def offset_model(class_name, sizes, offset, dtype):
+    """A model whose rows of output weights have a part in common, and the rows' mean is rounded."""
     source = random_model(class_name, sizes, std=0.3)
     rows = source.get_output_embeddings().weight
     shared = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(1)).to(rows)
     with torch.no_grad():
         rows += offset * shared
-    source = source.to(dtype)
+    return source.to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore::growkern.errors.FunctionChangedWarning")
+@pytest.mark.parametrize("offset", [0.0, 5.0, 20.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("class_name, sizes, width", OUTPUT_ROWS)
+def test_the_bound_on_new_tokens_holds_for_rounded_rows(class_name, sizes, width, dtype, offset):
+    """Or the plan says "changed", as a bound that a guess would keep too says nothing."""
+    source = offset_model(class_name, sizes, offset, dtype)
     vocabulary = source.config.vocab_size
+    unrounded = math.log(1 + 14 / vocabulary)
     for how in ({}, {width: 2 * sizes[width]}):
         grown = growkern.grow(source, vocab_size=vocabulary + 14, **how)
-        (said,) = (f for f in grown.growth_plan.findings if f.measure == "new tokens (nats)")
+        (said,) = (f for f in grown.growth_plan.findings if f.measure == TOKENS)
         report = growkern.verify(source, grown)
-        assert report.outputs["new tokens (nats)"] <= said.bound and report.ok, report.failure
+        assert report.level == said.level
+        if said.level == "approximate":
+            assert said.bound - unrounded <= 0.1 * math.log(vocabulary)
+            assert report.outputs[TOKENS] <= said.bound and report.ok, report.failure
+        else:
+            assert offset >= 20 and said.bound is None and not report.ok
+
+
+@pytest.mark.parametrize("class_name, sizes, width", OUTPUT_ROWS)
+def test_a_bound_that_says_nothing_is_called_changed_everywhere(class_name, sizes, width):
+    source = offset_model(class_name, sizes, 100.0, torch.bfloat16)
+    vocabulary = source.config.vocab_size
+    how = {"vocab_size": vocabulary + 14, width: 2 * sizes[width]}
+    (said,) = (f for f in growkern.plan(source, **how).findings if f.measure == TOKENS)
+    assert said.level == "changed" and not said.asked
+    advised = said.why
+    assert f"too much beside the {math.log(vocabulary):.2g} nats that guessing costs" in said.why
+    with pytest.warns(growkern.errors.FunctionChangedWarning, match="that guessing costs"):
+        grown = growkern.grow(source, **how)
+    report = growkern.verify(source, grown)
+    assert not report.ok and report.level == "changed" and "guessing costs" in report.failure
+    # what the message recommends has a bound
+    wide = growkern.grow(source, dtype=torch.float32, **how)
+    (said,) = (f for f in wide.growth_plan.findings if f.measure == TOKENS)
+    assert said.level == "approximate" and f"it is {said.bound:.2g} nats in float32" in advised
+    assert growkern.verify(source, wide).level == "approximate"
+
+
+def test_many_new_tokens_cost_what_was_asked_for():
+    """In any dtype: as much as a guess costs, with 100 times as many tokens."""
+    source = random_model("GPT2LMHeadModel", GPT2)
+    for times, level in ((20, "approximate"), (100, "changed")):
+        plan = growkern.plan(source, vocab_size=times * 50)
+        (said,) = (f for f in plan.findings if f.measure == TOKENS)
+        assert said.level == level and f"{math.log(times):.2g} nats" in said.why
+        assert said.asked == (level == "changed")
+    with pytest.warns(growkern.errors.FunctionChangedWarning, match="that guessing costs"):
+        grown = growkern.grow(source, vocab_size=100 * 50)
+    report = growkern.verify(source, grown)
+    assert report.ok and report.level == "changed"
+
+
+def test_a_bound_must_be_below_what_it_bounds():
+    assert says_something(0.1) and not says_something(0.11) and not says_something(math.nan)
+    # what the sizes cost may be more, but no more than all
+    assert says_something(2.3, size=4.0, asked=2.0) and not says_something(4.0, 4.0, asked=4.0)
+    assert not says_something(2.5, size=4.0, asked=2.0) and not says_something(math.inf, 4.0, 1.0)
 
 
 def test_gains_of_inserted_blocks_are_rounded_in_16_bits():

@@ -143,17 +143,6 @@ def call_of(case, dtype, out=None):
     return ExpandCall(torch.empty(0, dtype=dtype) if out is None else out, **case)
 
 
-def roundings(name, dtype, noise, device):
-    """Steps of an element by which a backend may differ from the reference."""
-    # where the interpreter truncates to bfloat16, the larger of two replicas with opposite noise is
-    # a step off, which is up to four steps of the smaller one. With routing the weight is rounded
-    # before, and the smaller share may be a quarter of it.
-    truncates = name == "triton" and device == "cpu" and dtype == torch.bfloat16
-    if truncates and noise.endswith((".5", "2", "3")):
-        return 16
-    return 5 if truncates and noise in ("row", "col") else 1
-
-
 CASES = [("none", "none"), ("rows", "none"), ("cols", "none"), ("both", "none")]
 CASES += [("none", "row"), ("none", "col"), ("both", "row"), ("both", "col")]
 CASES += [("none", "row 1"), ("both", "col 1"), ("none", "col 1.5"), ("both", "row 0.5")]
@@ -204,9 +193,8 @@ def test_backend_is_the_reference(name, dtype, size, device):
     for upper, noise in CASES:
         case = make_case(*size, dtype, device, upper=upper, noise=noise)
         expected = expand(**case, backend="reference")
-        steps = roundings(name, dtype, noise, device)
         actual = expand(**case, backend=name)
-        assert_within_one_rounding(f"{upper} {noise}", actual, expected, steps=steps)
+        assert_within_one_rounding(f"{upper} {noise}", actual, expected)
 
 
 def in_runs(case):
@@ -306,13 +294,12 @@ def test_any_strides_in_and_out(name, layout, dtype, device):
         case = make_case(19, 33, 41, 70, dtype, device, upper=upper, noise=noise)
         expected = expand(**case, backend="reference")
         moved = {k: layouts(v)[layout] for k, v in case.items() if k in ("weight", "upper")}
-        steps = roundings(name, dtype, noise, device)
         actual = expand(**case | moved, backend=name)
-        assert_within_one_rounding("in", actual, expected, steps=steps)
+        assert_within_one_rounding("in", actual, expected)
         out = layouts(torch.zeros_like(expected))[layout]
         around = out._base.clone() if out._base is not None else None
         assert expand(**case, out=out, backend=name) is out
-        assert_within_one_rounding("out", out, expected, steps=steps)
+        assert_within_one_rounding("out", out, expected)
         if layout != "transposed":
             out.zero_()
             assert torch.equal(out._base, around), "wrote outside of out"
@@ -430,10 +417,6 @@ def test_powers_of_two_round_only_where_they_must(name, dtype, exponent, device)
     least = small * info.eps
     values = [0.0, least, 3 * least, small - least, small, 1.0, 1 + info.eps, 3.1, big, big / 2]
     values = torch.tensor([*values, float("inf")], device=device, dtype=torch.float64)
-    if name == "triton" and device == "cpu" and dtype == torch.bfloat16:
-        # the interpreter's own conversion reads and rounds subnormal bfloat16 wrongly
-        tiny = torch.minimum(values, values * 2.0**exponent)
-        values = values[(values == 0) | (tiny >= small)]
     W = torch.cat([values, -values]).to(dtype)[None].repeat(20, 1)
     cols = uneven(W.shape[1], 70, 3, device)
     for scale in ({"row_scale": 20}, {"col_scale": 70}):

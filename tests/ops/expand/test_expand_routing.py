@@ -23,10 +23,11 @@ def test_routed_copies_add_up_bit_for_bit(name, dtype, amplitude, axis, device):
     """For every number of copies, evenly or not, down to the smallest weights."""
     name = backend_or_skip(name, device)
     W = torch.randn(24, 31, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    # Triton's interpreter truncates to bfloat16, also in the sums below for subnormal numbers.
-    # Compiled kernels round to nearest (test_expand_rounding.py)
-    interpreted = name == "triton" and device == "cpu"
-    W[:, 3] = torch.finfo(dtype).smallest_normal * (32 if interpreted else 0.3)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for column, smallest in enumerate(
+        (0.3 * torch.finfo(dtype).smallest_normal, least, -3 * least)
+    ):
+        W[:, 3 + column] = smallest
     for index in (torch.arange(62) % 31, torch.arange(93) % 31, torch.arange(155) // 5,
                   uneven(31, 80, 1)):  # fmt: skip
         routing = Routing(1, copies_of(index).to(device), amplitude)
