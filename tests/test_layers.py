@@ -98,7 +98,7 @@ PARTS = {
     "growkern.plot": ("figure", "curve", "labels", "losses", "units", "attention", "weights"),
 }
 # the same of bench; everything else in it is a command, and imports no other command
-BENCH_PARTS = ("shared", "launches", "on_gpu")
+BENCH_PARTS = ("shared", "launches", "on_gpu", "paper")
 # commands that run cases of the tests: over more seeds, at full size, or on more processes
 USE_TESTS = {"exactness", "fuzz_exactness", "distributed"}
 # modules of bench that import others by name, which the other tests here do not see. `pieces` is
