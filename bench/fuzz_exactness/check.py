@@ -2,7 +2,9 @@
 
 import copy
 import math
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,11 @@ def check(case: Case) -> str:
         # transformers refuses the config, or cannot run the model
         return "no source"
     try:
-        plan = growkern.plan(source, **case.how)
+        how, plan = _planned(source, case.how)
     except growkern.GrowthError as error:
         assert "\n" not in str(error), str(error)
         return "refused"
+    case = replace(case, how=how)
     try:
         grown, report = _grown(case, source, plan)
     except growkern.GrowthError as error:
@@ -65,6 +68,38 @@ def check(case: Case) -> str:
     _, contradiction = measured_level(plan, errors, dtype)
     assert _is_lost(plan) or not contradiction, f"{contradiction}; {errors}"
     return _word(plan)
+
+
+def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPlan]:
+    """The options, changed as refusals advise, and their plan.
+
+    Raises:
+        GrowthError: there is no advice, or it led to another refusal.
+        AssertionError: the advised sizes do not fit either.
+    """
+    refused = ""
+    while True:
+        try:
+            return how, growkern.plan(source, **how)
+        except growkern.GrowthError as error:
+            advised = _advised(str(error), how)
+            both = all("sizes that fit" in one for one in (refused, str(error)))
+            assert not both, f"{refused}; then {error}"
+            if advised is None:
+                raise
+            how, refused = advised, str(error)
+
+
+def _advised(refusal: str, how: dict[str, Any]) -> dict[str, Any] | None:
+    """Options that differ as a refusal advises; None if it gives no advice that grows."""
+    if "carry" in how and "has no effect" in refusal:
+        return {name: value for name, value in how.items() if name != "carry"}
+    _, advises, fits = refusal.partition("sizes that fit: ")
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", fits)}
+    if "nearest sizes" in refusal:
+        # each is enough by itself
+        sizes = dict([next(iter(sizes.items()))])
+    return how | sizes if advises else None
 
 
 def _word(plan: GrowthPlan) -> str:

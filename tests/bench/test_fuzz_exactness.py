@@ -29,8 +29,8 @@ def test_the_words_of_plans_hold(first):
     counts = Counter()
     failed = list(command.failures(walks.start or 0, range(first, first + PART), counts))
     assert not failed, failed[0]
-    # the others ask for sizes that do not fit together
-    assert counts["exact"] + counts["approximate"] + counts["changed"] >= PART // 5
+    # the others ask for nothing, or for what has no near sizes
+    assert counts["exact"] + counts["approximate"] + counts["changed"] >= PART // 2
 
 
 def test_a_wrong_word_is_found(monkeypatch):
