@@ -94,12 +94,12 @@ def _advised(refusal: str, how: dict[str, Any]) -> dict[str, Any] | None:
     """Options that differ as a refusal advises; None if it gives no advice that grows."""
     if "carry" in how and "has no effect" in refusal:
         return {name: value for name, value in how.items() if name != "carry"}
-    _, advises, fits = refusal.partition("sizes that fit: ")
+    fits = refusal.partition("sizes that fit: ")[2]
     sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", fits)}
-    if "nearest sizes" in refusal:
+    if "nearest sizes that fit" in refusal:
         # each is enough by itself
         sizes = dict([next(iter(sizes.items()))])
-    return how | sizes if advises else None
+    return how | sizes if sizes else None
 
 
 def _word(plan: GrowthPlan) -> str:
