@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, Finding
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.source import Source
 
@@ -77,7 +77,7 @@ def measured_level(
     if not changed:
         word = "exact" if plan.exact else f"approximate within {allowed[name]:.1e}"
         return "changed", f"planned {word}, but {_words(name)} by {errors[name]:.1e}"
-    if lost := next((finding for finding in changed if not finding.asked), None):
+    if lost := unasked_change(plan):
         forced = f"the sizes force this change, which was not asked for: {lost.what} ({lost.why})"
         return "changed", f"failed: {_words(name)} by {errors[name]:.1e}; {forced}"
     if NEW_TOKENS in beyond and _bounds(plan, NEW_TOKENS):
@@ -85,6 +85,11 @@ def measured_level(
         found = errors[NEW_TOKENS]
         return "changed", f"planned at most {most:.1e}, but {_words(NEW_TOKENS)} by {found:.1e}"
     return "changed", ""
+
+
+def unasked_change(plan: GrowthPlan) -> Finding | None:
+    """The first change that the sizes force and nobody asked for; None if there is none."""
+    return next((f for f in plan.findings if f.level == "changed" and not f.asked), None)
 
 
 def stated_bound(plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dtype) -> float:
@@ -110,9 +115,12 @@ def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) 
     How far rounding to 16 bits moves the outputs depends on the model, so it is measured on the
     source.
     """
-    output = sum(_bounds(plan, OUTPUT_ERROR)) + _noise(errors, dtype)
-    if plan.rounds_weights:
-        output += ROUNDING_ROOM * errors[ROUNDING_ERROR]
+    output = sum(_bounds(plan, OUTPUT_ERROR)) + rounding(dtype)
+    # a change that nobody asked for must not hide in the room for 16 bits
+    if unasked_change(plan) is None:
+        output = sum(_bounds(plan, OUTPUT_ERROR)) + _noise(errors, dtype)
+        if plan.rounds_weights:
+            output += ROUNDING_ROOM * errors[ROUNDING_ERROR]
     # the bound in 16 bits has room for logits that are rounded
     tokens = sum(_bounds(plan, NEW_TOKENS)) + rounding(dtype)
     return {OUTPUT_ERROR: output, NEW_TOKENS: tokens, GENERATION_ERROR: output}

@@ -51,6 +51,7 @@ from growkern.growth.record.verdict import (
     generation_differences,
     measured_level,
     stated_bound,
+    unasked_change,
 )
 from growkern.growth.source.hub import located
 from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
@@ -355,6 +356,9 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
         return report.failure, "red"
     if report.level == "exact":
         return "passed: the same function, up to rounding", "green"
+    if unasked_change(report.plan):
+        found = f"{OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
+        return f"passed: the change in the plan does not show here, {found}", "yellow"
     error = f"as planned: {OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
     if report.level == "approximate":
         return f"passed: approximate, {error}, within the bound {report.bound:.1e}", "green"

@@ -133,7 +133,10 @@ def refuse_computed(model: Any) -> None:
 
 
 def check_live(model: Any, spec: ModelSpec) -> None:
-    """Refuse a model that computes something else than its config says; warn of its hooks.
+    """Refuse a model that computes something else than its config says.
+
+    It warns of what the grown model will not have: hooks, and rotary frequencies that
+    `model.to(dtype)` has rounded.
 
     Args:
         model: the model in memory.
@@ -158,6 +161,19 @@ def check_live(model: Any, spec: ModelSpec) -> None:
                 f"{expected}: undo the change of the config or of the model, or save the model "
                 "and grow its directory"
             )
+    rounded = [
+        f"{name}.{key}"
+        for name, built in fresh.named_modules()
+        for key in _rounded_frequencies(modules.get(name), built)
+    ]
+    if rounded:
+        warnings.warn(
+            f"{rounded[0]} of the source was cast to 16 bits with the model; the grown model has "
+            "it in float32, so they differ more the longer the text is; load the source with "
+            "from_pretrained(..., dtype=...) in place of casting it",
+            GrowthWarning,
+            stacklevel=2,
+        )
     hooked = [name or spec.class_name for name, module in modules.items() if _is_changed(module)]
     if hooked:
         warnings.warn(
@@ -167,6 +183,20 @@ def check_live(model: Any, spec: ModelSpec) -> None:
             GrowthWarning,
             stacklevel=2,
         )
+
+
+def _rounded_frequencies(live: nn.Module | None, built: nn.Module) -> Iterator[str]:
+    """The rotary frequencies of a live module that lost digits when it was cast, by name."""
+    for key in sorted(built._non_persistent_buffers_set):
+        found = live._buffers.get(key) if live is not None else None
+        # the originals only serve to restore the ones in use
+        in_use = key.endswith("inv_freq") and not key.startswith("original")
+        if in_use and isinstance(found, Tensor) and found.dtype in NARROW:
+            exact = built.get_buffer(key)
+            if not found.is_meta and not is_dtensor(found):
+                lost = found.cpu().double() != exact.double()
+                if found.shape == exact.shape and bool(lost.any()):
+                    yield key
 
 
 def _value_of(model: Any, name: str) -> Any:

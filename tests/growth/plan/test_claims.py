@@ -132,6 +132,20 @@ def test_buffers_that_a_conversion_rounded_are_named(tmp_path):
     growkern.plan(tmp_path, hidden_size=24)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotary_frequencies_that_were_cast_are_warned_of(dtype):
+    config = transformers.LlamaConfig(**LLAMA)
+    cast = transformers.LlamaForCausalLM(config).to(dtype)
+    assert cast.model.rotary_emb.inv_freq.dtype == dtype
+    with pytest.warns(GrowthWarning, match=r"rotary_emb\.inv_freq of the source was cast"):
+        growkern.plan(cast, num_hidden_layers=3)
+    # as `from_pretrained(dtype=...)` loads it
+    cast.model.rotary_emb.inv_freq = transformers.LlamaForCausalLM(config).model.rotary_emb.inv_freq
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        growkern.plan(cast, num_hidden_layers=3)
+
+
 def test_hooks_of_the_source_are_warned_of():
     source = random_model("GPT2LMHeadModel", GPT2)
     # transformers hooks the blocks itself to return what they compute
@@ -305,9 +319,11 @@ LOST = [
 ]
 
 
+# rounding to 16 bits moves these outputs about as far, and excuses nothing
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes, class_name, how, named", LOST)
-def test_verify_fails_where_the_function_was_lost_unasked(sizes, class_name, how, named):
-    source = random_model(class_name, sizes or {**BART, "eos_token_id": 1})
+def test_verify_fails_where_the_function_was_lost_unasked(sizes, class_name, how, named, dtype):
+    source = random_model(class_name, sizes or {**BART, "eos_token_id": 1}, dtype=dtype)
     report = growkern.verify(source, growkern.grow(source, **how))
     assert not report.ok and report.level == "changed" and re.search(named, report.failure)
 
