@@ -447,10 +447,15 @@ def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_heads_with_biases_take_no_pass_of_their_own(backend, monkeypatch):
+@pytest.mark.parametrize("stride", [1, 3])
+def test_heads_with_biases_take_no_pass_of_their_own(stride, backend, monkeypatch):
     """The product of a head gets no bias; loss and gradients are those of the reference."""
     N, V = 6, 70
-    heads = [[torch.randn(N, H), torch.randn(V, H) / 3, torch.randn(V)] for H in (8, 6)]
+    biases = [torch.randn(V, stride)[:, 0] for _ in range(2)]
+    heads = [
+        [torch.randn(N, H), torch.randn(V, H) / 3, bias]
+        for H, bias in zip((8, 6), biases, strict=True)
+    ]
     labels = torch.randint(V, (N,))
     labels[2] = -100
     given, found = [x.requires_grad_() for x in heads[0]], []

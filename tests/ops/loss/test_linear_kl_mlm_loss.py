@@ -337,6 +337,31 @@ def test_non_contiguous_inputs(backend, device):
     assert_same(loss_and_grads(turned[0], turned[1:], labels, backend=backend), expected)
 
 
+# a column is of a matrix with three
+LAYOUTS = {
+    "strided": lambda x: x.repeat_interleave(2)[::2],
+    "column": lambda x: torch.stack([x + 1, x, x - 1], 1)[:, 1],
+    "expanded": lambda x: x[:1].expand(len(x)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("whose", ["student", "teacher", "both"])
+def test_biases_of_any_layout(whose, layout, backend, device):
+    """The row kernels add a bias to the logits as they read them."""
+    student, (teacher,), labels = make_heads(9, 41, 12, torch.float64, device)
+    changed = {"student": [student], "teacher": [teacher], "both": [student, teacher]}[whose]
+    for head in changed:
+        head[2] = LAYOUTS[layout](head[2])
+        assert not head[2].is_contiguous()
+    given = [x.requires_grad_() for x in student]
+    truth = truth_of(F.linear(*given), [F.linear(*teacher)], labels, alpha=0.5)
+    truth = (truth.detach(), torch.autograd.grad(truth, given))
+    loss = call(given, [teacher], labels, backend=backend)
+    assert_same((loss.detach(), torch.autograd.grad(loss, given)), truth)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("N", [0, 1, 5])
 def test_nothing_to_learn_from(N, backend, device):
