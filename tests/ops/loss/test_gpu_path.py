@@ -3,6 +3,7 @@
 import importlib
 import math
 import pkgutil
+import re
 
 import pytest
 import torch
@@ -73,20 +74,6 @@ def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
 # ----------------------------------------------------------------------- launches
 
 
-class CurrentDevice:
-    """Stands in for CUDA's current device."""
-
-    def __init__(self, monkeypatch):
-        self.index = 0
-        for name in ("_exchange_device", "_maybe_exchange_device"):
-            monkeypatch.setattr(torch.cuda, name, self.exchange)
-
-    def exchange(self, index):
-        before = self.index
-        self.index = index if index >= 0 else before
-        return before
-
-
 def kernels():
     """Every kernel that has ahead-of-time cases: (module, name of the kernel there)."""
     found = set()
@@ -127,9 +114,9 @@ def launches_on(device):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, current_device):
     """Triton takes the current device: with tensors on another one that is the wrong memory."""
-    current, seen = CurrentDevice(monkeypatch), {}
+    current, seen = current_device, {}
 
     def recorder(name):
         class Kernel:
@@ -190,6 +177,47 @@ def fresh_probes():
     yield
     for probe in (gemm.multiplies_wide, gemm.adds_wide):
         probe.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h)`"),
+        RuntimeError("HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_a_product_without_memory_is_tried_again(error, monkeypatch, fresh_probes):
+    """Else a process that began beside a full GPU would compute in float32 for ever."""
+
+    def full(*factors, **options):
+        raise error
+
+    products(monkeypatch, mm=True, addmm=True)
+    device = torch.device("cpu")
+    with monkeypatch.context() as patch:
+        for name in ("mm", "addmm"):
+            patch.setattr(torch, name, full)
+        for probe in (gemm.multiplies_wide, gemm.adds_wide):
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                probe(device, torch.bfloat16)
+    assert gemm.multiplies_wide(device, torch.bfloat16) and gemm.adds_wide(device, torch.bfloat16)
+
+
+def test_a_product_that_the_library_refuses_is_not_tried_again(monkeypatch, fresh_probes):
+    called = products(monkeypatch, mm=True, addmm=True)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`")
+
+    def refused(*factors, **options):
+        called.append("refused")
+        raise error
+
+    monkeypatch.setattr(torch, "mm", refused)
+    tries = [gemm.multiplies_wide(torch.device("cpu"), torch.float16) for _ in range(2)]
+    assert (tries, called) == ([False] * 2, ["refused"])
 
 
 @pytest.mark.parametrize("has", [(True, True), (True, False), (False, False)])
