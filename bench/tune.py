@@ -156,7 +156,7 @@ def _kl_mlm_rows(recorder: Recorder) -> None:
 
 
 def _linear_kl_mlm_rows(recorder: Recorder) -> None:
-    """Float32 logits, sums and gradient at once. Narrow heads, so that rows take most of the time."""
+    """Float32 logits, sums and gradient at once; narrow heads leave most of the time to rows."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
         student, teacher = make_heads(N, V, 64, 60, torch.bfloat16, rng)

@@ -168,7 +168,7 @@ def linear_kl_mlm_loss(
         chunk_bytes: memory for the logits of one chunk, student and teachers together. Default:
             enough rows that accumulating dW takes under a tenth of the time of the chunk's GEMMs.
         max_rows: the largest number of rows with a term; more are an error. Without it a GPU
-            reserves work for all N rows, because reading their number would make it wait.
+            computes the products of all N rows, because reading their number would make it wait.
         vocab_tile: columns per tile of the vocabulary, if chunks of whole rows need too much
             memory. Logits are then computed twice, for the rows' sums and for the gradient (three
             times for "reverse" and "jsd"). Default: whole rows, unless ``chunk_bytes`` holds fewer

@@ -71,6 +71,30 @@ def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
         torch.testing.assert_close(actual, exact)
 
 
+@pytest.mark.parametrize("limits, rows", [({}, 80), ({"max_rows": 12}, 12)])
+def test_a_gpu_multiplies_max_rows_or_all_of_them(limits, rows, monkeypatch):
+    """12 of 80 rows have a label; docs/losses.md says what the others cost. A CPU counts them."""
+    project, seen = op_module.project, []
+
+    def counted(x, *rest):
+        seen.append(len(x))
+        project(x, *rest)
+
+    monkeypatch.setattr(op_module, "project", counted)
+    student, teacher = ([torch.randn(n, H) for n in (80, 31)] for H in (8, 6))
+    labels = torch.full((80,), -100)
+    labels[::7] = 3
+    found = []
+    for asks in (True, False):
+        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        seen.clear()
+        loss = linear_kl_mlm_loss(*student, *teacher, labels, backend="cpu", **limits)
+        found.append((sum(seen), loss))
+    # of the student and of the teacher
+    assert [n for n, _ in found] == [2 * 12, 2 * rows]
+    torch.testing.assert_close(*(loss for _, loss in found))
+
+
 # ----------------------------------------------------------------------- launches
 
 

@@ -190,6 +190,22 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
         assert worst(None) <= 1e-5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_float32_logits_miss_the_bar_at_a_small_drift():
+    """docs/losses.md says by how much."""
+
+    def errors(drift):
+        student, teacher, labels = drifted_heads(96, 2003, drift, torch.float32, "cpu")
+        in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+        _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
+        options = {"alpha": 1.0, "logits_dtype": torch.float32}
+        _, actual = loss_and_grads(student, [teacher], labels, **options)
+        return [relative_error(a, t) for a, t in zip(actual[1:], truth[1:], strict=True)]
+
+    assert 1e-5 < max(errors(0.01)) <= 4e-5
+    assert max(errors(0.05)) <= 1e-5
+
+
 @pytest.mark.parametrize("where, dtype", [("cpu", torch.float64), ("meta", torch.float32)])
 def test_float64_logits_are_the_default_on_a_cpu_alone(where, dtype):
     x = torch.empty(2, 2, device=where)
