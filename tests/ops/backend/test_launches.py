@@ -17,7 +17,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-HEADLINE = "6x128256 bfloat16, no option"
+HEADLINE = "16x128256 bfloat16, no option"
 # shared memory that a block of an H100 or H200 may have
 MOST_SHARED = 227 << 10
 # cases of the machine-code table that training and growth launch exactly like that
