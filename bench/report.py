@@ -23,8 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.tables import write_page
+from bench.shared.loss_measure import beside_compile
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
-from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
+from bench.shared.results import (
+    RESULTS,
+    ROOT,
+    aside_of,
+    cell,
+    quotable,
+    range_of,
+    read,
+    table,
+    take,
+)
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
 from growkern.families.load import load_family, supported_families
@@ -54,7 +65,7 @@ def cpu_expand(results: Path) -> str:
             same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
             found = [row for row in same if row["scaled"] in scaled]
             if found:
-                cells = [_range(found, "x eager", 1), _range(found, "of limit", 2)]
+                cells = [range_of(found, "x eager", 1), range_of(found, "of limit", 2)]
                 lines.append([f"{dtype}, {words}", *cells])
     head = [
         "`expand`, 4096 x 4096 to 8192 x 8192, 2 threads",
@@ -62,11 +73,6 @@ def cpu_expand(results: Path) -> str:
         "share of the write limit, `out=`",
     ]
     return table(head, lines)
-
-
-def _range(rows: Sequence[Row], key: str, digits: int) -> str:
-    low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
 
 
 def growth_adamw(results: Path) -> str:
@@ -342,6 +348,7 @@ BLOCKS = {
     "families": families,
     "cpu-expand": cpu_expand,
     "gpu": gpu_table,
+    "beside-compile": beside_compile,
     "growth-adamw": growth_adamw,
     "symmetry": symmetry_table,
 }

@@ -27,8 +27,11 @@ from bench.shared.loss_measure import frobenius
 from bench.shared.recorder import Recorder
 from growkern.ops.backend import tuned
 from growkern.ops.backend.tuned import TUNED_FILE, tuned_choices, tuned_key
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
+from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 # A choice must save at least this share of the time. Less may be noise.
@@ -97,7 +100,7 @@ def _products(**values: tuple[int, ...]) -> Iterator[Choice]:
 
 
 def _expand(recorder: Recorder) -> None:
-    """The default of growth: both axes gathered, and routing on the columns."""
+    """The default of growth, one tensor and as growth does: both axes gathered, routed columns."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
     widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
@@ -113,8 +116,13 @@ def _expand(recorder: Recorder) -> None:
         def call(case: dict[str, Any] = case, out: Tensor = out) -> Tensor:
             return expand(**case, out=out, backend="triton")
 
+        def many(case: dict[str, Any] = case, out: Tensor = out) -> Tensor:
+            expand_many([ExpandCall(out, **case)])
+            return out
+
         # All choices do the same operations in the same order: the results must be equal.
-        _sweep(recorder, "expand", out, size[3], call, choices, 0.0)
+        for kernel, launched in (("expand", call), ("expand_many", many)):
+            _sweep(recorder, kernel, out, size[3], launched, choices, 0.0)
 
 
 def _row_choices(recorder: Recorder) -> list[Choice]:
@@ -129,7 +137,7 @@ def _row_choices(recorder: Recorder) -> list[Choice]:
 
 
 def _kl_mlm_rows(recorder: Recorder) -> None:
-    """Forward and backward on ready logits. The linear loss runs the same kernel in float32."""
+    """Forward and backward on ready logits, and then those of the linear loss."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     shapes = recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)])
     choices = _row_choices(recorder)
@@ -144,6 +152,27 @@ def _kl_mlm_rows(recorder: Recorder) -> None:
 
         # Sums run in another order, so some values differ in the last digit of their dtype.
         _sweep(recorder, "kl_mlm_rows", student, V, call, choices, 1e-3)
+    _linear_kl_mlm_rows(recorder)
+
+
+def _linear_kl_mlm_rows(recorder: Recorder) -> None:
+    """Float32 logits, sums and gradient at once; narrow heads leave most of the time to rows."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
+        student, teacher = make_heads(N, V, 64, 60, torch.bfloat16, rng)
+        like = torch.empty(0, device=recorder.device)
+        labels, hidden = make_labels(N, V, rng), student[0].requires_grad_()
+
+        def call(
+            x: Tensor = hidden, w: Tensor = student[1], teacher: Any = teacher, y: Any = labels
+        ) -> Tensor:
+            loss = linear_kl_mlm_loss(
+                x, w, *teacher, y, temperature=2.0, backend="triton", logits_dtype=torch.float32
+            )
+            return torch.autograd.grad(loss, x)[0]
+
+        choices = _row_choices(recorder)
+        _sweep(recorder, "kl_mlm_rows_at_once", like, V, call, choices, 5e-3)
 
 
 def _topk_kl_mlm_rows(recorder: Recorder) -> None:

@@ -17,7 +17,7 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # largest relative Frobenius error, by the dtype in the case's name
 BARS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4, "float64": 1e-4}
-TOY_SHAPES = ((3, 48), (2, 50))
+TOY_SHAPES = ((3, 48), (2, 50), (16, 48), (16, 50))
 
 
 def run(recorder: Recorder) -> None:
@@ -33,7 +33,7 @@ def run(recorder: Recorder) -> None:
                 _check(recorder, case)
     if recorder.device == "cuda":
         rng = torch.Generator("cuda").manual_seed(0)
-        for case in headline(rng, shapes):
+        for case in headline(rng, shapes[-2:]):
             with recorder.attempt(f"CUDA graph, {case.name}"):
                 _graph(recorder, case)
         with recorder.attempt("two devices"):
@@ -110,5 +110,5 @@ def _second_device(recorder: Recorder, shapes: tuple[tuple[int, int], ...]) -> N
         recorder.add({"case": "two devices", "why not": "there is one device"})
         return
     rng = torch.Generator("cuda:1").manual_seed(0)
-    for case in headline(rng, shapes):
+    for case in headline(rng, shapes[-2:]):
         _check(recorder, case._replace(name=f"on cuda:1, {case.name}"))

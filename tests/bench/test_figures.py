@@ -140,21 +140,66 @@ def test_the_sentences_between_the_tables_match_their_results():
 
     times = [ratio("gradient error", d, "plain", "growkern") for d in ("float32", "bfloat16")]
     assert says("the errors are {:.0f} and {:.0f} times smaller than plain".format(*times)), times
-    keys = ("wall s", "extra MiB", "gradient error")
-    seconds, memory, error = (ratio(key, "float32", "torch.compile", "growkern") for key in keys)
+    # the median of the turns' ratios: a quotient of two medians may be of different hours
+    turns = {key: row.get("x compile") for key, row in rows.items()}
+    bfloat16, float32 = turns["bfloat16", "growkern"], "growkern, float32 logits"
+    assert says(f"In bfloat16 growkern takes {bfloat16:.2f} times the time of `torch.compile`")
+    memory, error = (
+        ratio(key, "float32", "torch.compile", "growkern")
+        for key in ("extra MiB", "gradient error")
+    )
     assert says(
-        f"takes {seconds:.2f} of growkern's time, {memory:.1f} times its memory, and leaves "
+        f"In float32 growkern takes {turns['float32', 'growkern']:.2f} times the time of "
+        f"`torch.compile` of plain, which takes {memory:.1f} times its memory and leaves "
         f"{error:.0f} times its error"
     )
-    bfloat16 = ratio("wall s", "bfloat16", "growkern", "torch.compile")
-    assert says(f"In bfloat16 growkern takes {bfloat16:.2f} times the time of `torch.compile`")
-    float32 = "growkern, float32 logits"
     assert says(
-        f"growkern takes {ratio('wall s', 'float32', float32, 'torch.compile'):.2f} of the time of "
+        f"growkern takes {turns['float32', float32]:.2f} of the time of "
         "`torch.compile`, and its error is half as large"
     )
     assert ratio("gradient error", "float32", float32, "torch.compile") == pytest.approx(
         0.5, abs=0.05
+    )
+
+
+def test_the_sentences_on_labels_alone_match_their_results():
+    """bench.report writes the table above them, and test_render.py compares it."""
+    names, found = ("kl_mlm_loss", "linear_kl_mlm_loss"), []
+    rows = {name: check_source(name)["rows"] for name in names}
+    for name in names:
+        ours = [row for row in rows[name] if row["provider"] == "growkern"]
+        assert ours and all(row["x compile"] <= 1 for row in ours)
+        found += [row for row in rows[name] if row["provider"] == "growkern, labels alone"]
+    above = [row for row in found if row["x compile"] > 1]
+    least, most = (pick(row["x compile"] for row in above) for pick in (min, max))
+    assert {row.get("threads", 2) for row in above} == {2}
+    assert says(
+        f"With labels alone {len(above)} of {len(found)} cases are slower: "
+        f"they take {least:.2f} to {most:.2f} of its time, all with two threads"
+    )
+    sizes = []
+    for row in above:
+        if row in rows["kl_mlm_loss"]:
+            N, V = map(int, row["shape"].split("x"))
+            sizes.append(N * V * (2 if row["dtype"] == "bfloat16" else 4) / 1e6)
+    assert len(sizes) == len(above) - 1 and says(
+        f"{min(sizes):.0f} to {max(sizes):.0f} MB of fresh"
+    )
+
+    def memory(dtype, rows_of_it):
+        ours, plain = (
+            row["extra MiB"]
+            for name in ("growkern", "plain")
+            for row in rows["linear_kl_mlm_loss"]
+            if (row["provider"], row["dtype"]) == (f"{name}, labels alone", dtype)
+            and row["shape"].startswith(f"{rows_of_it}x")
+        )
+        return f"{ours / plain:.2f}"
+
+    many, few = ([memory(dtype, n) for dtype in ("bfloat16", "float32")] for n in (2048, 256))
+    assert says(
+        f"takes {many[0]} (bfloat16) and {many[1]} (float32) of the memory of plain PyTorch for "
+        f"2048 rows, and {few[0]} and {few[1]} for 256 rows"
     )
 
 

@@ -18,14 +18,14 @@ def _scale_kernel(
     x_ptr,  # (n,)  in and out
     factor_ptr,  # ()
     n,
-    PROGRAMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     factor = tl.load(factor_ptr)
     if factor != 1:
         # int64: a gradient may have more than 2**31 elements
         first = tl.program_id(0).to(tl.int64) * BLOCK_N
-        for start in range(first, n, PROGRAMS * BLOCK_N):
+        # their number is no constant: each size of a small gradient would be compiled anew
+        for start in range(first, n, tl.num_programs(0) * BLOCK_N):
             at = start + tl.arange(0, BLOCK_N)
             x = tl.load(x_ptr + at, mask=at < n, other=0.0)
             # in the wider of both dtypes, rounded once
@@ -42,8 +42,7 @@ def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
     """
     if by_triton and HAS_TRITON and x.numel():
         programs = min(-(-x.numel() // BLOCK), MOST_PROGRAMS)
-        constants = {"PROGRAMS": programs, "BLOCK_N": BLOCK, "num_warps": 4}
-        launch(_scale_kernel, programs, x, x, factor, x.numel(), **constants)
+        launch(_scale_kernel, programs, x, x, factor, x.numel(), BLOCK_N=BLOCK, num_warps=4)
     elif not x.is_cpu or factor != 1:
         # only a CPU is asked
         x.mul_(factor)
@@ -52,5 +51,4 @@ def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
 def aot_cases() -> list[AotCase]:
     """dW of a bfloat16 head."""
     signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "n": "i32"}
-    constants = {"PROGRAMS": MOST_PROGRAMS, "BLOCK_N": BLOCK}
-    return [AotCase("scale bf16", _scale_kernel, signature, constants)]
+    return [AotCase("scale bf16", _scale_kernel, signature, {"BLOCK_N": BLOCK})]

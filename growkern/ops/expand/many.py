@@ -9,6 +9,7 @@ Formulas (1) to (4) are in `op.py`. Shape letters used in this file: R, C rows a
 weight; M, N those of its result; J calls of a launch.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
+from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
@@ -241,12 +243,18 @@ def _launches(calls: Sequence[ExpandCall]) -> Iterator[tuple[LaunchKind, list[Ex
 def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     first = calls[0]
     acc, tl_acc = acc_dtype(first.wider)
-    device, block_n = first.out.device, columns_of_block(first.out.element_size())
+    device = first.out.device
+    choice = launch_choice(
+        "expand_many", first.out, max(call.out.shape[1] for call in calls),
+        BLOCK_M=BLOCK_M, BLOCK_N=columns_of_block(first.out.element_size()), num_warps=4,
+    )  # fmt: skip
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
     index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))
     lines, copies = _LineKeys(), _Packed(torch.int32, torch.zeros(0))
-    counts = [-(-call.out.shape[0] // BLOCK_M) * -(-call.out.shape[1] // block_n) for call in calls]
+    block = (choice["BLOCK_M"], choice["BLOCK_N"])
+    cut = (zip(call.out.shape, block, strict=True) for call in calls)
+    counts = [math.prod(-(-length // size) for length, size in axes) for axes in cut]
     rows, n_blocks = [], 0
     for call, count in zip(calls, counts, strict=True):
         rows.append(_row(call, index, factors, copies, lines, n_blocks))
@@ -277,8 +285,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         WIDE=kind.is_wide,
         ACC=tl_acc,
         N_FIELDS=N_FIELDS,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n,
+        **choice,
         # as in `expand_on_triton`
         enable_fp_fusion=False,
     )

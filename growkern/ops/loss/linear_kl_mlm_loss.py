@@ -168,15 +168,15 @@ def linear_kl_mlm_loss(
         chunk_bytes: memory for the logits of one chunk, student and teachers together. Default:
             enough rows that accumulating dW takes under a tenth of the time of the chunk's GEMMs.
         max_rows: the largest number of rows with a term; more are an error. Without it a GPU
-            reserves work for all N rows, because reading their number would make it wait.
+            computes the products of all N rows, because reading their number would make it wait.
         vocab_tile: columns per tile of the vocabulary, if chunks of whole rows need too much
             memory. Logits are then computed twice, for the rows' sums and for the gradient (three
             times for "reverse" and "jsd"). Default: whole rows, unless ``chunk_bytes`` holds fewer
             than 32 of them.
         logits_dtype: dtype of the logits. Default: float32, or float64 for float64 inputs. On a CPU
             with a teacher, float32 inputs get float64 logits too, and twice the memory of a chunk.
-            The KL gradient is then within 1e-5 of exact at 1 % drift instead of 8e-5, and off by
-            6e-5 at 0.1 %. With AVX-512 products are float32, and their sums nearly exact.
+            The KL gradient is then within 1e-5 of exact at 1 % drift instead of up to 8e-5, and
+            off by 6e-5 at 0.1 %. With AVX-512 products are float32, and their sums nearly exact.
             ``torch.float64`` asks for float64 products: the error is 3e-7 at any drift, and the
             products of the logits take 1.6 times the time
             (`python -m bench.bench_linear_kl_mlm_loss` has all three).

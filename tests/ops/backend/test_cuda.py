@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,8 +120,9 @@ def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
 class FakeDriver:
     """Answers like libcuda, and launches in the emulation."""
 
-    def __init__(self, kernel):
+    def __init__(self, kernel, current_device):
         self.kernel, self.calls, self.attributes = kernel, [], {}
+        self.current_device, self.launched_on = current_device, []
 
     def cuFuncSetAttribute(self, function, attribute, value):
         self.attributes[attribute] = value
@@ -137,6 +137,7 @@ class FakeDriver:
         blocks, y, z, threads, ty, tz = (n.value for n in grid)
         assert (y, z, ty, tz, extra) == (1, 1, 1, 1, None)
         self.stream = stream.value
+        self.launched_on.append(self.current_device.index)
         args = RowsArgs.from_address(params._obj.value)
         cluster = dict(self.kernel.macros)["CLUSTER"]
         emulate(self.kernel, Grid(blocks, threads, shared.value, cluster), args)
@@ -155,22 +156,22 @@ class FakeDriver:
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, current_device):
     """A plan of two rows over two blocks, and the driver that gets it."""
     student, teachers, labels = make_logits(2, 100, torch.float32, "cpu")
     rows = Rows(student, teachers, labels, torch.tensor([2, 2]), 100, Maths(), False)
     state_SN = torch.empty(n_numbers(1), 2)
     made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
     assert made.grid.cluster == 2
-    driver = FakeDriver(made.kernel)
+    driver = FakeDriver(made.kernel, current_device)
     for cached in (nvrtc._function, nvrtc._allow):
         cached.cache_clear()
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "cached_cubin", lambda kernel, arch: arch.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    stream = SimpleNamespace(cuda_stream=77)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current_device.index)
+    streams = [SimpleNamespace(cuda_stream=77 + index) for index in range(2)]
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     yield made, state_SN, driver
     for cached in (nvrtc._function, nvrtc._allow):
         cached.cache_clear()
@@ -187,6 +188,16 @@ def test_launch_reaches_the_kernel_through_the_driver(launched):
     assert state_SN[7].tolist() == [100.0, 100.0]
     # a thread that has no context gets one
     assert "cuCtxSetCurrent" in driver.calls
+
+
+@pytest.mark.parametrize("given, expected", [(0, 0), (1, 1), (None, 0)])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(given, expected, launched):
+    """With the current device, which is another one, it would be the wrong memory."""
+    made, _, driver = launched
+    device = torch.device("cuda") if given is None else torch.device("cuda", given)
+    nvrtc.launch(made.kernel, made.grid, made.args, device)
+    assert driver.launched_on == [expected] and driver.stream == 77 + expected
+    assert driver.current_device.index == 0
 
 
 def test_a_large_cluster_asks_for_leave(launched):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import growkern.ops
-from bench.launches.fill import ROWS, settle
+from bench.launches.fill import ROWS, cache_variables, settle
 from growkern.ops.backend.launch import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-HEADLINE = "6x128256 bfloat16, no option"
+HEADLINE = "16x128256 bfloat16, no option"
 # shared memory that a block of an H100 or H200 may have
 MOST_SHARED = 227 << 10
 # cases of the machine-code table that training and growth launch exactly like that
@@ -35,13 +35,17 @@ IN_TABLE = {
 }
 
 
-def fill(directory, *arguments):
-    """Run `bench.launches.fill` in a process that does not interpret kernels: its rows."""
+def environment():
+    """Variables of a process that does not interpret kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # the last of the compilers takes a third of the time; test_aot.py has it optimise
-    env["DISABLE_PTXAS_OPT"] = "1"
+    return env | {"DISABLE_PTXAS_OPT": "1"}
+
+
+def fill(directory, *arguments):
+    """Run `bench.launches.fill` in a process of its own: its rows."""
     line = [sys.executable, "-m", "bench.launches.fill", str(directory), *arguments]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((directory / ROWS).read_text())["rows"]
 
@@ -85,6 +89,36 @@ def test_a_cache_that_was_moved_is_used(compiled, tmp_path):
     fill(moved, "--only", HEADLINE, "--jobs", "1")
     assert groups(moved) == before
     assert binaries == {path: path.stat().st_mtime_ns for path in moved.glob("triton/*/*.cubin")}
+
+
+# a batch in one chunk, a batch whose last chunk is no multiple of 16, and the widest head
+REAL_SHAPES = ((256, 32_000), (1030, 30_522)), ((256, 128_256),)
+REAL = f"""
+import torch
+from bench.launches import cases
+from bench.launches.driver import absent_gpu
+
+rng, shapes = torch.Generator().manual_seed(0), {REAL_SHAPES}
+some = [case for case in cases.headline(rng, shapes[0]) if "bfloat16" in case.name]
+some += [cases._without_biases(N, V, torch.bfloat16, rng) for N, V in shapes[1]]
+with absent_gpu() as launches:
+    for case in some:
+        case.run("triton")
+print(len(some), sorted({{launch.kernel.__name__ for launch in launches}}))
+"""
+
+
+def test_launches_of_real_sizes_are_in_the_cache(compiled, tmp_path):
+    """Triton makes kernels of their own for rows and vocabularies that are multiples of 16."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(compiled[0], moved)
+    settle(moved)
+    before, env = groups(moved), {**environment(), **cache_variables(moved)}
+    line = [sys.executable, "-c", REAL]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("9 ", "kl_mlm_rows", "tail", "_scale")), done.stdout
+    assert sorted(set(groups(moved)) - set(before)) == []
 
 
 def test_losses_compile_for_rocm(tmp_path):

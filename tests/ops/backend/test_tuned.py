@@ -9,6 +9,7 @@ import torch
 from bench import tune
 from bench.shared.recorder import Recorder
 from growkern.ops.backend import tuned
+from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.backend.tuned import TUNED_FILE, launch_choice
 
 DEFAULT = {"BLOCK": 512, "num_warps": 4}
@@ -75,3 +76,21 @@ def test_every_choice_of_the_shipped_table_was_measured():
         assert re.fullmatch(r"\w+ (sm_\d+|gfx\w+) (bfloat16|float16|float32) \d+", key), key
         assert choice and all(isinstance(value, int) for value in choice.values())
         assert re.search(r" to .* ms, ", table["measured"][key]), key
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("piece", ["tune_expand", "tune_kl_mlm_rows"])
+def test_the_launches_of_training_and_growth_are_tuned_apart(piece, tmp_path, monkeypatch):
+    """A sweep is refused if its launch looks up another key."""
+    if torch.cuda.is_available():
+        pytest.skip("its toy sizes are for an interpreter")
+    recorder = Recorder(piece, tmp_path / f"{piece}.json", toy=True)
+    monkeypatch.setattr(tune, "interleaved_ms", lambda calls, _: dict.fromkeys(calls, 1.0))
+    tune.run(recorder)
+    found = {row["key"].split()[0] for row in recorder.document["rows"]}
+    kernels = {
+        "tune_expand": {"expand", "expand_many"},
+        "tune_kl_mlm_rows": {"kl_mlm_rows", "kl_mlm_rows_at_once"},
+    }
+    assert found == kernels[piece] and not recorder.document["failures"]
+    assert not [row for row in recorder.document["rows"] if "refused" in row]

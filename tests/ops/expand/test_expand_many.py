@@ -5,6 +5,7 @@ import torch
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.hashes import line_keys
 from growkern.ops.expand.many import _LineKeys, _Packed, expand_many, launch_kind
@@ -71,3 +72,26 @@ def test_packed_vectors_begin_at_16_bytes():
     key, mult = lines.on(torch.device("cpu"))
     for expected, found in zip(line_keys(7, 7, 2**40 + 7, key.device), (key, mult), strict=True):
         assert torch.equal(found[places[2] :][:7], expected)
+
+
+def test_a_tuned_choice_changes_the_blocks_and_no_bit(device, monkeypatch):
+    """Growth launches only work lists: a choice for single tensors would have no effect."""
+    calls, expected = make_calls(device)
+    asked, right, seen = [], many.launch, []
+
+    def chosen(kernel, like, size, **default):
+        asked.append((kernel, size))
+        return default | {"BLOCK_M": 4, "BLOCK_N": 64}
+
+    def launched(kernel, programs, like, *args, **constants):
+        seen.append((constants["BLOCK_M"], constants["BLOCK_N"]))
+        right(kernel, programs, like, *args, **constants)
+
+    monkeypatch.setattr(many, "launch_choice", chosen)
+    monkeypatch.setattr(many, "launch", launched)
+    assert expand_many(calls) == len(asked) == 9
+    # a choice is looked up for the widest result of a launch
+    assert {kernel for kernel, _ in asked} == {"expand_many"} and ("expand_many", 2051) in asked
+    assert set(seen) == {(4, 64)}
+    for call, whole in zip(calls, expected, strict=True):
+        assert torch.equal(call.out, whole), launch_kind(call)

@@ -3,6 +3,7 @@
 import importlib
 import math
 import pkgutil
+import re
 
 import pytest
 import torch
@@ -70,21 +71,31 @@ def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
         torch.testing.assert_close(actual, exact)
 
 
+@pytest.mark.parametrize("limits, rows", [({}, 80), ({"max_rows": 12}, 12)])
+def test_a_gpu_multiplies_max_rows_or_all_of_them(limits, rows, monkeypatch):
+    """12 of 80 rows have a label; docs/losses.md says what the others cost. A CPU counts them."""
+    project, seen = op_module.project, []
+
+    def counted(x, *rest):
+        seen.append(len(x))
+        project(x, *rest)
+
+    monkeypatch.setattr(op_module, "project", counted)
+    student, teacher = ([torch.randn(n, H) for n in (80, 31)] for H in (8, 6))
+    labels = torch.full((80,), -100)
+    labels[::7] = 3
+    found = []
+    for asks in (True, False):
+        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        seen.clear()
+        loss = linear_kl_mlm_loss(*student, *teacher, labels, backend="cpu", **limits)
+        found.append((sum(seen), loss))
+    # of the student and of the teacher
+    assert [n for n, _ in found] == [2 * 12, 2 * rows]
+    torch.testing.assert_close(*(loss for _, loss in found))
+
+
 # ----------------------------------------------------------------------- launches
-
-
-class CurrentDevice:
-    """Stands in for CUDA's current device."""
-
-    def __init__(self, monkeypatch):
-        self.index = 0
-        for name in ("_exchange_device", "_maybe_exchange_device"):
-            monkeypatch.setattr(torch.cuda, name, self.exchange)
-
-    def exchange(self, index):
-        before = self.index
-        self.index = index if index >= 0 else before
-        return before
 
 
 def kernels():
@@ -127,9 +138,9 @@ def launches_on(device):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, current_device):
     """Triton takes the current device: with tensors on another one that is the wrong memory."""
-    current, seen = CurrentDevice(monkeypatch), {}
+    current, seen = current_device, {}
 
     def recorder(name):
         class Kernel:
@@ -190,6 +201,47 @@ def fresh_probes():
     yield
     for probe in (gemm.multiplies_wide, gemm.adds_wide):
         probe.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h)`"),
+        RuntimeError("HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_a_product_without_memory_is_tried_again(error, monkeypatch, fresh_probes):
+    """Else a process that began beside a full GPU would compute in float32 for ever."""
+
+    def full(*factors, **options):
+        raise error
+
+    products(monkeypatch, mm=True, addmm=True)
+    device = torch.device("cpu")
+    with monkeypatch.context() as patch:
+        for name in ("mm", "addmm"):
+            patch.setattr(torch, name, full)
+        for probe in (gemm.multiplies_wide, gemm.adds_wide):
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                probe(device, torch.bfloat16)
+    assert gemm.multiplies_wide(device, torch.bfloat16) and gemm.adds_wide(device, torch.bfloat16)
+
+
+def test_a_product_that_the_library_refuses_is_not_tried_again(monkeypatch, fresh_probes):
+    called = products(monkeypatch, mm=True, addmm=True)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`")
+
+    def refused(*factors, **options):
+        called.append("refused")
+        raise error
+
+    monkeypatch.setattr(torch, "mm", refused)
+    tries = [gemm.multiplies_wide(torch.device("cpu"), torch.float16) for _ in range(2)]
+    assert (tries, called) == ([False] * 2, ["refused"])
 
 
 @pytest.mark.parametrize("has", [(True, True), (True, False), (False, False)])
@@ -396,6 +448,34 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
     assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3
 
 
+# ------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("kind", ["linear", "top-k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("limits", [{}, {"vocab_tile": 20}, {"chunk_bytes": 10_000}], ids=str)
+def test_rows_of_logits_and_their_gradient_are_aligned(kind, dtype, limits, monkeypatch):
+    """On a GPU a GEMM takes slow paths for rows of 30522 or 50257 numbers, packed tight."""
+    N, V = 24, 101
+    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    run, starts = ROW_FUNCTIONS["cpu"], []
+
+    def seen(rows, state, steps, drows=None, dstudent=None):
+        tensors = [rows.student_NV, *rows.teachers_NV, *([] if dstudent is None else [dstudent])]
+        starts.extend(x.stride(0) * x.element_size() for x in tensors)
+        run(rows, state, steps, drows, dstudent)
+
+    monkeypatch.setitem(ROW_FUNCTIONS, "cpu", seen)
+    student, teacher = ([torch.randn(n, H).to(dtype) for n in (N, V)] for H in (8, 6))
+    given = [x.requires_grad_() for x in student]
+    loss_of, beside = teacher_of(kind, N, V, teacher)
+    labels = torch.randint(V, (N,))
+    labels[-1] = -100
+    loss = loss_of(*given, *beside, labels, backend="cpu", **limits)
+    torch.autograd.grad(loss, given)
+    assert starts and all(start % 128 == 0 for start in starts), starts
+
+
 # ------------------------------------------------------------------------ biases
 
 WHOLE = (Steps(sums=True, grad=True),)
@@ -447,10 +527,15 @@ def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_heads_with_biases_take_no_pass_of_their_own(backend, monkeypatch):
+@pytest.mark.parametrize("stride", [1, 3])
+def test_heads_with_biases_take_no_pass_of_their_own(stride, backend, monkeypatch):
     """The product of a head gets no bias; loss and gradients are those of the reference."""
     N, V = 6, 70
-    heads = [[torch.randn(N, H), torch.randn(V, H) / 3, torch.randn(V)] for H in (8, 6)]
+    biases = [torch.randn(V, stride)[:, 0] for _ in range(2)]
+    heads = [
+        [torch.randn(N, H), torch.randn(V, H) / 3, bias]
+        for H, bias in zip((8, 6), biases, strict=True)
+    ]
     labels = torch.randint(V, (N,))
     labels[2] = -100
     given, found = [x.requires_grad_() for x in heads[0]], []

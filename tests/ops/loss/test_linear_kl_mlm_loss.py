@@ -190,6 +190,22 @@ def test_logits_dtype_is_where_the_digits_are(backend, device):
         assert worst(None) <= 1e-5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_float32_logits_miss_the_bar_at_a_small_drift():
+    """docs/losses.md says by how much."""
+
+    def errors(drift):
+        student, teacher, labels = drifted_heads(96, 2003, drift, torch.float32, "cpu")
+        in64 = [[x.double() for x in xs] for xs in (student, teacher)]
+        _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
+        options = {"alpha": 1.0, "logits_dtype": torch.float32}
+        _, actual = loss_and_grads(student, [teacher], labels, **options)
+        return [relative_error(a, t) for a, t in zip(actual[1:], truth[1:], strict=True)]
+
+    assert 1e-5 < max(errors(0.01)) <= 8e-5
+    assert max(errors(0.05)) <= 1e-5
+
+
 @pytest.mark.parametrize("where, dtype", [("cpu", torch.float64), ("meta", torch.float32)])
 def test_float64_logits_are_the_default_on_a_cpu_alone(where, dtype):
     x = torch.empty(2, 2, device=where)
@@ -335,6 +351,31 @@ def test_non_contiguous_inputs(backend, device):
         [h[0].t().contiguous().t(), h[1].t().contiguous().t(), h[2]] for h in (student, *teachers)
     ]
     assert_same(loss_and_grads(turned[0], turned[1:], labels, backend=backend), expected)
+
+
+# a column is of a matrix with three
+LAYOUTS = {
+    "strided": lambda x: x.repeat_interleave(2)[::2],
+    "column": lambda x: torch.stack([x + 1, x, x - 1], 1)[:, 1],
+    "expanded": lambda x: x[:1].expand(len(x)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("whose", ["student", "teacher", "both"])
+def test_biases_of_any_layout(whose, layout, backend, device):
+    """The row kernels add a bias to the logits as they read them."""
+    student, (teacher,), labels = make_heads(9, 41, 12, torch.float64, device)
+    changed = {"student": [student], "teacher": [teacher], "both": [student, teacher]}[whose]
+    for head in changed:
+        head[2] = LAYOUTS[layout](head[2])
+        assert not head[2].is_contiguous()
+    given = [x.requires_grad_() for x in student]
+    truth = truth_of(F.linear(*given), [F.linear(*teacher)], labels, alpha=0.5)
+    truth = (truth.detach(), torch.autograd.grad(truth, given))
+    loss = call(given, [teacher], labels, backend=backend)
+    assert_same((loss.detach(), torch.autograd.grad(loss, given)), truth)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -36,6 +36,9 @@ CPU_BALANCE = 16
 # chunks of fewer rows than this waste the GEMMs: it is better to cut the vocabulary
 LEAST_ROWS = 32
 
+# of errors that say nothing about a product: neither the device nor cuBLAS got memory
+NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED")
+
 AVX512, AVX512_BF16 = (native.ISA_NAMES.index(f"AVX-512{rest}") for rest in ("", " with bfloat16"))
 
 # ------------------------------------------------------------------------- sizes
@@ -81,9 +84,9 @@ def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtyp
     x, out = (torch.zeros(16, 16, dtype=t, device=device) for t in (factor, torch.float32))
     try:
         product(x, x, out_dtype=out.dtype, out=out)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        if any(words in str(error) for words in NO_MEMORY):
+            raise
         return False
     return True
 

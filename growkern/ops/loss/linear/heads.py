@@ -329,7 +329,8 @@ def checked_heads(
             columns = slice(shard.start, shard.start + len(_local(student_weight)))
             weight, bias = (x if x is None else x[columns] for x in (weight, bias))
         hidden, weight, bias = (_local(x) for x in (hidden, weight, bias))
-        bias = weight.new_empty(0) if bias is None else bias
+        # kernels read a bias number by number
+        bias = weight.new_empty(0) if bias is None else bias.contiguous()
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         device = hidden.device.type
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:

@@ -60,8 +60,10 @@ def rows_on_triton(
     if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
         dstudent_NV[:, vocab:] = 0
     ACC = acc_dtype(student_NV)[1]
+    # the linear loss takes its sums and its gradient in one launch, ready logits in two
+    name = "kl_mlm_rows_at_once" if steps.sums and steps.grad else "kl_mlm_rows"
     choice = launch_choice(
-        "kl_mlm_rows", student_NV, vocab, BLOCK_V=most_columns(ACC), num_warps=8,
+        name, student_NV, vocab, BLOCK_V=most_columns(ACC), num_warps=8,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
