@@ -23,19 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.tables import write_page
-from bench.shared.loss_measure import beside_compile
+from bench.shared.loss_measure import beside_compile, range_of
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
-from bench.shared.results import (
-    RESULTS,
-    ROOT,
-    aside_of,
-    cell,
-    quotable,
-    range_of,
-    read,
-    table,
-    take,
-)
+from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
 from bench.shared.symmetry_tables import page as symmetry_text
 from bench.shared.symmetry_tables import short_table
 from growkern.families.load import load_family, supported_families

@@ -21,7 +21,7 @@ from bench.shared import harness
 from bench.shared.harness import benchmark_parser, require_green
 from bench.shared.inputs import DRIFT
 from bench.shared.peers import DEVICE, Peer, why_failed
-from bench.shared.results import quotable, range_of, table
+from bench.shared.results import quotable, table
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
@@ -305,6 +305,12 @@ def error_of(fn, alpha, V, H, H_t, dtype, bias=False, drift=DRIFT):
 
 # what the losses are compared on: words, and the end of the providers' names
 COMPARED = (("with a teacher", ""), ("labels alone", ", labels alone"))
+
+
+def range_of(rows: Sequence[dict[str, Any]], key: str, digits: int) -> str:
+    """The least and the largest number of the rows under a key, in words."""
+    low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def beside_compile(results: Path) -> str:

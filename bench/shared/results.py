@@ -272,12 +272,6 @@ def cell(x: Any) -> str:
     return f"{x:.3g}" if isinstance(x, float) else str(x)
 
 
-def range_of(rows: Sequence[dict[str, Any]], key: str, digits: int) -> str:
-    """The least and the largest number of the rows under a key, in words."""
-    low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
 def read_rows(file: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
     """The rows of a study so far, by the text that identifies each run.
 
