@@ -220,6 +220,9 @@ def _first(
     tries = iter(range(MOST_TRIED))
     for value in values:
         changed = {**asked, key: value}
+        if all(size == small.size(name) for name, size in changed.items()):
+            # nothing would grow
+            continue
         for sizes in _completions(small, changed):
             if next(tries, None) is None:
                 return None
