@@ -246,7 +246,11 @@ REFUSED = [
         r"; sizes that fit: hidden_size=36, .*num_key_value_heads=6, head_dim=6",
     ),
     # 2 key heads fit too, but they are the source's, and nothing would grow
-    ({**LLAMA, "num_attention_heads": 4}, {"num_key_value_heads": 3}, r"key_value_heads=4$"),
+    (
+        {**LLAMA, "hidden_size": 4, "head_dim": 2, "num_attention_heads": 2},
+        {"num_key_value_heads": 3},
+        r"nearest sizes that fit: num_key_value_heads=4$",
+    ),
     # the hidden size follows the heads
     (BERT, {"num_attention_heads": 5}, r"stays 4; sizes that fit: hidden_size=20, num_att.*=5"),
     (BERT, {"num_attention_heads": 8}, r"stays 4; sizes that fit: hidden_size=32, num_att.*=8"),
