@@ -22,7 +22,7 @@ import torch
 
 from bench.paper.corpus import prepare
 from bench.paper.plans import TABLES, Line, lines_of
-from bench.paper.runs import Workplace, best_rate, rows_of
+from bench.paper.runs import Workplace, best_rate, rows_of, take_over
 from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
 from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
@@ -75,6 +75,11 @@ def main() -> None:
     )
     parser.add_argument("--text", nargs="+", default=[], help="text files in place of Python's")
     parser.add_argument("--dir", type=Path, default=FOLDER, help=f"default: {FOLDER}")
+    parser.add_argument(
+        "--known",
+        action="store_true",
+        help="take over the runs in bench/results/paper.json, and train only the others",
+    )
     parser.add_argument("--save", action="store_true", help="write to bench/results")
     options = parser.parse_args()
     silence_transformers()
@@ -82,6 +87,8 @@ def main() -> None:
         lines = lines_of(options.table, options.size)
         if lines is None:
             parser.error(f"{options.table} has no size {options.size!r}")
+        if options.known:
+            take_over(options.dir, RESULTS / "paper.json")
         facts = prepare(options.dir, lines[0].setting, options.text)
         place = Workplace(options.dir, facts, say, options.workers)
         chosen = [line for line in lines if line.system in options.systems]

@@ -23,7 +23,7 @@ import torch
 
 from bench.paper.settings import Setting
 from bench.paper.systems import SOURCE, SYSTEMS, Job, kept_folder, untrained_models, write_run_file
-from bench.shared.results import append_row, git_facts, machine, read_rows
+from bench.shared.results import append_row, git_facts, machine, read, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
@@ -54,7 +54,9 @@ class Workplace:
     def make(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """The rows of jobs. Those that are not there yet are made, and what they need before."""
         missing = self._missing(jobs)
-        needed = self._missing([one for job in missing for one in job.needs])
+        # rows may come from another machine, the models of sources do not
+        needs = {one.name: one for job in missing for one in job.needs}
+        needed = [one for name, one in needs.items() if not self._has_model(name)]
         for job in (*needed, *missing):
             for name, (size, layers) in untrained_models(job).items():
                 self._write_untrained(job.setting, name, size, job.seed, layers)
@@ -88,6 +90,9 @@ class Workplace:
         }
         for job, seconds in self._called(calls):
             self._keep(job, seconds)
+
+    def _has_model(self, name: str) -> bool:
+        return name in self.rows and (self.folder / name / "config.json").is_file()
 
     def _called(self, calls: Mapping[Job, Callable[[], float]]) -> Iterator[tuple[Job, float]]:
         """Call each, several at a time, and yield their results as they come."""
@@ -123,8 +128,9 @@ class Workplace:
             "machine": machine(),
             **git_facts(),
         }
-        append_row(self.folder / ROWS, row)
-        self.rows[job.name] = row
+        if job.name not in self.rows:
+            append_row(self.folder / ROWS, row)
+            self.rows[job.name] = row
         for left in out.glob("checkpoint-*"):
             # some systems go on with the moments of their source
             if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":
@@ -179,6 +185,15 @@ def _begin_worker(threads: int) -> None:
     assert parent is not None
     # else it would go on in a folder that the next call uses too
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def take_over(folder: Path, results: Path) -> None:
+    """Begin the rows of a folder that has none with the rows in a file of results."""
+    if (folder / ROWS).is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in read(results).get("rows", []):
+        append_row(folder / ROWS, row)
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
