@@ -246,7 +246,7 @@ def check_head(model: Any) -> None:
         ramps.append(torch.linspace(-300, 300, math.prod(shape), device=hidden.device).view(shape))
         return ramps[-1]
 
-    inputs = {key: value.to(head.weight.device) for key, value in model.dummy_inputs.items()}
+    inputs = {name: x.to(head.weight.device) for name, x in _tokens_to_try(model).items()}
     with probing(model), _shadowed(head, ramp):
         changed = take_logits(model(**inputs))
         with _neutral(model):
@@ -276,16 +276,23 @@ def check_causal(model: Any) -> None:
     Raises:
         GrowthError: the first token sees the last one.
     """
-    ids_BS = model.dummy_inputs["input_ids"].to(model.device)
-    changed_BS = ids_BS.clone()
+    inputs = {name: x.to(model.device) for name, x in _tokens_to_try(model).items()}
+    changed_BS = inputs["input_ids"].clone()
     changed_BS[:, -1] += 1
+    changed = {**inputs, "input_ids": changed_BS}
     with probing(model):
-        first, second = (head_inputs(model, {"input_ids": x}).hidden for x in (ids_BS, changed_BS))
+        first, second = (head_inputs(model, one).hidden for one in (inputs, changed))
     if not torch.equal(first[:, 0].nan_to_num(), second[:, 0].nan_to_num()):
         raise GrowthError(
             f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
             "tokens after them: set config.is_decoder=True, or use the ...ForMaskedLM class"
         )
+
+
+def _tokens_to_try(model: Any) -> dict[str, Tensor]:
+    """A small input. Some of its tokens may be padding by their ids; the mask says they are not."""
+    inputs = dict(model.dummy_inputs)
+    return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
 def align_labels(labels_BS: Tensor, *, causal: bool) -> Tensor:

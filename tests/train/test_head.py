@@ -1,14 +1,18 @@
 """The head swap trains the same function as the plain logits."""
 
+import logging
+
 import pytest
 import torch
 import transformers
 from torch.nn import functional as F
+from transformers.utils.logging import get_logger
 
 from growkern import GrowthError, linear_kl_mlm_loss
 from growkern.train.head import (
     align_labels,
     align_rows,
+    check_causal,
     check_head,
     head_inputs,
     head_swap,
@@ -129,6 +133,20 @@ def test_probe_refuses_logits_that_are_changed_otherwise():
 def test_probe_refuses_a_model_without_a_head():
     with pytest.raises(GrowthError, match="no linear output projection"):
         check_head(build("bert").base_model)
+
+
+def test_probes_say_nothing_of_padding(caplog, monkeypatch):
+    """Their dummy tokens have ids of padding. transformers would warn of it once."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    type(get_logger()).warning_once.cache_clear()
+    model = build("gpt2")
+    model.config.pad_token_id = 0
+    with caplog.at_level("WARNING"):
+        check_head(model)
+        check_causal(model)
+        assert not caplog.messages
+        model(model.dummy_inputs["input_ids"])
+        assert "attention_mask" in caplog.text
 
 
 def test_causal_rows_and_labels_shift_alike():
