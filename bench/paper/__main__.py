@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from bench.paper.corpus import prepare
-from bench.paper.plans import TABLES, Line, lines_of
+from bench.paper.plans import TABLES, Line, jobs_of_rates, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of, take_over
-from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
+from bench.paper.systems import SYSTEMS, Job, job_of
 from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
 from growkern.cli.app import silence_transformers
@@ -38,16 +38,11 @@ def say(text: str) -> None:
 
 def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
     """Choose a rate for each line on a seed of its own, then train it on the others."""
-    tried = [
-        job_of(line.setting, line.system, RATE_SEED, rate, line.setting.rate_steps)
-        for line in lines
-        for rate in line.setting.rates
-    ]
-    place.make(tried)
+    tried = {line: jobs_of_rates(line) for line in lines}
+    place.make([job for jobs in tried.values() for job in jobs])
     jobs = []
     for line in lines:
-        own = [job for job in tried if (job.setting, job.system) == (line.setting, line.system)]
-        rate = best_rate(place.make(own))
+        rate = best_rate(place.make(tried[line]))
         say(f"{line.setting.name}, {SYSTEMS[line.system].title}: learning rate {rate:g}")
         jobs += [
             job_of(line.setting, line.system, seed, rate, line.setting.steps)
@@ -74,6 +69,7 @@ def main() -> None:
         help="runs at a time (default: 1 on a GPU, else one per core)",
     )
     parser.add_argument("--text", nargs="+", default=[], help="text files in place of Python's")
+    parser.add_argument("--domain", nargs="+", default=[], help="the same in place of C++ headers")
     parser.add_argument("--dir", type=Path, default=FOLDER, help=f"default: {FOLDER}")
     parser.add_argument(
         "--known",
@@ -84,12 +80,13 @@ def main() -> None:
     options = parser.parse_args()
     silence_transformers()
     if options.table != "report":
+        named = {"corpus": options.text, "domain": options.domain}
         lines = lines_of(options.table, options.size)
         if lines is None:
             parser.error(f"{options.table} has no size {options.size!r}")
         if options.known:
             take_over(options.dir, RESULTS / "paper.json")
-        facts = prepare(options.dir, lines[0].setting, options.text)
+        facts = prepare(options.dir, lines[0].setting, named)
         place = Workplace(options.dir, facts, say, options.workers)
         chosen = [line for line in lines if line.system in options.systems]
         jobs = compare(place, chosen, options.seeds)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.paper.settings import SETTINGS, Setting, Size
+from bench.paper.systems import RATE_SEED, Job, job_of
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,16 @@ class Table:
     Attributes:
         title: above the table.
         family: of its models.
-        lines: (setting) -> its lines. The first is the baseline of all others.
+        lines: (setting) -> its lines.
+        baseline: system of the lines that others are compared with. Each is compared with the last
+            one before it.
         classifies: whether the final models are fine-tuned and classify text.
     """
 
     title: str
     family: str
     lines: Callable[[Setting], list[Line]]
+    baseline: str = "scratch"
     classifies: bool = False
 
 
@@ -80,7 +84,7 @@ def _stages(setting: Setting) -> list[Line]:
 def _depth(setting: Setting) -> list[Line]:
     """Twice the layers, of a source after a tenth of its steps and after all of them."""
     target = replace(setting.source, layers=2 * setting.source.layers)
-    deep = replace(setting, name=f"{setting.name}-deep", target=target)
+    deep = setting.variant("deep", target=target)
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
     for one, label in ((young, "young source"), (deep, "source trained out")):
@@ -96,9 +100,7 @@ def _directions(setting: Setting) -> list[Line]:
     both = Size(2 * source.layers, round(source.width * 2**0.5 / heads) * heads, heads)
     lines = []
     for label, target in (("width", wide), ("depth", deep), ("both", both)):
-        one = replace(setting, name=f"{setting.name}-{target.name}", target=target)
-        if target == setting.target:
-            one = setting
+        one = setting if target == setting.target else setting.variant(target.name, target=target)
         lines += [Line(one, name, label) for name in ("scratch", "fpi_identity")]
     return lines
 
@@ -114,6 +116,18 @@ def _moment(setting: Setting) -> list[Line]:
     return lines
 
 
+def _domain(setting: Setting) -> list[Line]:
+    """The trained target goes on with another kind of text, for a quarter of its steps."""
+    other = setting.variant(
+        "domain",
+        text="domain",
+        steps=setting.steps // 4,
+        rate_steps=setting.rate_steps // 2,
+        eval_every=setting.eval_every // 5,
+    )
+    return [Line(other, "adapted"), Line(other, "adapted_taught")]
+
+
 TABLES = {
     "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
@@ -125,7 +139,13 @@ TABLES = {
     "inheritance": Table(
         "Knowledge Inheritance: taught, and alone",
         "gpt2",
-        _systems("scratch", "taught", "taught_by_two", *(f"taught_top{k}" for k in (1, 4, 16, 64))),
+        _systems(
+            *("scratch", "taught", "taught_by_two", "taught_by_generations"),
+            *(f"taught_top{k}" for k in (1, 4, 16, 64)),
+        ),
+    ),
+    "domain": Table(
+        "Knowledge Inheritance: from Python to C++", "gpt2", _domain, baseline="adapted"
     ),
     "symmetry": Table(
         "How copies are told apart",
@@ -141,6 +161,14 @@ TABLES = {
     "directions": Table("Width, depth or both", "gpt2", _directions),
     "moment": Table("When to grow", "gpt2", _moment),
 }
+
+
+def jobs_of_rates(line: Line) -> list[Job]:
+    """The short runs that choose the learning rate of a line."""
+    setting = line.setting
+    return [
+        job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps) for rate in setting.rates
+    ]
 
 
 def lines_of(name: str, size: str) -> list[Line] | None:

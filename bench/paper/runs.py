@@ -21,8 +21,16 @@ from typing import Any
 
 import torch
 
+from bench.paper.corpus import Facts
 from bench.paper.settings import Setting
-from bench.paper.systems import SOURCE, SYSTEMS, Job, kept_folder, untrained_models, write_run_file
+from bench.paper.systems import (
+    SOURCE,
+    Job,
+    all_needs,
+    kept_folder,
+    untrained_models,
+    write_run_file,
+)
 from bench.shared.results import append_row, git_facts, machine, read, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
@@ -40,31 +48,21 @@ class Workplace:
 
     Args:
         folder: for text, models, run files and rows.
-        text: facts about the text.
+        facts: about each text.
         say: shows a line of progress.
         workers: runs at a time, each in a process of its own. They share the cores.
     """
 
     def __init__(
-        self, folder: Path, text: dict[str, Any], say: Callable[[str], None], workers: int = 1
+        self, folder: Path, facts: Facts, say: Callable[[str], None], workers: int = 1
     ) -> None:
-        self.folder, self.text, self.say, self.workers = folder, text, say, workers
+        self.folder, self.facts, self.say, self.workers = folder, facts, say, workers
         self.rows = rows_of(folder)
 
     def make(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """The rows of jobs. Those that are not there yet are made, and what they need before."""
-        missing = self._missing(jobs)
-        # rows may come from another machine, the models of sources do not
-        needs = {one.name: one for job in missing for one in job.needs}
-        needed = [one for name, one in needs.items() if not self._has_model(name)]
-        for job in (*needed, *missing):
-            for name, (size, layers) in untrained_models(job).items():
-                self._write_untrained(job.setting, name, size, job.seed, layers)
-        self._train(needed)
-        # one for all jobs with the same teacher
-        kept = {kept_folder(job): job for job in missing if SYSTEMS[job.system].kept}
-        for job in kept.values():
-            self._keep_teacher(job)
+        by_name = {job.name: job for job in jobs}
+        missing = [job for name, job in by_name.items() if name not in self.rows]
         self._train(missing)
         return [self.rows[job.name] for job in jobs]
 
@@ -80,11 +78,20 @@ class Workplace:
             self.rows[job.name]["accuracy"] = accuracy
             self.say(f"{job.name}: accuracy {accuracy:.3f}")
 
-    def _missing(self, jobs: Sequence[Job]) -> list[Job]:
-        by_name = {job.name: job for job in jobs}
-        return [job for name, job in by_name.items() if name not in self.rows]
-
     def _train(self, jobs: Sequence[Job]) -> None:
+        """Train jobs, and first those that they need and whose models are not there."""
+        if not jobs:
+            return
+        # rows may come from another machine, models do not
+        needs = {one.name: one for job in jobs for one in job.needs}
+        self._train([one for name, one in needs.items() if not self._has_model(name)])
+        for job in jobs:
+            for name, (size, layers) in untrained_models(job).items():
+                self._write_untrained(job.setting, name, size, job.seed, layers)
+        # one for all jobs with the same teacher
+        kept = {kept_folder(job): job for job in jobs if job.kept}
+        for job in kept.values():
+            self._keep_teacher(job)
         calls = {
             job: partial(seconds_of_training, write_run_file(job, self.folder)) for job in jobs
         }
@@ -119,12 +126,12 @@ class Workplace:
             "system": job.system,
             "seed": job.seed,
             "rate": job.rate,
-            "source flops": sum(self.rows[one.name]["flops"][-1] for one in job.needs),
+            "source flops": sum(self.rows[one.name]["flops"][-1] for one in all_needs(job)),
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
             "seconds": round(seconds, 1),
-            "text": self.text,
+            "text": self.facts[job.setting.text],
             "machine": machine(),
             **git_facts(),
         }
@@ -144,7 +151,7 @@ class Workplace:
             return
         teacher = str(self.folder / job.needs[0].name)
         file = write_run_file(job, self.folder)
-        cache_teacher(teacher, run=file, out=target, k=SYSTEMS[job.system].kept)
+        cache_teacher(teacher, run=file, out=target, k=job.kept)
 
     def _write_untrained(
         self, setting: Setting, name: str, size: Any, seed: int, layers: int | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import transformers
@@ -29,6 +29,12 @@ class Size:
     @property
     def name(self) -> str:
         return f"{self.layers}x{self.width}"
+
+
+# fields of a setting that only some runs depend on
+OF_SOURCE = {"source", "source_steps", "source_rate"}
+OF_TARGET = {"target", "steps", "rates", "rate_steps"}
+OF_SYSTEMS = {"name", "origin", "layers_per_block", "stage1_share", "inheritance_share"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class Setting:
         schedule: of the rate after the warm-up. Under a rate that falls to 0 most of the loss falls
             at the end, and a run that has to reach the end of another can hardly do so earlier. At
             a constant rate every point of a curve is a run of its own length.
-        plain: name of the setting of which this is a variant.
+        text: folder of the text that models are trained on: one of `TEXTS`.
+        origin: the setting of which this is a variant.
     """
 
     name: str
@@ -81,13 +88,14 @@ class Setting:
     validation_tokens: int | None = None
     validation_passes: int = 1
     schedule: Literal["linear", "constant_with_warmup"] = "constant_with_warmup"
-    plain: str = ""
+    text: str = "corpus"
+    origin: Setting | None = None
 
     @property
     def validation(self) -> str:
         """The file of the validation text."""
         tokens = "" if self.validation_tokens is None else f"-{self.validation_tokens}-tokens"
-        return f"corpus/validation{tokens}-{self.validation_passes}-times.txt"
+        return f"{self.text}/validation{tokens}-{self.validation_passes}-times.txt"
 
     @property
     def tokenizer(self) -> str:
@@ -96,13 +104,26 @@ class Setting:
         return f"tokenizer-{self.vocab}{with_sentinels}"
 
     @property
-    def name_without_source(self) -> str:
-        """The name in the folders of jobs that need no source. Variants of a setting share them."""
-        return self.plain or self.name
+    def for_source(self) -> Setting:
+        """The setting of the run that trains the source. Variants share it if they can."""
+        return self._origin_without(OF_SYSTEMS | OF_TARGET)
+
+    @property
+    def for_scratch(self) -> Setting:
+        """The setting of runs that need no source. Variants share it if they can."""
+        return self._origin_without(OF_SYSTEMS | OF_SOURCE)
+
+    def _origin_without(self, ignored: set[str]) -> Setting:
+        """The setting of which this is a variant, if only ignored fields differ."""
+        if self.origin is None:
+            return self
+        names = {one.name for one in fields(self)} - ignored
+        same = all(getattr(self, name) == getattr(self.origin, name) for name in names)
+        return self.origin._origin_without(ignored) if same else self
 
     def variant(self, label: str, **changes: Any) -> Setting:
-        """The same target with another source, or with other shares of the steps."""
-        return replace(self, name=f"{self.name}-{label}", plain=self.name_without_source, **changes)
+        """The same setting with some fields changed."""
+        return replace(self, name=f"{self.name}-{label}", origin=self, **changes)
 
     def config(self, size: Size, layers: int | None = None) -> Any:
         """The config of a model in transformers.

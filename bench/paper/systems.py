@@ -40,25 +40,72 @@ class Job:
     @property
     def name(self) -> str:
         """The job's folder."""
-        has_source = self.system == SOURCE or SYSTEMS[self.system].sources
-        setting = self.setting.name if has_source else self.setting.name_without_source
-        return f"{setting}/{self.system}-{self.steps}-{self.rate:g}-seed{self.seed}"
+        return f"{self.setting.name}/{self.system}-{self.steps}-{self.rate:g}-seed{self.seed}"
+
+    @property
+    def kept(self) -> int:
+        """Tokens per row of a teacher that is run once, before; 0: it runs in every step."""
+        return 0 if self.system == SOURCE else SYSTEMS[self.system].kept
+
+
+def all_needs(job: Job) -> set[Job]:
+    """The jobs that a job needs, and those that these need."""
+    return {one for need in job.needs for one in (need, *all_needs(need))}
 
 
 def source_of(setting: Setting, seed: int) -> Job:
     """The run that trains the source."""
+    setting = setting.for_source
     return Job(setting, SOURCE, seed, setting.source_rate, setting.source_steps)
 
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:
     """The run of a system."""
-    # other sources of the same table have seeds far from those of the runs
-    seeds = range(seed, seed + 1000 * SYSTEMS[system].sources, 1000)
-    needs = tuple(source_of(setting, one) for one in seeds)
-    return Job(setting, system, seed, rate, steps, needs)
+    needs = SYSTEMS[system].needs(setting, seed)
+    return Job(setting if needs else setting.for_scratch, system, seed, rate, steps, needs)
 
 
+Needs = Callable[[Setting, int], tuple[Job, ...]]
 Sections = Callable[[Job, str], dict[str, Any]]
+
+
+def _no_source(setting: Setting, seed: int) -> tuple[Job, ...]:
+    return ()
+
+
+def _one_source(setting: Setting, seed: int) -> tuple[Job, ...]:
+    return (source_of(setting, seed),)
+
+
+def _two_sources(setting: Setting, seed: int) -> tuple[Job, ...]:
+    # other sources of the same table have seeds far from those of the runs
+    return tuple(source_of(setting, one) for one in (seed, seed + 1000))
+
+
+def _middle(setting: Setting, seed: int) -> tuple[Job, ...]:
+    """A model between source and target, which the source has taught."""
+    small, large = setting.source, setting.target
+    size = replace(
+        large, width=(small.width + large.width) // 2, heads=(small.heads + large.heads) // 2
+    )
+    middle = setting.variant("middle", target=size)
+    return (job_of(middle, "taught", seed, setting.source_rate, setting.source_steps),)
+
+
+def _general(setting: Setting, seed: int) -> tuple[Job, ...]:
+    """The target, trained on the text of the origin."""
+    origin = setting.origin or setting
+    return (job_of(origin, "scratch", seed, origin.source_rate, origin.steps),)
+
+
+def _general_source(setting: Setting, seed: int) -> tuple[Job, ...]:
+    return (source_of(setting.origin or setting, seed),)
+
+
+def _general_and_expert(setting: Setting, seed: int) -> tuple[Job, ...]:
+    """The same, and the source that has gone on with the text of this setting."""
+    expert = job_of(setting, "source_adapted", seed, setting.source_rate, setting.steps)
+    return (*_general(setting, seed), expert)
 
 
 @dataclass(frozen=True)
@@ -68,14 +115,14 @@ class System:
     Attributes:
         title: in tables.
         sections: (job, source's folder) -> the sections of its run file that differ.
-        sources: how many trained sources it begins with or learns from.
-        grows: whether it begins with the weights of its source.
-        kept: tokens per row of a teacher that is run once, before; 0: it runs in every step.
+        needs: (setting, seed) -> the jobs whose models it begins with or learns from.
+        grows: whether it begins with the weights of another model.
+        kept: `Job.kept`.
     """
 
     title: str
     sections: Sections
-    sources: int = 1
+    needs: Needs = _one_source
     grows: bool = True
     kept: int = 0
 
@@ -86,7 +133,7 @@ def run_of(job: Job) -> Run:
     base = Run(
         model=ModelSection(path=untrained_folder(setting, SOURCE, job.seed)),
         data=DataSection(
-            train=("corpus/train.txt",),
+            train=(f"{setting.text}/train.txt",),
             validation=(setting.validation,),
             sequence_length=setting.length,
         ),
@@ -132,7 +179,7 @@ def _untrained_layers(job: Job) -> tuple[int, ...]:
     if SYSTEMS[job.system].grows:
         return ()
     whole = job.setting.target.layers
-    return (whole,) if job.system == "scratch" else (whole // 4,)
+    return (whole // 4,) if job.system in ("stackbert", "mslt") else (whole,)
 
 
 def _untrained(job: Job) -> ModelSection:
@@ -179,7 +226,7 @@ def _taught(job: Job, source: str) -> dict[str, Any]:
     """An untrained model that learns from its sources (Knowledge Inheritance)."""
     end = round(job.setting.inheritance_share * job.steps)
     teachers = TeacherSection(paths=tuple(one.name for one in job.needs))
-    if SYSTEMS[job.system].kept:
+    if job.kept:
         teachers = TeacherSection(cache=kept_folder(job))
     return {
         "model": _untrained(job),
@@ -188,9 +235,20 @@ def _taught(job: Job, source: str) -> dict[str, Any]:
     }
 
 
+def _going_on(job: Job, source: str) -> dict[str, Any]:
+    """The model of the job that is needed first, trained on. Others teach it."""
+    end = round(job.setting.inheritance_share * job.steps)
+    sections: dict[str, Any] = {"model": ModelSection(path=source)}
+    teachers = tuple(one.name for one in job.needs[1:])
+    if not teachers:
+        return sections
+    taught = {"inheritance": InheritanceSchedule(end_step=end)}
+    return {**sections, **taught, "teacher": TeacherSection(paths=teachers)}
+
+
 def kept_folder(job: Job) -> str:
     """The folder of a teacher's kept predictions."""
-    return f"{job.needs[0].name}-top{SYSTEMS[job.system].kept}"
+    return f"{job.needs[0].name}-top{job.kept}"
 
 
 def _two_stage(method: str) -> Sections:
@@ -237,10 +295,10 @@ def _layerwise(job: Job, source: str) -> dict[str, Any]:
 
 
 SYSTEMS = {
-    "scratch": System("scratch", _scratch, sources=0, grows=False),
+    "scratch": System("scratch", _scratch, needs=_no_source, grows=False),
     "direct_copy": System("DirectCopy", _grown("direct_copy")),
-    "stackbert": System("StackBERT", _stacked, sources=0, grows=False),
-    "mslt": System("MSLT", _layerwise, sources=0, grows=False),
+    "stackbert": System("StackBERT", _stacked, needs=_no_source, grows=False),
+    "mslt": System("MSLT", _layerwise, needs=_no_source, grows=False),
     "fpi": System("FPI", _grown("fpi")),
     "aki": System("AKI", _grown("aki")),
     "aki_two_stage": System("AKI + two stages", _two_stage("aki")),
@@ -257,11 +315,18 @@ SYSTEMS = {
     "fpi_interleave": System("FPI, interleave", _grown("fpi", "interleave")),
     # Knowledge Inheritance: a small model teaches an untrained one
     "taught": System("taught by the source", _taught, grows=False),
-    "taught_by_two": System("taught by two sources", _taught, sources=2, grows=False),
+    "taught_by_two": System("taught by two sources", _taught, needs=_two_sources, grows=False),
+    "taught_by_generations": System(
+        "taught by a middle size, itself taught by the source", _taught, _middle, grows=False
+    ),
     **{
         f"taught_top{k}": System(f"taught, {k} tokens kept", _taught, grows=False, kept=k)
         for k in (1, 4, 16, 64)
     },
+    # a trained model goes on with text of another kind
+    "adapted": System("alone", _going_on, _general),
+    "source_adapted": System("the source, alone", _going_on, _general_source),
+    "adapted_taught": System("taught by an adapted source", _going_on, _general_and_expert),
 }
 
 

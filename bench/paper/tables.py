@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.paper.plans import TABLES, Line, lines_of
+from bench.paper.plans import TABLES, Line, jobs_of_rates, lines_of
 from bench.paper.runs import best_rate
 from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
 from bench.shared.results import read
@@ -16,10 +16,9 @@ from growkern.plot.losses import draw
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
-BASELINE = "scratch"
 SIZES = ("micro", "tiny", "small", "base")
 TITLES = (
-    *("system", "rate", "start loss", "final loss", "below scratch"),
+    *("system", "rate", "start loss", "final loss", "below it"),
     *("FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
@@ -36,12 +35,13 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
 def saved(row: Row, baseline: Row, *, with_source: bool = False) -> float:
     """The share of the baseline's FLOPs that a run saved to reach the baseline's final loss.
 
-    NaN if the run never reaches it.
+    NaN if the run never reaches it. What the baseline too began with is counted for neither.
     """
     spent = first_crossing(row["flops"], row["losses"], baseline["losses"][-1])
     if spent is None:
         return math.nan
-    return 1 - (spent + (row["source flops"] if with_source else 0.0)) / baseline["flops"][-1]
+    source = row["source flops"] - baseline["source flops"] if with_source else 0.0
+    return 1 - (spent + source) / baseline["flops"][-1]
 
 
 PAGE = """# Training grown models, and training from scratch
@@ -50,10 +50,10 @@ PAGE = """# Training grown models, and training from scratch
 Losses are validation losses in nats per token, at a constant learning rate after the warm-up.
 
 - Every line takes the best of three learning rates, in short runs of another seed.
-- "below scratch" is how far the final loss is below that of the run from scratch with the same
-  seed.
-- "FLOPs saved" are saved where a run reaches the final loss of scratch. A teacher's are counted.
-  The next column counts the training of the source too.
+- The first line is the baseline. "below it" is how far the final loss is below the baseline's, of
+  the same seed.
+- "FLOPs saved" are saved where a run reaches the final loss of the baseline. A teacher's are
+  counted. The next column counts the training of sources too.
 - "accuracy" is that of a fine-tuned classifier: from which of five libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t.
 
@@ -71,7 +71,8 @@ def report(rows: Iterable[Row], *, pictures: bool = False) -> str:
     parts = []
     for name, size, lines in _tables(by_name):
         title = f"{TABLES[name].title}, {size}"
-        parts += [f"## {title}", "", HEAD, *_cells(lines, by_name), ""]
+        cells = _cells(lines, TABLES[name].baseline, by_name)
+        parts += [f"## {title}", "", HEAD, *cells, ""]
         if pictures:
             parts += [f"![{title}]({_picture(name, size)})", ""]
     return "\n".join(parts)
@@ -106,7 +107,7 @@ def _tables(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, list[Line]]]:
     for name in TABLES:
         for size in SIZES:
             lines = lines_of(name, size)
-            if lines is not None and _cells(lines, rows):
+            if lines is not None and _cells(lines, TABLES[name].baseline, rows):
                 yield name, size, lines
 
 
@@ -118,12 +119,12 @@ def _title(line: Line) -> str:
     return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")
 
 
-def _cells(lines: Sequence[Line], rows: Mapping[str, Row]) -> list[str]:
-    """The lines of a table. Each is compared with the last line from scratch before it."""
+def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[str]:
+    """The lines of a table. Each is compared with the last line of a system before it."""
     found, baseline = [], dict[int, Row]()
     for line in lines:
         runs = runs_of(line, rows)
-        if line.system == BASELINE:
+        if line.system == system:
             baseline = runs
         seeds = sorted(runs.keys() & baseline.keys())
         if not seeds:
@@ -147,10 +148,7 @@ def _cells(lines: Sequence[Line], rows: Mapping[str, Row]) -> list[str]:
 def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, Row]:
     """The full runs of a line by their seeds, at the rate that its short runs chose."""
     setting = line.setting
-    tried = [
-        rows.get(job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps).name)
-        for rate in setting.rates
-    ]
+    tried = [rows.get(job.name) for job in jobs_of_rates(line)]
     done = [row for row in tried if row is not None]
     if len(done) < len(tried):
         return {}

@@ -11,10 +11,20 @@ from bench.paper import __main__ as command
 from bench.paper import runs
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import MICRO_GPT
-from bench.paper.systems import RATE_SEED, SOURCE, SYSTEMS, job_of, run_of
+from bench.paper.systems import (
+    RATE_SEED,
+    SOURCE,
+    SYSTEMS,
+    all_needs,
+    job_of,
+    run_of,
+    source_of,
+    untrained_models,
+)
 from bench.paper.tables import interval, page_text, report, saved, write_page
 from bench.shared.results import write
 
+DOMAIN = lines_of("domain", "micro")[0].setting
 WORDS = [
     "the",
     "model",
@@ -108,7 +118,7 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_is_a_run_file(system, tmp_path):
     """At the sizes of the table: the shares of the steps are those of the papers."""
-    run = run_of(job_of(MICRO_GPT, system, 1, 1e-3, 400))
+    run = run_of(job_of(DOMAIN, system, 1, 1e-3, 400))
     if system == "stackbert":
         assert [(x.at_step, x.sizes) for x in run.growth] == [
             *((50, {"n_layer": 2}), (120, {"n_layer": 4})),
@@ -135,17 +145,61 @@ def test_savings_are_read_at_the_final_loss_of_scratch():
     assert report([]) == ""
 
 
+def test_only_stacked_models_begin_with_fewer_layers():
+    for name in SYSTEMS:
+        layers = [n for _, n in untrained_models(job_of(DOMAIN, name, 1, 1e-3, 8)).values()]
+        fewer, whole = MICRO_GPT.target.layers // 4, MICRO_GPT.target.layers
+        assert layers in ([], [fewer] if name in ("stackbert", "mslt") else [whole]), name
+
+
+def test_a_middle_size_is_taught_by_the_source_before_it_teaches():
+    job = job_of(MICRO_GPT, "taught_by_generations", 1, 1e-3, 16)
+    (middle,), source = job.needs, source_of(MICRO_GPT, 1)
+    assert run_of(job).teacher.paths == (middle.name,) and middle.needs == (source,)
+    assert run_of(middle).teacher.paths == (source.name,)
+    assert all_needs(job) == {middle, source}
+    widths = (source.setting.source.width, middle.setting.target.width, job.setting.target.width)
+    assert widths == (16, 24, 32)
+    assert middle.setting.config(middle.setting.target).n_head == 3
+
+
+def test_models_of_one_text_go_on_with_another():
+    job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
+    general, expert = job.needs
+    assert run_of(job).model.path == general.name and run_of(job).teacher.paths == (expert.name,)
+    assert general.name.startswith("micro-gpt/scratch-16-")
+    assert run_of(expert).model.path == source_of(MICRO_GPT, 1).name
+    texts = {one.name: run_of(one).data.train for one in (job, *all_needs(job))}
+    assert {text for name, text in texts.items() if "domain" in name} == {("domain/train.txt",)}
+    assert {text for name, text in texts.items() if "domain" not in name} == {("corpus/train.txt",)}
+    alone = job_of(DOMAIN, "adapted", 1, 1e-3, 16)
+    assert alone.needs == (general,) and run_of(alone).inheritance is None
+
+
+@pytest.mark.parametrize(
+    "name, sources, scratches",
+    [("table3", 4, 1), ("table4", 1, 1), ("depth", 2, 1), ("directions", 1, 3), ("moment", 3, 1)],
+)
+def test_lines_share_what_does_not_differ(name, sources, scratches):
+    lines = lines_of(name, "tiny")
+    jobs = {job_of(line.setting, line.system, 1, 1e-3, 8) for line in lines}
+    jobs |= {job_of(line.setting, "scratch", 1, 1e-3, 8) for line in lines}
+    found = {one.name for job in jobs for one in job.needs}
+    assert len(found) == sources
+    assert len({job.name for job in jobs if job.system == "scratch"}) == scratches
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_is_made_of_runs(name):
-    """All run files are valid, no two jobs share a folder, and only scratch is shared."""
+    """All run files are valid, no two jobs share a folder, and only the baseline is shared."""
     lines = lines_of(name, "micro")
     jobs = {}
     for line in lines:
         job = job_of(line.setting, line.system, 1, 1e-3, 400)
         text = run_of(job).to_toml()
         assert jobs.setdefault(job.name, text) == text
-        assert line.system == "scratch" or line.setting.target_sizes()
-    assert lines[0].system == "scratch" and len(jobs) > 3
+        assert line.system == TABLES[name].baseline or line.setting.target_sizes()
+    assert lines[0].system == TABLES[name].baseline and len(jobs) > 1
     assert lines_of(name, "base") is None or TABLES[name].family == "bert"
 
 
@@ -195,13 +249,14 @@ def test_a_table_has_a_line_for_each_setting():
     "name, systems",
     [
         ("table6", ["scratch", "fpi"]),
-        ("inheritance", ["scratch", "taught_by_two", "taught_top4"]),
+        ("inheritance", ["scratch", "taught_by_two", "taught_by_generations", "taught_top4"]),
+        ("domain", ["adapted", "adapted_taught"]),
         ("optimizer", ["scratch", "fpi_adamw", "fpi_moments"]),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
     ],
 )
 def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
-    call = ["paper", name, "--size", "micro", "--seeds", "1", "--text", text]
+    call = ["paper", name, "--size", "micro", "--seeds", "1", "--text", text, "--domain", text]
     call += ["--dir", str(tmp_path), "--systems", *systems]
     monkeypatch.setattr("sys.argv", call)
     command.main()
