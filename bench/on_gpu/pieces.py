@@ -77,7 +77,8 @@ def _both(sizes: Any) -> dict[str, Any]:
 
 
 ALL = (
-    Piece("smoke", "every launch once, beside float64", 120, "launches.smoke"),
+    # compiling its kernels takes most of this; with --cache they are there
+    Piece("smoke", "every launch once, beside float64", 360, "launches.smoke"),
     Piece(
         "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
     ),
