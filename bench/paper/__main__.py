@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from bench.paper.corpus import prepare
-from bench.paper.plans import TABLES, Line, jobs_of_rates, lines_of
+from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of, take_over
-from bench.paper.systems import SYSTEMS, Job, job_of
+from bench.paper.systems import SYSTEMS, Job
 from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
 from growkern.cli.app import silence_transformers
@@ -37,19 +37,20 @@ def say(text: str) -> None:
 
 
 def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
-    """Choose a rate for each line on a seed of its own, then train it on the others."""
+    """Choose a rate for each line on a seed of its own, then train it on the others.
+
+    Returns:
+        The longest run of each line and seed.
+    """
     tried = {line: jobs_of_rates(line) for line in lines}
     place.make([job for jobs in tried.values() for job in jobs])
-    jobs = []
+    runs = []
     for line in lines:
         rate = best_rate(place.make(tried[line]))
         say(f"{line.setting.name}, {SYSTEMS[line.system].title}: learning rate {rate:g}")
-        jobs += [
-            job_of(line.setting, line.system, seed, rate, line.setting.steps)
-            for seed in SEEDS[:seeds]
-        ]
-    place.make(sorted(jobs, key=lambda job: job.seed))
-    return jobs
+        runs += [jobs_of_seed(line, seed, rate) for seed in SEEDS[:seeds]]
+    place.make([job for one in sorted(runs, key=lambda one: one[0].seed) for job in one])
+    return [one[-1] for one in runs]
 
 
 def main() -> None:
@@ -89,9 +90,9 @@ def main() -> None:
         facts = prepare(options.dir, lines[0].setting, named)
         place = Workplace(options.dir, facts, say, options.workers)
         chosen = [line for line in lines if line.system in options.systems]
-        jobs = compare(place, chosen, options.seeds)
+        longest = compare(place, chosen, options.seeds)
         if TABLES[options.table].classifies:
-            place.classify(jobs)
+            place.classify(longest)
     rows = list(rows_of(options.dir).values())
     if options.save:
         write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})

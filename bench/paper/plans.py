@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.paper.settings import SETTINGS, Setting, Size
-from bench.paper.systems import RATE_SEED, Job, job_of
+from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ def _domain(setting: Setting) -> list[Line]:
         text="domain",
         steps=setting.steps // 4,
         rate_steps=setting.rate_steps // 2,
-        eval_every=setting.eval_every // 5,
     )
     return [Line(other, "adapted"), Line(other, "adapted_taught")]
 
@@ -169,6 +168,13 @@ def jobs_of_rates(line: Line) -> list[Job]:
     return [
         job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps) for rate in setting.rates
     ]
+
+
+def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
+    """The runs of a line with one seed, the shortest first."""
+    setting = line.setting
+    steps = [max(1, round(part * setting.steps)) for part in SYSTEMS[line.system].parts]
+    return [job_of(setting, line.system, seed, rate, one) for one in steps]
 
 
 def lines_of(name: str, size: str) -> list[Line] | None:

@@ -88,8 +88,9 @@ class Workplace:
         for job in jobs:
             for name, (size, layers) in untrained_models(job).items():
                 self._write_untrained(job.setting, name, size, job.seed, layers)
-        # one for all jobs with the same teacher
-        kept = {kept_folder(job): job for job in jobs if job.kept}
+        # one for all jobs with the same teacher, as many rows as the longest needs
+        longest_last = sorted(jobs, key=lambda job: job.steps)
+        kept = {kept_folder(job): job for job in longest_last if job.kept}
         for job in kept.values():
             self._keep_teacher(job)
         calls = {

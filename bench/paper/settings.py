@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import transformers
 
@@ -47,13 +47,12 @@ class Setting:
         source: the small model.
         target: the large model.
         source_steps: optimizer steps of the source, at `source_rate`.
-        steps: optimizer steps of the large model, in all systems.
-        rate_steps: the same in the runs that choose a learning rate.
+        steps: optimizer steps of the longest runs of the large model.
+        rate_steps: the same of the runs that choose a learning rate.
         rates: the learning rates that every system chooses from.
-        warmup: steps in which the rate rises.
+        warmup: share of the steps in which the rate rises. Then it falls to 0.
         batch: rows in a step.
         length: tokens in a row.
-        eval_every: steps between two evaluations.
         layers_per_block: l_b of the two stages.
         stage1_share: share of the steps that are stage 1 (E_b = 5 of 40 epochs in the paper).
         inheritance_share: share of the steps in which the source is a teacher.
@@ -61,9 +60,6 @@ class Setting:
         validation_tokens: how much of the validation text is used, about; None: all of it.
         validation_passes: how often it is read. Each pass of a masked model has other masks, so
             that a sixth of the tokens gives enough labels.
-        schedule: of the rate after the warm-up. Under a rate that falls to 0 most of the loss falls
-            at the end, and a run that has to reach the end of another can hardly do so earlier. At
-            a constant rate every point of a curve is a run of its own length.
         text: folder of the text that models are trained on: one of `TEXTS`.
         origin: the setting of which this is a variant.
     """
@@ -77,17 +73,15 @@ class Setting:
     rate_steps: int
     rates: tuple[float, ...]
     source_rate: float
-    warmup: int
+    warmup: float
     batch: int
     length: int
-    eval_every: int
     layers_per_block: int
     stage1_share: float = 5 / 40
     inheritance_share: float = 0.44
     vocab: int = VOCAB
     validation_tokens: int | None = None
     validation_passes: int = 1
-    schedule: Literal["linear", "constant_with_warmup"] = "constant_with_warmup"
     text: str = "corpus"
     origin: Setting | None = None
 
@@ -247,10 +241,9 @@ TINY_GPT = Setting(
     rate_steps=500,
     rates=RATES,
     source_rate=3e-3,
-    warmup=100,
+    warmup=0.05,
     batch=16,
     length=64,
-    eval_every=125,
     layers_per_block=1,
     validation_tokens=110_000,
 )
@@ -259,7 +252,6 @@ TINY_BERT = replace(
     TINY_GPT,
     name="tiny-bert",
     family="bert",
-    eval_every=500,
     validation_tokens=175_000,
     validation_passes=4,
 )
@@ -271,12 +263,10 @@ MICRO_GPT = replace(
     source=Size(4, 16, 2),
     target=Size(4, 32, 4),
     source_steps=8,
-    steps=16,
-    rate_steps=8,
+    steps=64,
+    rate_steps=16,
     rates=(1e-3, 4e-3),
-    warmup=1,
     length=16,
-    eval_every=8,
     validation_tokens=None,
     vocab=300,
 )
@@ -291,10 +281,9 @@ SMALL_GPT = Setting(
     rate_steps=2_000,
     rates=(5e-4, 1e-3, 2e-3),
     source_rate=2e-3,
-    warmup=400,
+    warmup=0.05,
     batch=64,
     length=256,
-    eval_every=200,
     layers_per_block=2,
     vocab=8192,
 )
@@ -309,13 +298,11 @@ BASE_BERT = Setting(
     rate_steps=40_000,
     rates=(5e-5, 1e-4, 2e-4),
     source_rate=1e-4,
-    warmup=10_000,
+    warmup=0.025,
     batch=512,
     length=128,
-    eval_every=5_000,
     layers_per_block=3,
     vocab=30_522,
-    schedule="linear",
 )
 SETTINGS = {
     ("micro", "gpt2"): MICRO_GPT,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from bench.paper.plans import TABLES, Line, jobs_of_rates, lines_of
+from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
-from bench.paper.systems import RATE_SEED, SYSTEMS, job_of
+from bench.paper.systems import RATE_SEED, SYSTEMS
 from bench.shared.results import read
 from growkern.plot.curve import Curve, first_crossing
 from growkern.plot.losses import draw
@@ -17,9 +18,13 @@ from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
 SIZES = ("micro", "tiny", "small", "base")
+PARTS = sorted({part for one in SYSTEMS.values() for part in one.parts})
+# of the steps; all systems have runs of this length
+HALF = 1 / 2
 TITLES = (
-    *("system", "rate", "start loss", "final loss", "below it"),
-    *("FLOPs saved", "with the source's", "accuracy", "seeds"),
+    *("system", "rate", "start loss"),
+    *(f"{'all' if part == 1 else Fraction(part)} of the steps" for part in PARTS),
+    *("below at 1/2", "FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
 
@@ -32,29 +37,44 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean:.{digits}f} ± {high - mean:.{digits}f}"
 
 
-def saved(row: Row, baseline: Row, *, with_source: bool = False) -> float:
-    """The share of the baseline's FLOPs that a run saved to reach the baseline's final loss.
+def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = False) -> float:
+    """The share of the baseline's FLOPs that is saved to reach the baseline's final loss.
 
-    NaN if the run never reaches it. What the baseline too began with is counted for neither.
+    What the baseline too began with is counted for neither.
+
+    Args:
+        runs: of one seed, the shortest first. Between two of them the loss falls linearly.
+        baseline: its runs of the same seed.
+        with_source: whether to count the training of the models that were needed.
+
+    Returns:
+        The share; NaN if the longest run does not reach the loss. If the shortest one does, at
+        least this share is saved.
     """
-    spent = first_crossing(row["flops"], row["losses"], baseline["losses"][-1])
+    _, flops, losses = points_of(runs)
+    mark = baseline[-1]
+    spent = first_crossing(flops, losses, mark["losses"][-1])
     if spent is None:
         return math.nan
-    source = row["source flops"] - baseline["source flops"] if with_source else 0.0
-    return 1 - (spent + source) / baseline["flops"][-1]
+    source = runs[-1]["source flops"] - mark["source flops"] if with_source else 0.0
+    return 1 - (spent + source) / mark["flops"][-1]
 
 
 PAGE = """# Training grown models, and training from scratch
 
 `python -m bench.paper TABLE` trains all runs of a table. Each is a run file of `growkern train`.
-Losses are validation losses in nats per token, at a constant learning rate after the warm-up.
+Losses are validation losses in nats per token.
 
-- Every line takes the best of three learning rates, in short runs of another seed.
-- The first line is the baseline. "below it" is how far the final loss is below the baseline's, of
-  the same seed.
-- "FLOPs saved" are saved where a run reaches the final loss of the baseline. A teacher's are
-  counted. The next column counts the training of sources too.
-- "accuracy" is that of a fine-tuned classifier: from which of five libraries a passage of code is.
+- A run that is stopped early ends at a high learning rate, and so at a high loss. So there is a run
+  for each length, whose learning rate falls to 0.
+- Every line takes the best of three learning rates, in runs of another seed.
+- The first line is the baseline. "below at 1/2" is how far the loss is below the baseline's of the
+  same seed, both after half of the steps.
+- "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
+  lengths the loss is interpolated. A teacher's FLOPs are counted. The next column counts the
+  training of sources too. "≥": some of the shortest runs are below that loss already.
+- "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
+  libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t.
 
 """
@@ -93,9 +113,9 @@ def write_page(results: Path) -> list[Path]:
     made[0].write_text(page_text(results))
     for name, size, lines in _tables(rows):
         curves = [
-            Curve(_title(line), *(tuple(row[key]) for key in ("steps", "flops", "losses")))
+            Curve(_title(line), *points_of(seed))
             for line in lines
-            for row in runs_of(line, rows).values()
+            for seed in runs_of(line, rows).values()
         ]
         made.append(results / _picture(name, size))
         draw(curves, made[-1], title=f"{TABLES[name].title}, {size}")
@@ -121,7 +141,7 @@ def _title(line: Line) -> str:
 
 def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[str]:
     """The lines of a table. Each is compared with the last line of a system before it."""
-    found, baseline = [], dict[int, Row]()
+    found, baseline = [], dict[int, list[Row]]()
     for line in lines:
         runs = runs_of(line, rows)
         if line.system == system:
@@ -130,34 +150,55 @@ def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[
         if not seeds:
             continue
         pairs = [(runs[seed], baseline[seed]) for seed in seeds]
+        of_parts = [losses_of_parts(line, runs[seed]) for seed in seeds]
+        base = [losses_of_parts(Line(line.setting, system), baseline[seed]) for seed in seeds]
+        below = [theirs[HALF] - own[HALF] for own, theirs in zip(of_parts, base, strict=True)]
         cells = [
             _title(line),
-            f"{pairs[0][0]['rate']:g}",
-            interval([row["losses"][0] for row, _ in pairs]),
-            interval([row["losses"][-1] for row, _ in pairs]),
-            interval([base["losses"][-1] - row["losses"][-1] for row, base in pairs]),
-            _savings([saved(*pair) for pair in pairs]),
-            _savings([saved(*pair, with_source=True) for pair in pairs]),
-            _accuracy([row.get("accuracy") for row, _ in pairs]),
+            f"{runs[seeds[0]][0]['rate']:g}",
+            interval([row["losses"][0] for (row, *_), _ in pairs]),
+            *(_losses(of_parts, part) for part in PARTS),
+            interval(below),
+            _savings(pairs, with_source=False),
+            _savings(pairs, with_source=True),
+            _accuracy([own[-1].get("accuracy") for own, _ in pairs]),
             str(len(seeds)),
         ]
         found.append("| " + " | ".join(cells) + " |")
     return found if len(found) > 1 else []
 
 
-def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, Row]:
-    """The full runs of a line by their seeds, at the rate that its short runs chose."""
-    setting = line.setting
+def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
+    """The runs of a line at the rate that its short runs chose.
+
+    Returns:
+        Seed -> its runs, the shortest first; only seeds of which all lengths are done.
+    """
     tried = [rows.get(job.name) for job in jobs_of_rates(line)]
     done = [row for row in tried if row is not None]
     if len(done) < len(tried):
         return {}
-    rate = best_rate(done)
-    jobs = {
-        seed: job_of(setting, line.system, seed, rate, setting.steps)
-        for seed in range(1, RATE_SEED)
-    }
-    return {seed: rows[job.name] for seed, job in jobs.items() if job.name in rows}
+    rate, found = best_rate(done), {}
+    for seed in range(1, RATE_SEED):
+        names = [job.name for job in jobs_of_seed(line, seed, rate)]
+        if all(name in rows for name in names):
+            found[seed] = [rows[name] for name in names]
+    return found
+
+
+def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
+    """The steps, FLOPs and losses at the ends of runs of several lengths."""
+    return tuple(tuple(row[key][-1] for row in runs) for key in ("steps", "flops", "losses"))
+
+
+def losses_of_parts(line: Line, runs: Sequence[Row]) -> dict[float, float]:
+    """Length as a share of the steps -> final loss."""
+    parts = SYSTEMS[line.system].parts
+    return {part: row["losses"][-1] for part, row in zip(parts, runs, strict=True)}
+
+
+def _losses(of_parts: Sequence[Mapping[float, float]], part: float) -> str:
+    return interval([one[part] for one in of_parts]) if part in of_parts[0] else "-"
 
 
 def _accuracy(found: Sequence[float | None]) -> str:
@@ -165,8 +206,11 @@ def _accuracy(found: Sequence[float | None]) -> str:
     return interval(known, 1) + " %" if len(known) == len(found) else "-"
 
 
-def _savings(shares: Sequence[float]) -> str:
+def _savings(pairs: Sequence[tuple[list[Row], list[Row]]], *, with_source: bool) -> str:
+    shares = [saved(*pair, with_source=with_source) for pair in pairs]
     if any(math.isnan(share) for share in shares):
         missed = sum(math.isnan(share) for share in shares)
         return f"not reached by {missed} of {len(shares)}"
-    return interval([100 * share for share in shares], 1) + " %"
+    # the baseline's own longest run is the mark
+    early = [own[0]["losses"][-1] <= base[-1]["losses"][-1] for own, base in pairs]
+    return ("≥ " if any(early) else "") + interval([100 * share for share in shares], 1) + " %"

@@ -9,7 +9,7 @@ import pytest
 
 from bench.paper import __main__ as command
 from bench.paper import runs
-from bench.paper.plans import TABLES, lines_of
+from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import (
     RATE_SEED,
@@ -58,15 +58,22 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     first = capsys.readouterr().out
     file = tmp_path / "runs" / "rows.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    # two rates each and one run, and a source for both seeds
-    assert len(rows) == 3 * len(systems) + 2
+    # two rates each and three lengths, and a source for both seeds
+    assert len(rows) == 5 * len(systems) + 2
     # of the sources alone, whose moments some systems take over
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
     assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
         assert row["steps"][0] == 0 and row["flops"][0] == 0
         assert row["flops"] == sorted(row["flops"]) and all(map(math.isfinite, row["losses"]))
-    by_system = {row["system"]: row for row in rows if row["seed"] != RATE_SEED}
+    lengths = {
+        name: {row["steps"][-1] for row in rows if row["system"] == name}
+        for name in ("scratch", "fpi")
+    }
+    # those that choose a rate have 16 steps
+    assert lengths == {"scratch": {16, 32, 64}, "fpi": {8, 16, 32}}
+    full = [row for row in rows if row["seed"] != RATE_SEED]
+    by_system = {row["system"]: row for row in sorted(full, key=lambda row: row["steps"][-1])}
     # exact growth starts where the source ended
     assert by_system["fpi"]["losses"][0] == pytest.approx(by_system[SOURCE]["losses"][-1], rel=1e-5)
     assert by_system["fpi"]["source flops"] == by_system[SOURCE]["flops"][-1]
@@ -83,7 +90,7 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
 
     # on another machine, with all rows but one and no model: the source is trained again, and the
     # run that lacks ends where it ended among others
-    *kept, lost = sorted(rows, key=lambda row: row["system"] == "fpi" and row["seed"] == 1)
+    *kept, lost = sorted(rows, key=lambda row: row is by_system["fpi"])
     write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": kept})
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     shutil.rmtree(tmp_path / "runs")
@@ -134,12 +141,24 @@ def test_every_system_is_a_run_file(system, tmp_path):
         assert run.inheritance.end_step == 176 and run.teacher.paths == (run.growth.source,)
 
 
-def test_savings_are_read_at_the_final_loss_of_scratch():
-    scratch = {"losses": [4.0, 3.0, 2.0], "flops": [0.0, 50.0, 100.0], "source flops": 0.0}
-    fast = {"losses": [3.0, 2.5, 1.5], "flops": [0.0, 50.0, 100.0], "source flops": 10.0}
-    assert saved(fast, scratch) == pytest.approx(0.25)
-    assert saved(fast, scratch, with_source=True) == pytest.approx(0.15)
-    assert math.isnan(saved({**fast, "losses": [3.0, 2.5, 2.1]}, scratch))
+def runs_with(losses, flops, source=0.0):
+    """Runs of three lengths; what they lost and spent on the way does not matter."""
+    return [
+        {"steps": [0, 1], "losses": [9.0, loss], "flops": [0.0, spent], "source flops": source}
+        for loss, spent in zip(losses, flops, strict=True)
+    ]
+
+
+def test_savings_are_read_where_the_final_loss_of_scratch_is_reached():
+    scratch = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0])
+    fast = runs_with([2.5, 2.2, 1.8], [12.5, 25.0, 50.0], 10.0)
+    assert saved(fast, scratch) == pytest.approx(1 - 0.375)
+    assert saved(fast, scratch, with_source=True) == pytest.approx(0.525)
+    assert saved(runs_with([1.9, 1.8, 1.7], [12.5, 25.0, 50.0]), scratch) == 0.875
+    assert math.isnan(saved(runs_with([3.0, 2.5, 2.1], [12.5, 25.0, 50.0]), scratch))
+    # both went on with the same model
+    begun = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0], 10.0)
+    assert saved(fast, begun, with_source=True) == saved(fast, begun) == 0.625
     # Student's t with 2 degrees of freedom: 4.303 * 1 / sqrt(3)
     assert interval([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
     assert report([]) == ""
@@ -167,7 +186,7 @@ def test_models_of_one_text_go_on_with_another():
     job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
     general, expert = job.needs
     assert run_of(job).model.path == general.name and run_of(job).teacher.paths == (expert.name,)
-    assert general.name.startswith("micro-gpt/scratch-16-")
+    assert general.name.startswith("micro-gpt/scratch-64-")
     assert run_of(expert).model.path == source_of(MICRO_GPT, 1).name
     texts = {one.name: run_of(one).data.train for one in (job, *all_needs(job))}
     assert {text for name, text in texts.items() if "domain" in name} == {("domain/train.txt",)}
@@ -204,45 +223,54 @@ def test_every_table_is_made_of_runs(name):
 
 
 def rows_for(lines, losses):
-    """Rows of finished runs: the middle rate is the best, and three seeds end at `losses`."""
-    for line, ends in zip(lines, losses, strict=True):
-        setting = line.setting
-        for rate in setting.rates:
-            job = job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps)
-            yield row_of(job, [4.0, abs(rate - setting.rates[1]) + 3.0])
-        for seed, end in enumerate(ends, start=1):
-            job = job_of(setting, line.system, seed, setting.rates[1], setting.steps)
-            yield row_of(job, [3.5, 3.0, end])
+    """Rows of finished runs: the middle rate is the best; each seed has losses of three lengths."""
+    for line, of_seeds in zip(lines, losses, strict=True):
+        for job in jobs_of_rates(line):
+            yield row_of(job, abs(job.rate - line.setting.rates[1]) + 3.0)
+        for seed, ends in enumerate(of_seeds, start=1):
+            jobs = jobs_of_seed(line, seed, line.setting.rates[1])
+            for job, end in zip(jobs, ends, strict=True):
+                yield row_of(job, end)
 
 
-def row_of(job, losses):
-    flops = [100.0 * i for i in range(len(losses))]
+def row_of(job, loss):
     one = {"name": job.name, "system": job.system, "seed": job.seed, "rate": job.rate}
-    return one | {"losses": losses, "flops": flops, "source flops": 40.0 * len(job.needs)}
+    curve = {"steps": [0, job.steps], "flops": [0.0, float(job.steps)], "losses": [3.5, loss]}
+    return one | curve | {"source flops": 400.0 * len(job.needs)}
+
+
+# three seeds of scratch after 1/4, 1/2 and all of 2,000 steps, of models that need fewer, and more
+MOMENT = [
+    [(3.0, 2.5, 2.0), (3.2, 2.7, 2.2), (3.4, 2.9, 2.4)],
+    [(2.9, 2.6, 2.2), (2.9, 2.6, 2.1), (2.9, 2.6, 2.3)],
+    [(2.2, 2.1, 1.9), (2.4, 2.3, 2.1), (2.6, 2.5, 2.3)],
+    [(2.4, 2.1, 1.9), (2.6, 2.3, 2.1), (2.4, 2.3, 2.1)],
+]
 
 
 def test_a_table_has_a_line_for_each_setting():
     """Every line is compared with the same seeds from scratch, at its own best rate."""
     lines = lines_of("moment", "tiny")
-    ends = [(2.0, 2.2, 2.4), (1.9, 2.1, 2.3), (1.8, 2.0, 2.2), (1.0, 1.2, 1.4)]
-    text = report(rows_for(lines, ends))
+    text = report(rows_for(lines, MOMENT))
     # other tables share the runs from scratch
-    table = text.split("## When to grow, tiny\n")[1].splitlines()[3:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line]
-    labels = ["scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %"]
-    assert [one[0] for one in cells] == labels
-    rate = f"{lines[0].setting.rates[1]:g}"
-    assert (
-        {one[1] for one in cells} == {rate}
-        and {one[8] for one in cells} == {"3"}
-        and {one[7] for one in cells} == {"-"}
-    )
-    below = [one[4] for one in cells]
-    assert below == [f"{x} ± 0.000" for x in ("0.000", "0.100", "0.200", "1.000")]
-    pairs = zip(ends[0], ends[3], strict=True)
-    share = [1 - (100 + 100 * (3 - a) / (3 - b)) / 200 for a, b in pairs]
-    assert cells[3][5].startswith(f"{100 * sum(share) / 3:.1f} ±")
-    assert cells[3][6].startswith(f"{100 * (sum(share) / 3 - 40 / 200):.1f} ±")
+    table = text.split("## When to grow, tiny\n")[1].splitlines()[1:]
+    head, _, *cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table if line
+    ]
+    column = dict(zip(head, zip(*cells, strict=True), strict=True))
+    labels = ("scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %")
+    assert column["system"] == labels
+    assert set(column["rate"]) == {f"{lines[0].setting.rates[1]:g}"}
+    assert set(column["seeds"]) == {"3"} and set(column["accuracy"]) == {"-"}
+    assert column["all of the steps"] == ("2.200 ± 0.497", "-", "-", "-")
+    assert column["1/8 of the steps"] == ("-", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287")
+    below = ("0.000 ± 0.000", "0.500 ± 0.430", "0.600 ± 0.000", "0.667 ± 0.287")
+    assert column["below at 1/2"] == below
+    # the first seed of the second line does not reach 2.0; the third is below 2.4 from the start
+    shares = column["FLOPs saved"]
+    assert shares[:2] == ("0.0 ± 0.0 %", "not reached by 1 of 3")
+    assert shares[2].startswith("62.5 ±") and shares[3].startswith("≥ ")
+    assert column["with the source's"][2].startswith("42.5 ±")
 
 
 @pytest.mark.parametrize(
@@ -266,9 +294,7 @@ def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
-    lines = lines_of("moment", "tiny")
-    ends = [(2.0, 2.2, 2.4), (1.9, 2.1, 2.3), (1.8, 2.0, 2.2), (1.0, 1.2, 1.4)]
-    rows = [{**row, "steps": [0, 1, 2][: len(row["losses"])]} for row in rows_for(lines, ends)]
+    rows = list(rows_for(lines_of("moment", "tiny"), MOMENT))
     write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
     page, *pictures = write_page(tmp_path)
     assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
