@@ -6,7 +6,7 @@
 #pragma once
 #include <cmath>
 
-#include "../routing.h"
+#include "../line_hash.h"
 #include "native.h"
 
 namespace growkern {

@@ -17,49 +17,62 @@ constexpr bool same<A, A> = true;
 
 // ------------------------------------------------------------------- noise
 
-inline float xi(uint32_t key, uint32_t mult, uint32_t source) {
-    return hash_noise(key, mult, source) * NOISE_UNIT;
+// What (3) and (4) need of n elements. `sign` has the top bit if their noise is negative, else 0.
+template <class Acc>
+struct Noise {
+    const Acc* factor;  // 1 + |noise|
+    const uint32_t* sign;
+};
+
+// the factors of output row i, columns j0 .. j0 + n - 1
+template <class Acc>
+void noise_factors(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, Acc* factor) {
+    const Acc* of_cols = static_cast<const Acc*>(a.col_noise) + j0;
+    const Acc of_row = a.row_noise ? static_cast<const Acc*>(a.row_noise)[i] : 0;
+    for (int64_t j = 0; j < n; ++j) factor[j] = 1 + std::fabs(a.col_noise ? of_cols[j] : of_row);
 }
 
-// the noise (3) of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
+// the signs of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
 template <class Acc>
-void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* drawn) {
+void noise_signs(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
+                 uint32_t* __restrict sign) {
     const ExpandArgs& a = *p.args;
     if (a.col_noise) {
-        const Acc* noise = static_cast<const Acc*>(a.col_noise) + j0;
+        const Acc* size = static_cast<const Acc*>(a.col_noise) + j0;
         const int32_t* cols = p.cols + j0;
         const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        for (int64_t j = 0; j < n; ++j) drawn[j] = noise[j] * xi(key, mult, cols[j]);
+        for (int64_t j = 0; j < n; ++j) {
+            const uint32_t hash = line_hash(key, mult, signed_source(cols[j], size[j]));
+            sign[j] = size[j] == 0 ? 0 : hash & TOP_BIT;
+        }
     } else {
-        const Acc noise = static_cast<const Acc*>(a.row_noise)[i];
+        const Acc size = static_cast<const Acc*>(a.row_noise)[i];
         const int32_t* key = a.line_key + j0;
         const int32_t* mult = a.line_mult + j0;
-        for (int64_t j = 0; j < n; ++j) drawn[j] = noise * xi(key[j], mult[j], src);
+        const uint32_t source = signed_source(src, size), bits = size == 0 ? 0 : TOP_BIT;
+        for (int64_t j = 0; j < n; ++j) sign[j] = line_hash(key[j], mult[j], source) & bits;
     }
 }
 
 // ----------------------------------------------------------------- scaling
 
-// (4) in two steps, without its last rounding. Two copies with opposite noise have a larger and a
-// smaller value. The larger one is computed and rounded first; the smaller one is the rest of 2 x.
-// Both are computed for every element, so that the loop has no branch and can use vectors.
-template <class Acc>
-inline Acc larger_of_two(Acc x, Acc noise) {
-    return x * (1 + std::fabs(noise));
+inline float turned(float x, uint32_t sign) {
+    return bit_cast<float>(bit_cast<uint32_t>(x) ^ sign);
 }
-template <class Acc>
-inline Acc one_of_two(Acc x, Acc noise, Acc larger) {
-    const Acc smaller = x + x - larger;
-    return noise < 0 ? smaller : larger;
+inline double turned(double x, uint32_t sign) {
+    return bit_cast<double>(bit_cast<uint64_t>(x) ^ static_cast<uint64_t>(sign) << 32);
 }
+
+// (4) without its last rounding, for element j. It has no branch, so that a loop can use vectors.
 template <class Out, class Acc>
-inline Acc with_noise(Acc x, Acc noise) {
-    return one_of_two<Acc>(x, noise, decode(encode<Out>(larger_of_two(x, noise))));
+inline Acc with_noise(Acc x, const Noise<Acc>& noise, int64_t j) {
+    const Acc larger = decode(encode<Out>(x * noise.factor[j]));
+    return x + turned(larger - x, noise.sign[j]);
 }
 
 // (1) in its order: element, row scale, column scale, noise. `col` null: 1; `noise` null: none.
 template <class In, class Out, class Acc>
-void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
+void convert(const In* x, int64_t n, Acc row, const Acc* col, const Noise<Acc>* noise, Out* y) {
     if constexpr (same<In, f16>) {
         float floats[MAX_COLUMNS];
         decode_halves(x, n, floats);
@@ -70,22 +83,22 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, 
         convert<In, float, Acc>(x, n, row, col, nullptr, floats);
         if (noise) {
             float larger[MAX_COLUMNS];
-            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two(floats[j], noise[j]);
+            for (int64_t j = 0; j < n; ++j) larger[j] = floats[j] * noise->factor[j];
             encode_halves(larger, n, y);
             decode_halves(y, n, larger);
             for (int64_t j = 0; j < n; ++j) {
-                floats[j] = one_of_two(floats[j], noise[j], larger[j]);
+                floats[j] += turned(larger[j] - floats[j], noise->sign[j]);
             }
         }
         return encode_halves(floats, n, y);
     }
     if (noise && col) {
         for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]));
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], *noise, j));
         }
     } else if (noise) {
         for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, noise[j]));
+            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, *noise, j));
         }
     } else if (col) {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
@@ -156,7 +169,9 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const bool past_caches = routes_past_caches(p);
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
-    alignas(64) Acc noise[MAX_COLUMNS];
+    alignas(64) Acc factor[MAX_COLUMNS];
+    alignas(64) uint32_t sign[MAX_COLUMNS];
+    if (a.col_noise) noise_factors<Acc>(a, 0, j0, n, factor);
     for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
         const int64_t i = p.target[k];
         if (copies && !routed) {
@@ -169,7 +184,8 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         int16_t step = 0;
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
-        if (noisy) draw_noise<Acc>(p, i, p.source[s], j0, n, noise);
+        if (a.row_noise) noise_factors<Acc>(a, i, j0, n, factor);
+        if (noisy) noise_signs<Acc>(p, i, p.source[s], j0, n, sign);
         // copies with the same factors have the same values: convert them once
         const bool repeated = k > p.first[s] && !noisy &&
                               (!row_scale || row == row_scale[p.target[k - 1]]);
@@ -181,8 +197,9 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
                 continue;
             }
             if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
+            const Noise<Acc> noise = {factor + at, sign + at};
             convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
-                                  noisy ? noise + at : nullptr, y + at);
+                                  noisy ? &noise : nullptr, y + at);
         }
         if (past_caches) {
             const RowToRoute<Out> one = {i, p.source[s], y};

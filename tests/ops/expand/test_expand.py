@@ -13,7 +13,7 @@ from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import op
 from growkern.ops.expand.call import DTYPES, ExpandCall, Inputs, Routing
-from growkern.ops.expand.hashes import hash_noise, line_keys
+from growkern.ops.expand.hashes import line_keys, signed
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
@@ -75,16 +75,12 @@ def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=T
     return case
 
 
-def stir64(x):
-    """The integer mix of the noise in Python's own integers, reduced by hand."""
+def mix64(x):
+    """The integer mix of the keys in Python's own integers, reduced by hand."""
     x ^= x >> 16
     x = x * 0x7FEB352D & 0xFFFFFFFF
     x ^= x >> 15
-    return x * 0x846CA68B & 0xFFFFFFFF
-
-
-def mix64(x):
-    x = stir64(x)
+    x = x * 0x846CA68B & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
@@ -104,11 +100,9 @@ def share(seed, line, src, copy, amplitude):
     return {p: (1 + amplitude) / 2, q: (1 - amplitude) / 2}.get(number, 0.0)
 
 
-def xi(seed, line, src):
+def sign(seed, line, src):
     key, mult = key_and_mult(seed, line)
-    bits = stir64((key + src * mult) & 0xFFFFFFFF)
-    signed = bits - 2**32 if bits >= 2**31 else bits
-    return torch.tensor(signed, dtype=torch.float64).float().item() / 2**31
+    return 1 if (key + src * mult) % 2**32 < 2**31 else -1
 
 
 def by_elements(case):
@@ -126,10 +120,10 @@ def by_elements(case):
                 x *= case[name][at].item() if name in case else 1.0
             if "col_noise" in case:
                 line = case.get("offsets", (0, 0))[0] + i
-                x *= 1 + case["col_noise"][j].item() * xi(case["seed"], line, c)
+                x *= 1 + case["col_noise"][j].item() * sign(case["seed"], line, c)
             if "row_noise" in case:
                 line = case.get("offsets", (0, 0))[1] + j
-                x *= 1 + case["row_noise"][i].item() * xi(case["seed"], line, r)
+                x *= 1 + case["row_noise"][i].item() * sign(case["seed"], line, r)
             if "routing" in case:
                 dim, copies, amplitude = case["routing"]
                 line = case.get("offsets", (0, 0))[1 - dim] + (i, j)[1 - dim]
