@@ -20,12 +20,6 @@ GROWKERN_INLINE unsigned line_hash(unsigned key, unsigned mult, unsigned source)
 
 constexpr unsigned TOP_BIT = 1u << 31;
 
-// the source index as (3) takes it for noise of this size: a negative one turns the sign round
-template <class Size>
-GROWKERN_INLINE unsigned signed_source(unsigned source, Size size) {
-    return source ^ (size < 0 ? TOP_BIT : 0);
-}
-
 // floor(a b / 2**32)
 GROWKERN_INLINE unsigned high_product(unsigned a, unsigned b) {
 #if defined(__CUDA_ARCH__)

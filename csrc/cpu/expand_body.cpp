@@ -4,6 +4,8 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
+#include <algorithm>
+
 #include "expand_routing.h"
 #include "expand_source.h"
 
@@ -20,36 +22,28 @@ constexpr bool same<A, A> = true;
 // What (3) and (4) need of n elements. `sign` has the top bit if their noise is negative, else 0.
 template <class Acc>
 struct Noise {
-    const Acc* factor;  // 1 + |noise|
+    const Acc* factor;  // 1 + |noise|; it may have any sign
     const uint32_t* sign;
 };
 
-// the factors of output row i, columns j0 .. j0 + n - 1
-template <class Acc>
-void noise_factors(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, Acc* factor) {
-    const Acc* of_cols = static_cast<const Acc*>(a.col_noise) + j0;
-    const Acc of_row = a.row_noise ? static_cast<const Acc*>(a.row_noise)[i] : 0;
-    for (int64_t j = 0; j < n; ++j) factor[j] = 1 + std::fabs(a.col_noise ? of_cols[j] : of_row);
-}
+// The top bit of x. It is 0 where noise has a size, and turns the sign off where it has none.
+inline uint32_t top_bit(float x) { return bit_cast<uint32_t>(x) & TOP_BIT; }
+inline uint32_t top_bit(double x) { return static_cast<uint32_t>(bit_cast<uint64_t>(x) >> 32) & TOP_BIT; }
 
-// the signs of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
+// the signs of output row i, columns j0 .. j0 + n - 1
 template <class Acc>
-void noise_signs(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
+void noise_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Acc* factor,
                  uint32_t* __restrict sign) {
-    const ExpandArgs& a = *p.args;
-    if (a.col_noise) {
-        const Acc* size = static_cast<const Acc*>(a.col_noise) + j0;
-        const int32_t* cols = p.cols + j0;
+    if (a.col_factor) {
+        const int32_t* source = a.noise_source + j0;
         const uint32_t key = a.line_key[i], mult = a.line_mult[i];
         for (int64_t j = 0; j < n; ++j) {
-            const uint32_t hash = line_hash(key, mult, signed_source(cols[j], size[j]));
-            sign[j] = size[j] == 0 ? 0 : hash & TOP_BIT;
+            sign[j] = line_hash(key, mult, source[j]) & ~top_bit(factor[j]) & TOP_BIT;
         }
     } else {
-        const Acc size = static_cast<const Acc*>(a.row_noise)[i];
         const int32_t* key = a.line_key + j0;
         const int32_t* mult = a.line_mult + j0;
-        const uint32_t source = signed_source(src, size), bits = size == 0 ? 0 : TOP_BIT;
+        const uint32_t source = a.noise_source[i], bits = TOP_BIT ^ top_bit(*factor);
         for (int64_t j = 0; j < n; ++j) sign[j] = line_hash(key[j], mult[j], source) & bits;
     }
 }
@@ -66,7 +60,7 @@ inline double turned(double x, uint32_t sign) {
 // (4) without its last rounding, for element j. It has no branch, so that a loop can use vectors.
 template <class Out, class Acc>
 inline Acc with_noise(Acc x, const Noise<Acc>& noise, int64_t j) {
-    const Acc larger = decode(encode<Out>(x * noise.factor[j]));
+    const Acc larger = decode(encode<Out>(x * std::fabs(noise.factor[j])));
     return x + turned(larger - x, noise.sign[j]);
 }
 
@@ -83,7 +77,7 @@ void convert(const In* x, int64_t n, Acc row, const Acc* col, const Noise<Acc>* 
         convert<In, float, Acc>(x, n, row, col, nullptr, floats);
         if (noise) {
             float larger[MAX_COLUMNS];
-            for (int64_t j = 0; j < n; ++j) larger[j] = floats[j] * noise->factor[j];
+            for (int64_t j = 0; j < n; ++j) larger[j] = floats[j] * std::fabs(noise->factor[j]);
             encode_halves(larger, n, y);
             decode_halves(y, n, larger);
             for (int64_t j = 0; j < n; ++j) {
@@ -152,7 +146,7 @@ inline bool routes_past_caches(const ExpandPlan& p) {
 // whether output elements are source elements, or 0
 template <class In, class Out>
 inline bool copies_elements(const ExpandArgs& a) {
-    return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_noise && !a.col_noise;
+    return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_factor && !a.col_factor;
 }
 
 // computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
@@ -163,15 +157,15 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const ExpandArgs& a = *p.args;
     const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
     const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
-    const bool noisy = a.row_noise || a.col_noise, routed = a.row_copies || a.col_copies;
+    const bool noisy = a.row_factor || a.col_factor, routed = a.row_copies || a.col_copies;
     const bool copies = copies_elements<In, Out>(a);
     const bool halves = routed && a.larger_share != 1;
     const bool past_caches = routes_past_caches(p);
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
-    alignas(64) Acc factor[MAX_COLUMNS];
+    alignas(64) Acc of_row[MAX_COLUMNS];
+    const Acc* factor = a.col_factor ? static_cast<const Acc*>(a.col_factor) + j0 : of_row;
     alignas(64) uint32_t sign[MAX_COLUMNS];
-    if (a.col_noise) noise_factors<Acc>(a, 0, j0, n, factor);
     for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
         const int64_t i = p.target[k];
         if (copies && !routed) {
@@ -184,8 +178,8 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         int16_t step = 0;
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
-        if (a.row_noise) noise_factors<Acc>(a, i, j0, n, factor);
-        if (noisy) noise_signs<Acc>(p, i, p.source[s], j0, n, sign);
+        if (a.row_factor) std::fill_n(of_row, n, static_cast<const Acc*>(a.row_factor)[i]);
+        if (noisy) noise_signs(a, i, j0, n, factor, sign);
         // copies with the same factors have the same values: convert them once
         const bool repeated = k > p.first[s] && !noisy &&
                               (!row_scale || row == row_scale[p.target[k - 1]]);

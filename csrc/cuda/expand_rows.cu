@@ -43,7 +43,8 @@ struct ExpandRowsArgs {
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
-    const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
+    const ACC* noise_factor;  // (M,) with noise on the rows, (N,) with noise on the columns
+    const i32* noise_source;  // the same. See `noise_of_entries` of growkern/ops/expand/hashes.py
     const i32* copies;        // the same for routing; packed as in growkern/ops/expand/call.py
     const i32* line_key;      // (N,) with noise or routing on the rows, (M,) on the columns
     const i32* line_mult;     // like line_key
@@ -95,18 +96,12 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
     }
 }
 
-// 1 + |size| of noise. It is negative if the size is 0 and no sign counts: a mask for that would
-// take more registers.
-__device__ inline ACC noise_factor(ACC size) {
-    return size == 0 ? ACC(-1) : 1 + (size < 0 ? -size : size);
-}
-
 // the maps and factors of columns j .. j + WIDTH - 1, which are the same for all output rows
 struct Columns {
-    i32 source[WIDTH];  // virtual columns; with COL_NOISE as (3) takes them, to save registers
+    i32 source[WIDTH];  // virtual columns; with COL_NOISE `noise_source`
     ACC scale[WIDTH];
     i32 key[WIDTH], mult[WIDTH];
-    ACC factor[WIDTH];  // of noise, see `noise_factor`
+    ACC factor[WIDTH];  // `noise_factor`
     u32 number[WIDTH], count[WIDTH];  // of copies
 
     __device__ i32 index(int k) const {
@@ -114,8 +109,8 @@ struct Columns {
     }
 
     __device__ Columns(const ExpandRowsArgs& a, int j) {
-        load_columns(a.cols, j, a.N, 0, source);
-        if (!a.cols)
+        load_columns(NOISE == COL_NOISE ? a.noise_source : a.cols, j, a.N, 0, source);
+        if (NOISE != COL_NOISE && !a.cols)
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
         if (SCALED) load_columns(a.col_scale, j, a.N, ACC(1), scale);
@@ -132,15 +127,7 @@ struct Columns {
                 count[k] = count_of(copies[k]);
             }
         }
-        if (NOISE == COL_NOISE) {
-            ACC size[WIDTH];
-            load_columns(a.noise, j, a.N, ACC(0), size);
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) {
-                factor[k] = noise_factor(size[k]);
-                source[k] = signed_source(source[k], size[k]);
-            }
-        }
+        if (NOISE == COL_NOISE) load_columns(a.noise_factor, j, a.N, ACC(1), factor);
     }
 };
 
@@ -212,13 +199,12 @@ __device__ inline void round_all(ACC (&x)[WIDTH]) {
     }
 }
 
-// (3) and (4) without its last rounding, for output row i, which reads virtual row r
-__device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
+// (3) and (4) without its last rounding, for output row i
+__device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i,
                                  ACC (&x)[WIDTH]) {
     constexpr bool by_row = NOISE == ROW_NOISE;
-    const ACC size = by_row ? a.noise[i] : ACC(0);
-    const ACC factor = noise_factor(size);
-    const u32 row = signed_source(r, size);
+    const ACC factor = by_row ? a.noise_factor[i] : ACC(0);
+    const u32 row = by_row ? a.noise_source[i] : 0;
     const u32 key = by_row ? 0 : a.line_key[i], mult = by_row ? 0 : a.line_mult[i];
     ACC rest[WIDTH];
 #pragma unroll
@@ -271,7 +257,7 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
         if constexpr (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
-    if constexpr (NOISY) add_noise(a, columns, i, r, x);
+    if constexpr (NOISY) add_noise(a, columns, i, x);
 }
 
 __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value (&x)[WIDTH]) {

@@ -47,7 +47,7 @@ on CPUs and GPUs in csrc/line_hash.h.
 import torch
 from torch import Tensor
 
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import COL_NOISE, ExpandCall
 
 # -------------------------------------------------------------------- lines
 
@@ -132,20 +132,24 @@ def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, s
     return signed(size_N, key_M[:, None], mult_M[:, None], src_N.to(torch.int32))
 
 
-def factor_and_source(size: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
-    """What a compiled kernel needs of the entries of the noisy axis: (3) and (4) without lines.
+def noise_of_entries(call: ExpandCall, acc: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """What (3) and (4) need of every entry of the noisy axis; both None without noise.
 
     Args:
-        size: (n,) float, in the dtype that is computed in.
-        src: (n,) source indices.
+        call: on matrices.
+        acc: the dtype that products are computed in.
 
     Returns:
-        factor: 1 + |size|, in the dtype of `size`. It is negative if `size` is 0, so that no sign
-            matters there.
-        source: (n,) int32 bit patterns, with 2**31 added where `size` is negative.
+        factor: 1 + |size| in `acc`, or -1 where the size is 0 and no sign counts.
+        source: int32 bit patterns, the source index. A negative size adds 2**31.
     """
-    top_bit = _int32(1 << 31)
-    return 1 + size.abs(), src.to(torch.int32) ^ torch.where(size < 0, top_bit, 0).to(torch.int32)
+    if call.noise is None:
+        return None, None
+    size = call.noise.detach().to(acc)
+    index = call.cols if call.noise_kind == COL_NOISE else call.rows
+    src = torch.arange(len(size), device=size.device) if index is None else index
+    factor = torch.where(size == 0, -1, 1 + size.abs())
+    return factor.contiguous(), src.int() ^ torch.where(size < 0, _int32(1 << 31), 0).int()
 
 
 def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tensor:
