@@ -17,84 +17,21 @@ constexpr bool same = false;
 template <class A>
 constexpr bool same<A, A> = true;
 
-// ------------------------------------------------------------------- noise
-
-// What (3) and (4) need of n elements. `sign` has the top bit if their noise is negative, else 0.
-template <class Acc>
-struct Noise {
-    const Acc* factor;  // 1 + |noise|; it may have any sign
-    const uint32_t* sign;
-};
-
-// The top bit of x. It is 0 where noise has a size, and turns the sign off where it has none.
-inline uint32_t top_bit(float x) { return bit_cast<uint32_t>(x) & TOP_BIT; }
-inline uint32_t top_bit(double x) { return static_cast<uint32_t>(bit_cast<uint64_t>(x) >> 32) & TOP_BIT; }
-
-// the signs of output row i, columns j0 .. j0 + n - 1
-template <class Acc>
-void noise_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Acc* factor,
-                 uint32_t* __restrict sign) {
-    if (a.col_factor) {
-        const int32_t* source = a.noise_source + j0;
-        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        for (int64_t j = 0; j < n; ++j) {
-            sign[j] = line_hash(key, mult, source[j]) & ~top_bit(factor[j]) & TOP_BIT;
-        }
-    } else {
-        const int32_t* key = a.line_key + j0;
-        const int32_t* mult = a.line_mult + j0;
-        const uint32_t source = a.noise_source[i], bits = TOP_BIT ^ top_bit(*factor);
-        for (int64_t j = 0; j < n; ++j) sign[j] = line_hash(key[j], mult[j], source) & bits;
-    }
-}
-
 // ----------------------------------------------------------------- scaling
 
-inline float turned(float x, uint32_t sign) {
-    return bit_cast<float>(bit_cast<uint32_t>(x) ^ sign);
-}
-inline double turned(double x, uint32_t sign) {
-    return bit_cast<double>(bit_cast<uint64_t>(x) ^ static_cast<uint64_t>(sign) << 32);
-}
-
-// (4) without its last rounding, for element j. It has no branch, so that a loop can use vectors.
-template <class Out, class Acc>
-inline Acc with_noise(Acc x, const Noise<Acc>& noise, int64_t j) {
-    const Acc larger = decode(encode<Out>(x * std::fabs(noise.factor[j])));
-    return x + turned(larger - x, noise.sign[j]);
-}
-
-// (1) in its order: element, row scale, column scale, noise. `col` null: 1; `noise` null: none.
+// (1) in its order: element, row scale, column scale. `col` null: 1.
 template <class In, class Out, class Acc>
-void convert(const In* x, int64_t n, Acc row, const Acc* col, const Noise<Acc>* noise, Out* y) {
+void convert(const In* x, int64_t n, Acc row, const Acc* col, Out* y) {
     if constexpr (same<In, f16>) {
         float floats[MAX_COLUMNS];
         decode_halves(x, n, floats);
-        return convert<float, Out, Acc>(floats, n, row, col, noise, y);
+        return convert<float, Out, Acc>(floats, n, row, col, y);
     } else if constexpr (same<Out, f16> && same<Acc, float>) {
-        // a double keeps its digits until the noise is in it: those go through the loops below
         float floats[MAX_COLUMNS];
-        convert<In, float, Acc>(x, n, row, col, nullptr, floats);
-        if (noise) {
-            float larger[MAX_COLUMNS];
-            for (int64_t j = 0; j < n; ++j) larger[j] = floats[j] * std::fabs(noise->factor[j]);
-            encode_halves(larger, n, y);
-            decode_halves(y, n, larger);
-            for (int64_t j = 0; j < n; ++j) {
-                floats[j] += turned(larger[j] - floats[j], noise->sign[j]);
-            }
-        }
+        convert<In, float, Acc>(x, n, row, col, floats);
         return encode_halves(floats, n, y);
     }
-    if (noise && col) {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], *noise, j));
-        }
-    } else if (noise) {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, *noise, j));
-        }
-    } else if (col) {
+    if (col) {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
     } else {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
@@ -121,6 +58,77 @@ template <class In, class Out>
 bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
     return false;
 }
+
+// ------------------------------------------------------------------- noise
+
+// x with the top bit of `sign` added to its sign. The bit is 0 where noise has a size.
+inline float turned(float x, uint32_t sign) {
+    return bit_cast<float>(bit_cast<uint32_t>(x) ^ (sign & TOP_BIT));
+}
+inline double turned(double x, uint32_t sign) {
+    return bit_cast<double>(bit_cast<uint64_t>(x) ^ static_cast<uint64_t>(sign & TOP_BIT) << 32);
+}
+inline uint32_t top_word(float x) { return bit_cast<uint32_t>(x); }
+inline uint32_t top_word(double x) { return bit_cast<uint64_t>(x) >> 32; }
+
+// (4) for n products x and both signs. A negative factor belongs to noise of size 0: both are alike.
+template <class Out, class Acc>
+void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* below) {
+    Acc larger[MAX_COLUMNS];
+    for (int64_t j = 0; j < n; ++j) larger[j] = x[j] * std::fabs(factor[j]);
+    if constexpr (same<Out, f16> && same<Acc, float>) {
+        float sum[MAX_COLUMNS];
+        encode_halves(larger, n, above);
+        decode_halves(above, n, larger);
+        for (int64_t j = 0; j < n; ++j) sum[j] = x[j] + (larger[j] - x[j]);
+        encode_halves(sum, n, above);
+        for (int64_t j = 0; j < n; ++j) {
+            sum[j] = x[j] + turned(larger[j] - x[j], ~top_word(factor[j]));
+        }
+        return encode_halves(sum, n, below);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+        const Acc rest = static_cast<Acc>(decode(encode<Out>(larger[j]))) - x[j];
+        above[j] = encode<Out>(x[j] + rest);
+        below[j] = encode<Out>(x[j] + turned(rest, ~top_word(factor[j])));
+    }
+}
+
+// calls f(j, h) with the hash (2) of output row i and column j0 + j, for j in [0, n)
+template <class F>
+inline void for_hashes(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, F f) {
+    if (a.col_factor) {
+        const int32_t* source = a.noise_source + j0;
+        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
+        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key, mult, source[j]));
+    } else {
+        const int32_t* key = a.line_key + j0;
+        const int32_t* mult = a.line_mult + j0;
+        const uint32_t source = a.noise_source[i];
+        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key[j], mult[j], source));
+    }
+}
+
+// chooses by (3) for output row i, columns j0 .. j0 + n - 1
+template <class Out>
+void choose_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Out* above,
+                  const Out* below, Out* __restrict y) {
+    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
+        y[j] = one_of(below[j], above[j], hash >= TOP_BIT);
+    });
+}
+
+// `add_noise` and `choose_signs` in one pass, where nothing is rounded to a narrower type
+template <class Acc>
+void add_wide_noise(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Acc* x,
+                    const Acc* factor, Acc* __restrict y) {
+    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
+        const Acc rest = x[j] * std::fabs(factor[j]) - x[j];
+        y[j] = x[j] + turned(rest, hash & ~top_word(factor[j]));
+    });
+}
+
+// ------------------------------------------------------------------- output
 
 template <class Out>
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
@@ -163,9 +171,9 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const bool past_caches = routes_past_caches(p);
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
-    alignas(64) Acc of_row[MAX_COLUMNS];
+    const Acc* row_factor = static_cast<const Acc*>(a.row_factor);
+    alignas(64) Acc product[MAX_COLUMNS], of_row[MAX_COLUMNS];
     const Acc* factor = a.col_factor ? static_cast<const Acc*>(a.col_factor) + j0 : of_row;
-    alignas(64) uint32_t sign[MAX_COLUMNS];
     for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
         const int64_t i = p.target[k];
         if (copies && !routed) {
@@ -178,11 +186,10 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         int16_t step = 0;
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
-        if (a.row_factor) std::fill_n(of_row, n, static_cast<const Acc*>(a.row_factor)[i]);
-        if (noisy) noise_signs(a, i, j0, n, factor, sign);
         // copies with the same factors have the same values: convert them once
-        const bool repeated = k > p.first[s] && !noisy &&
-                              (!row_scale || row == row_scale[p.target[k - 1]]);
+        const int64_t before = k > p.first[s] ? p.target[k - 1] : i;
+        const bool repeated = before != i && (!row_scale || row == row_scale[before]) &&
+                              (!row_factor || row_factor[i] == row_factor[before]);
         for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
             const int64_t at = q->from - j0;
             const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
@@ -191,9 +198,21 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
                 continue;
             }
             if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
-            const Noise<Acc> noise = {factor + at, sign + at};
-            convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
-                                  noisy ? &noise : nullptr, y + at);
+            const Acc* col = col_scale ? col_scale + q->from : nullptr;
+            if (noisy) {
+                convert<In, Acc, Acc>(q->x, q->n, row, col, product + at);
+            } else {
+                convert<In, Out, Acc>(q->x, q->n, row, col, y + at);
+            }
+        }
+        if (noisy) {
+            if (row_factor) std::fill_n(of_row, n, row_factor[i]);
+            if constexpr (same<Out, Acc>) {
+                add_wide_noise(a, i, j0, n, product, factor, y);
+            } else {
+                if (!repeated) add_noise(product, n, factor, larger, rest);
+                choose_signs(a, i, j0, n, larger, rest, y);
+            }
         }
         if (past_caches) {
             const RowToRoute<Out> one = {i, p.source[s], y};

@@ -16,9 +16,9 @@ Noise of an element, with the size s of its entry on the noisy axis:
 
     noise = s  if the top bit of h is 0,  else -s                                            (3)
 
-All noise of an entry has one size. Sizes that differ along an entry would not help: they only scale
-the gradient of a copy, which Adam cancels. The signs make copies differ. As mult is odd, src + 2**31
-has the opposite top bit of src. A kernel thus takes src + 2**31 for a negative size.
+All noise of an entry has one size. The signs make copies differ. A size that varies along a column
+would only scale a copy's gradient more, which Adam cancels. As mult is odd, src + 2**31 has
+the opposite top bit in h. A kernel thus takes src + 2**31 for a negative size.
 
 Signed routing gives every element to one of the copies of its source. A source index has C copies
 on the routed axis, numbers 0 .. C-1. For each line and source index the hash picks two copies p and
@@ -35,10 +35,10 @@ x/2 <= larger <= 2x for 0 <= a <= 3 (Sterbenz's lemma). With a = 1, copy p has x
 nothing is multiplied or rounded. For a > 1, an x above 2/(1 + a) times the dtype's largest number
 overflows. An entry that is its source's only copy gets x.
 
-Lines are independent of each other. On one line the signs and the choices for two source indices are
+Lines are independent of each other. On one line the signs and the choices of two source indices are
 independent too, because h is a strongly universal hash (multiply-shift, Dietzfelbinger 1996). That
-is all that separating copies needs: the gradients that two copies get are sums over lines. A hash
-that mixes h again would take five to seven more operations per element.
+is all that separating copies needs: the gradients that two copies get are sums over lines. To mix h
+again would take at least five more operations per element.
 
 (3) to (5) are in three places: for PyTorch in this file, for Triton in `on_triton.py`, and for C++
 on CPUs and GPUs in csrc/line_hash.h.

@@ -332,7 +332,8 @@ def aot_cases() -> list[AotCase]:
             f"expand many {name} bf16",
             _expand_many_kernel,
             signature,
-            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True}
+            constants
+            | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True}
             | {"BLOCK_M": rows_of_block(upper, noise)},
             narrow=GATHER,
             traffic=2.5,

@@ -102,11 +102,11 @@ def _with_noise(x, factor, sign, like, ACC: tl.constexpr):
         sign: int32, the top bit if the noise is negative, else 0.
     """
     rest = _rounded(x * factor, like).to(ACC) - x
-    if ACC == tl.float64:
-        rest = (rest.to(tl.int64, bitcast=True) ^ (sign.to(tl.int64) << 32)).to(ACC, bitcast=True)
+    if ACC.primitive_bitwidth == 64:
+        bits = rest.to(tl.int64, bitcast=True) ^ (sign.to(tl.int64) << 32)
     else:
-        rest = (rest.to(tl.int32, bitcast=True) ^ sign).to(ACC, bitcast=True)
-    return x + rest
+        bits = rest.to(tl.int32, bitcast=True) ^ sign
+    return x + bits.to(ACC, bitcast=True)
 
 
 @jit

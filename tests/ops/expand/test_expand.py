@@ -162,17 +162,56 @@ def test_the_reference_works_in_blocks_of_rows(upper, noise, left_out, monkeypat
     assert torch.equal(expand(**case, backend="reference"), whole)
 
 
-def test_noise_looks_uniform_and_lines_differ(device):
-    key, mult = line_keys(512, 0, 7, torch.device(device))
-    noise = hash_noise(key[:, None], mult[:, None], torch.arange(512, device=device).int())
-    noise = noise.double()
-    assert noise.min() < -0.999 and noise.max() < 1 and noise.max() > 0.999
-    # the mean of 2**18 uniform numbers in [-1, 1) has standard deviation 0.58 / 512
-    assert abs(noise.mean()) < 5 * 0.58 / 512
-    assert abs(noise.var() - 1 / 3) < 0.005
-    correlation = torch.corrcoef(noise) - torch.eye(512, device=device)
-    assert correlation.abs().max() < 6 / 512**0.5
-    assert torch.corrcoef(noise.T).fill_diagonal_(0).abs().max() < 6 / 512**0.5
+def signs(seed, device):
+    """The signs of 512 source indices on each of 512 lines, float64."""
+    key, mult = line_keys(512, 0, seed, torch.device(device))
+    one, src = torch.ones(512, device=device), torch.arange(512, device=device).int()
+    return signed(one, key[:, None], mult[:, None], src).double()
+
+
+def off_diagonal(x):
+    return x[~torch.eye(len(x), dtype=torch.bool, device=x.device)]
+
+
+def test_signs_are_balanced_and_independent(device):
+    found = signs(7, device)
+    assert torch.equal(found.abs(), torch.ones_like(found))
+    # pairs of signs are independent: the mean of 2**18 has standard deviation 1 / 512
+    assert abs(found.mean()) < 5 / 512
+    # two source indices, over the lines
+    assert off_diagonal(found.T @ found / 512).abs().max() < 6 / 512**0.5
+    # two lines, over the source indices: for independent pairs the mean square is 1 / 512
+    between = off_diagonal(found @ found.T / 512)
+    assert 0.8 / 512 < between.square().mean() < 1.25 / 512
+    # hardly any two lines have the same signs, or opposite ones, and nearly all have both
+    assert (between.abs() == 1).double().mean() < 1e-3
+    assert (found.mean(1).abs() < 1).double().mean() > 0.98
+    assert abs((found * signs(8, device)).mean()) < 5 / 512
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("dtype, out", [(torch.float32, DTYPES[1]), (torch.float64, DTYPES[0])])
+@pytest.mark.parametrize("name", LIVE)
+def test_entries_without_noise_are_rounded_once(name, dtype, out, axis, device):
+    """The middle one of three copies, and single ones, beside others that have noise."""
+    name = backend_or_skip(name, device)
+    case = make_case(21, 22, 33, 34, dtype, device)
+    size = torch.tensor([0.5, 0.0, -0.5, -0.0], device=device).repeat(9)
+    size = size[: 33 if axis == "row" else 34]
+    noisy = expand(**case, **{f"{axis}_noise": size}, out_dtype=out, backend=name)
+    plain = expand(**case, out_dtype=out, backend=name)
+    fixed = (noisy == plain) if axis == "col" else (noisy == plain).T
+    assert fixed[:, size == 0].all() and not fixed[:, size != 0].any()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_weight_and_upper_of_different_strides(name, device):
+    name = backend_or_skip(name, device)
+    case = make_case(19, 33, 41, 70, torch.float32, device, upper="both", noise="col")
+    expected = expand(**case, backend="reference")
+    for turned in (("weight",), ("upper",), ("weight", "upper")):
+        strided = case | {which: case[which].T.contiguous().T for which in turned}
+        assert torch.equal(expand(**strided, backend=name), expected)
 
 
 # sizes: below, at and past the blocks of the kernels (16 rows, 64 bytes, 256 columns)
