@@ -71,7 +71,7 @@ inline double turned(double x, uint32_t sign) {
 inline uint32_t top_word(float x) { return bit_cast<uint32_t>(x); }
 inline uint32_t top_word(double x) { return bit_cast<uint64_t>(x) >> 32; }
 
-// (4) for n products x and both signs. A negative factor belongs to noise of size 0: both are alike.
+// (4) for n products x and both signs, which are alike where noise has size 0: a negative factor
 template <class Out, class Acc>
 void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* below) {
     Acc larger[MAX_COLUMNS];
