@@ -157,7 +157,7 @@ __device__ inline OUT from_value(V x) {
         return from_acc<OUT>(x);
 }
 
-// (2) for one row. `left` points to what virtual columns below C read, `right` to that of the others.
+// (2) for one row. Virtual columns below C read `left`, the others read `right`.
 __device__ inline void gather(const ExpandRowsArgs& a, const IN* left, const IN* right,
                               const Columns& columns, Value (&x)[WIDTH]) {
     if (!UPPER && is_run(left, columns)) {
