@@ -93,6 +93,17 @@ def _start(sources, strides, row, beyond, R):
 
 
 @jit
+def _elements(source, cols, n_inside):
+    """Load elements; those outside the result may be any."""
+    if cols is None:
+        x = tl.load(source, mask=n_inside, other=0.0)
+    else:
+        # outside the result, row and column 0 are read: a mask takes an instruction per element
+        x = tl.load(source)
+    return x
+
+
+@jit
 def _with_noise(x, factor, sign, like, ACC: tl.constexpr):
     """(4) without its last rounding.
 
@@ -169,11 +180,7 @@ def expand_block(
         if maps[OF_ROWS] is not None:
             row = tl.load(maps[OF_ROWS] + m, mask=m_inside, other=0).to(tl.int32)
         source = _start(sources, strides, row, beyond, R) + at
-        if maps[OF_COLS] is None:
-            x = tl.load(source, mask=n_inside, other=0.0).to(ACC)  # (2), (BLOCK_N,)
-        else:
-            # outside the result, row and column 0 are read: a mask takes an instruction per element
-            x = tl.load(source).to(ACC)
+        x = _elements(source, maps[OF_COLS], n_inside).to(ACC)  # (2), (BLOCK_N,)
         # the order of (1), so that every backend rounds alike
         if scales[OF_ROWS] is not None:
             x = x * tl.load(scales[OF_ROWS] + m, mask=m_inside).to(ACC)
