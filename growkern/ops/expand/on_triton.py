@@ -95,7 +95,7 @@ def _start(sources, strides, row, beyond, R):
 @jit
 def _elements(source, cols, n_inside):
     """Load elements; those outside the result may be any."""
-    if cols is None:
+    if cols is None:  # noqa: SIM108
         x = tl.load(source, mask=n_inside, other=0.0)
     else:
         # outside the result, row and column 0 are read: a mask takes an instruction per element
