@@ -252,6 +252,9 @@ inline u16 bf16_bits(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline u32 bf16_bits_of_two(float low, float high) {
+    return bf16_bits(low) | static_cast<u32>(bf16_bits(high)) << 16;
+}
 inline u16 f16_bits(float x) {
     const _Float16 y = static_cast<_Float16>(x);
     u16 bits;

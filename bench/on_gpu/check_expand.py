@@ -2,7 +2,7 @@
 
 The output and the memory around it are NaN before every call. After it all of the output must be
 written, and all around it must still be NaN. The truth is plain indexing in float64, a few rows at
-a time. Its noise comes from `hash_noise`, which the op's tests compare with Python's integers.
+a time. Its noise comes from `signed`, which the op's tests compare with Python's integers.
 """
 
 from typing import Any

@@ -96,8 +96,7 @@ def _expand_case(
         routing=Routing(1, _shape(N, 2)) if how == "routing" else None,
     )
     made = expand_on_cuda.plan(call, limit=limit)
-    narrow = ALIKE if dtype == FP32 or how == "routing" else ""
-    narrow = narrow if dict(made.kernel.macros)["ALIGNED"] else RAGGED
+    narrow = ALIKE if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize
     stores = narrow if narrow == RAGGED else ""
     return CudaCase(name, made.kernel, made.grid, registers, size, 1.25 * size, narrow, stores)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.hashes import chosen, hash_noise, line_keys
+from growkern.ops.expand.hashes import chosen, line_keys, signed
 
 IGNORED = -100
 DRIFT = 0.05
@@ -57,11 +57,11 @@ def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
     seed = case.get("seed", 0)
     if case.get("col_noise") is not None:
         key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
-        x = x * (1 + case["col_noise"].double() * hash_noise(key, mult, col.int()))
+        x = x * (1 + signed(case["col_noise"].double(), key, mult, col.int()))
     if case.get("row_noise") is not None:
         key, mult = line_keys(len(col), 0, seed, at.device)
-        xi = hash_noise(key, mult, row.int()[:, None])
-        x = x * (1 + case["row_noise"][at].double()[:, None] * xi)
+        size = case["row_noise"][at].double()[:, None]
+        x = x * (1 + signed(size, key, mult, row.int()[:, None]))
     if case.get("routing") is not None:
         x = x * _shares(case["routing"], at, (row, col), seed)
     return x

@@ -45,6 +45,8 @@ in nats per byte, means over the seeds.
   the source's optimizer.
 - Most lines are of one seed. Compare them with others at the same seeds: "each seed" has them in
   the order of the seeds 11, 12, 13.
+- "noise 0.5" was uniform between -0.5 and 0.5 in these runs. Noise has since one size and a random
+  sign: of size 0.29 it has the same variance.
 - "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
 
 """

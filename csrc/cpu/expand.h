@@ -6,7 +6,7 @@
 #pragma once
 #include <cmath>
 
-#include "../routing.h"
+#include "../line_hash.h"
 #include "native.h"
 
 namespace growkern {
@@ -20,8 +20,9 @@ struct ExpandArgs {
     const int64_t* cols;       // (N,); null: 0 .. N-1
     const void* row_scale;     // (M,) float, double if weight or output is; null: 1
     const void* col_scale;     // (N,)
-    const void* row_noise;     // (M,)
-    const void* col_noise;     // (N,)
+    const void* row_factor;    // (M,) `noise_of_entries` of growkern/ops/expand/hashes.py; null: no
+    const void* col_factor;    // (N,) noise on this axis
+    const int32_t* noise_source;  // (M,) with noise on the rows, (N,) on the columns
     const int32_t* row_copies; // (M,) packed as in growkern/ops/expand/call.py; null: no routing
     const int32_t* col_copies; // (N,)
     const int32_t* line_key;   // (M,) with noise or routing on the columns, (N,) on the rows

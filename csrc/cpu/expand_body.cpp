@@ -4,6 +4,8 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
+#include <algorithm>
+
 #include "expand_routing.h"
 #include "expand_source.h"
 
@@ -15,79 +17,21 @@ constexpr bool same = false;
 template <class A>
 constexpr bool same<A, A> = true;
 
-// ------------------------------------------------------------------- noise
-
-inline float xi(uint32_t key, uint32_t mult, uint32_t source) {
-    return hash_noise(key, mult, source) * NOISE_UNIT;
-}
-
-// the noise (3) of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
-template <class Acc>
-void draw_noise(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n, Acc* drawn) {
-    const ExpandArgs& a = *p.args;
-    if (a.col_noise) {
-        const Acc* noise = static_cast<const Acc*>(a.col_noise) + j0;
-        const int32_t* cols = p.cols + j0;
-        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        for (int64_t j = 0; j < n; ++j) drawn[j] = noise[j] * xi(key, mult, cols[j]);
-    } else {
-        const Acc noise = static_cast<const Acc*>(a.row_noise)[i];
-        const int32_t* key = a.line_key + j0;
-        const int32_t* mult = a.line_mult + j0;
-        for (int64_t j = 0; j < n; ++j) drawn[j] = noise * xi(key[j], mult[j], src);
-    }
-}
-
 // ----------------------------------------------------------------- scaling
 
-// (4) in two steps, without its last rounding. Two copies with opposite noise have a larger and a
-// smaller value. The larger one is computed and rounded first; the smaller one is the rest of 2 x.
-// Both are computed for every element, so that the loop has no branch and can use vectors.
-template <class Acc>
-inline Acc larger_of_two(Acc x, Acc noise) {
-    return x * (1 + std::fabs(noise));
-}
-template <class Acc>
-inline Acc one_of_two(Acc x, Acc noise, Acc larger) {
-    const Acc smaller = x + x - larger;
-    return noise < 0 ? smaller : larger;
-}
-template <class Out, class Acc>
-inline Acc with_noise(Acc x, Acc noise) {
-    return one_of_two<Acc>(x, noise, decode(encode<Out>(larger_of_two(x, noise))));
-}
-
-// (1) in its order: element, row scale, column scale, noise. `col` null: 1; `noise` null: none.
+// (1) in its order: element, row scale, column scale. `col` null: 1.
 template <class In, class Out, class Acc>
-void convert(const In* x, int64_t n, Acc row, const Acc* col, const Acc* noise, Out* y) {
+void convert(const In* x, int64_t n, Acc row, const Acc* col, Out* y) {
     if constexpr (same<In, f16>) {
         float floats[MAX_COLUMNS];
         decode_halves(x, n, floats);
-        return convert<float, Out, Acc>(floats, n, row, col, noise, y);
+        return convert<float, Out, Acc>(floats, n, row, col, y);
     } else if constexpr (same<Out, f16> && same<Acc, float>) {
-        // a double keeps its digits until the noise is in it: those go through the loops below
         float floats[MAX_COLUMNS];
-        convert<In, float, Acc>(x, n, row, col, nullptr, floats);
-        if (noise) {
-            float larger[MAX_COLUMNS];
-            for (int64_t j = 0; j < n; ++j) larger[j] = larger_of_two(floats[j], noise[j]);
-            encode_halves(larger, n, y);
-            decode_halves(y, n, larger);
-            for (int64_t j = 0; j < n; ++j) {
-                floats[j] = one_of_two(floats[j], noise[j], larger[j]);
-            }
-        }
+        convert<In, float, Acc>(x, n, row, col, floats);
         return encode_halves(floats, n, y);
     }
-    if (noise && col) {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row * col[j], noise[j]));
-        }
-    } else if (noise) {
-        for (int64_t j = 0; j < n; ++j) {
-            y[j] = encode<Out>(with_noise<Out, Acc>(decode(x[j]) * row, noise[j]));
-        }
-    } else if (col) {
+    if (col) {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
     } else {
         for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
@@ -115,6 +59,77 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
     return false;
 }
 
+// ------------------------------------------------------------------- noise
+
+// x with the top bit of `sign` added to its sign. The bit is 0 where noise has a size.
+inline float turned(float x, uint32_t sign) {
+    return bit_cast<float>(bit_cast<uint32_t>(x) ^ (sign & TOP_BIT));
+}
+inline double turned(double x, uint32_t sign) {
+    return bit_cast<double>(bit_cast<uint64_t>(x) ^ static_cast<uint64_t>(sign & TOP_BIT) << 32);
+}
+inline uint32_t top_word(float x) { return bit_cast<uint32_t>(x); }
+inline uint32_t top_word(double x) { return bit_cast<uint64_t>(x) >> 32; }
+
+// (4) for n products x and both signs, which are alike where noise has size 0: a negative factor
+template <class Out, class Acc>
+void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* below) {
+    Acc larger[MAX_COLUMNS];
+    for (int64_t j = 0; j < n; ++j) larger[j] = x[j] * std::fabs(factor[j]);
+    if constexpr (same<Out, f16> && same<Acc, float>) {
+        float sum[MAX_COLUMNS];
+        encode_halves(larger, n, above);
+        decode_halves(above, n, larger);
+        for (int64_t j = 0; j < n; ++j) sum[j] = x[j] + (larger[j] - x[j]);
+        encode_halves(sum, n, above);
+        for (int64_t j = 0; j < n; ++j) {
+            sum[j] = x[j] + turned(larger[j] - x[j], ~top_word(factor[j]));
+        }
+        return encode_halves(sum, n, below);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+        const Acc rest = static_cast<Acc>(decode(encode<Out>(larger[j]))) - x[j];
+        above[j] = encode<Out>(x[j] + rest);
+        below[j] = encode<Out>(x[j] + turned(rest, ~top_word(factor[j])));
+    }
+}
+
+// calls f(j, h) with the hash (2) of output row i and column j0 + j, for j in [0, n)
+template <class F>
+inline void for_hashes(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, F f) {
+    if (a.col_factor) {
+        const int32_t* source = a.noise_source + j0;
+        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
+        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key, mult, source[j]));
+    } else {
+        const int32_t* key = a.line_key + j0;
+        const int32_t* mult = a.line_mult + j0;
+        const uint32_t source = a.noise_source[i];
+        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key[j], mult[j], source));
+    }
+}
+
+// chooses by (3) for output row i, columns j0 .. j0 + n - 1
+template <class Out>
+void choose_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Out* above,
+                  const Out* below, Out* __restrict y) {
+    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
+        y[j] = one_of(below[j], above[j], hash >= TOP_BIT);
+    });
+}
+
+// `add_noise` and `choose_signs` in one pass, where nothing is rounded to a narrower type
+template <class Acc>
+void add_wide_noise(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Acc* x,
+                    const Acc* factor, Acc* __restrict y) {
+    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
+        const Acc rest = x[j] * std::fabs(factor[j]) - x[j];
+        y[j] = x[j] + turned(rest, hash & ~top_word(factor[j]));
+    });
+}
+
+// ------------------------------------------------------------------- output
+
 template <class Out>
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
     const ExpandArgs& a = *p.args;
@@ -139,7 +154,7 @@ inline bool routes_past_caches(const ExpandPlan& p) {
 // whether output elements are source elements, or 0
 template <class In, class Out>
 inline bool copies_elements(const ExpandArgs& a) {
-    return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_noise && !a.col_noise;
+    return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_factor && !a.col_factor;
 }
 
 // computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
@@ -150,13 +165,15 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
     const ExpandArgs& a = *p.args;
     const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
     const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
-    const bool noisy = a.row_noise || a.col_noise, routed = a.row_copies || a.col_copies;
+    const bool noisy = a.row_factor || a.col_factor, routed = a.row_copies || a.col_copies;
     const bool copies = copies_elements<In, Out>(a);
     const bool halves = routed && a.larger_share != 1;
     const bool past_caches = routes_past_caches(p);
     alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
     const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
-    alignas(64) Acc noise[MAX_COLUMNS];
+    const Acc* row_factor = static_cast<const Acc*>(a.row_factor);
+    alignas(64) Acc product[MAX_COLUMNS], of_row[MAX_COLUMNS];
+    const Acc* factor = a.col_factor ? static_cast<const Acc*>(a.col_factor) + j0 : of_row;
     for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
         const int64_t i = p.target[k];
         if (copies && !routed) {
@@ -169,10 +186,10 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
         int16_t step = 0;
         const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
         const bool stepped = one_factor && !noisy;
-        if (noisy) draw_noise<Acc>(p, i, p.source[s], j0, n, noise);
         // copies with the same factors have the same values: convert them once
-        const bool repeated = k > p.first[s] && !noisy &&
-                              (!row_scale || row == row_scale[p.target[k - 1]]);
+        const int64_t before = k > p.first[s] ? p.target[k - 1] : i;
+        const bool repeated = before != i && (!row_scale || row == row_scale[before]) &&
+                              (!row_factor || row_factor[i] == row_factor[before]);
         for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
             const int64_t at = q->from - j0;
             const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
@@ -181,8 +198,21 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
                 continue;
             }
             if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
-            convert<In, Out, Acc>(q->x, q->n, row, col_scale ? col_scale + q->from : nullptr,
-                                  noisy ? noise + at : nullptr, y + at);
+            const Acc* col = col_scale ? col_scale + q->from : nullptr;
+            if (noisy) {
+                convert<In, Acc, Acc>(q->x, q->n, row, col, product + at);
+            } else {
+                convert<In, Out, Acc>(q->x, q->n, row, col, y + at);
+            }
+        }
+        if (noisy) {
+            if (row_factor) std::fill_n(of_row, n, row_factor[i]);
+            if constexpr (same<Out, Acc>) {
+                add_wide_noise(a, i, j0, n, product, factor, y);
+            } else {
+                if (!repeated) add_noise(product, n, factor, larger, rest);
+                choose_signs(a, i, j0, n, larger, rest, y);
+            }
         }
         if (past_caches) {
             const RowToRoute<Out> one = {i, p.source[s], y};

@@ -38,6 +38,13 @@ __device__ inline u16 bf16_bits(float x) {
     return bits;
 }
 
+// those of `low` in the lower half
+__device__ inline u32 bf16_bits_of_two(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
 __device__ inline u16 f16_bits(float x) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));

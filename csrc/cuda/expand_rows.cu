@@ -8,8 +8,8 @@
 // weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
 // `upper`: virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 //
-// Compile with --fmad=false: a fused 1 + noise * xi would differ from the other backends.
-#include "../routing.h"
+// Compile with --fmad=false: a fused product and sum would differ from the other backends.
+#include "../line_hash.h"
 #include "device.h"
 
 // growkern/ops/expand/on_cuda.py defines these; the values here let the file compile by itself
@@ -43,7 +43,8 @@ struct ExpandRowsArgs {
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
-    const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
+    const ACC* noise_factor;  // (M,) with noise on the rows, (N,) with noise on the columns
+    const i32* noise_source;  // the same. See `noise_of_entries` of growkern/ops/expand/hashes.py
     const i32* copies;        // the same for routing; packed as in growkern/ops/expand/call.py
     const i32* line_key;      // (N,) with noise or routing on the rows, (M,) on the columns
     const i32* line_mult;     // like line_key
@@ -63,8 +64,14 @@ struct Either { using type = A; };
 template <class A, class B>
 struct Either<false, A, B> { using type = B; };
 
+constexpr bool NOISY = NOISE == ROW_NOISE || NOISE == COL_NOISE;
+
+// Doubled sizes have two output rows for each source row. With noise, two rows that are stored in
+// pieces need more than the 80 registers with which three blocks fit on a multiprocessor.
+constexpr int ROWS_AT_ONCE = NOISY && !ALIGNED ? 1 : 2;
+
 // whether every number of the result is one of the weight, or 0: then none is converted
-constexpr bool COPIED = !SCALED && SHARE == 1.f && NOISE != ROW_NOISE && NOISE != COL_NOISE &&
+constexpr bool COPIED = !SCALED && SHARE == 1.f && !NOISY &&
                         Same<IN, OUT>::value;
 // what is computed with; a template, so that code for the other type need not compile
 using Value = typename Either<COPIED, IN, ACC>::type;
@@ -91,17 +98,22 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
 
 // the maps and factors of columns j .. j + WIDTH - 1, which are the same for all output rows
 struct Columns {
-    i32 source[WIDTH];  // virtual columns
-    ACC scale[WIDTH], noise[WIDTH];
+    i32 source[WIDTH];  // virtual columns; with COL_NOISE `noise_source`
+    ACC scale[WIDTH];
     i32 key[WIDTH], mult[WIDTH];
+    ACC factor[WIDTH];  // `noise_factor`
     u32 number[WIDTH], count[WIDTH];  // of copies
 
+    __device__ i32 index(int k) const {
+        return NOISE == COL_NOISE ? source[k] & ~TOP_BIT : source[k];
+    }
+
     __device__ Columns(const ExpandRowsArgs& a, int j) {
-        load_columns(a.cols, j, a.N, 0, source);
-        if (!a.cols)
+        load_columns(NOISE == COL_NOISE ? a.noise_source : a.cols, j, a.N, 0, source);
+        if (NOISE != COL_NOISE && !a.cols)
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
-        if (SCALED && a.col_scale) load_columns(a.col_scale, j, a.N, ACC(1), scale);
+        if (SCALED) load_columns(a.col_scale, j, a.N, ACC(1), scale);
         if (NOISE == ROW_NOISE || NOISE == ROW_ROUTING) {
             load_columns(a.line_key, j, a.N, 0, key);
             load_columns(a.line_mult, j, a.N, 0, mult);
@@ -115,20 +127,17 @@ struct Columns {
                 count[k] = count_of(copies[k]);
             }
         }
-        if (NOISE == COL_NOISE) {
-            load_columns(a.noise, j, a.N, ACC(0), noise);
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) noise[k] = noise[k] * NOISE_UNIT;
-        }
+        if (NOISE == COL_NOISE) load_columns(a.noise_factor, j, a.N, ACC(1), factor);
     }
 };
 
 // whether the columns lie together in the weight, at an address that one load can read. ALIGNED
 // does not tell, because the map decides it.
-__device__ inline bool is_run(const IN* weight, const i32 (&source)[WIDTH]) {
-    bool together = reinterpret_cast<u64>(weight + source[0]) % alignof(Pack<IN, WIDTH>) == 0;
+__device__ inline bool is_run(const IN* weight, const Columns& columns) {
+    const i32 first = columns.index(0);
+    bool together = reinterpret_cast<u64>(weight + first) % alignof(Pack<IN, WIDTH>) == 0;
 #pragma unroll
-    for (int k = 1; k < WIDTH; ++k) together &= source[k] == source[0] + k;
+    for (int k = 1; k < WIDTH; ++k) together &= columns.index(k) == first + k;
     return together;
 }
 
@@ -148,34 +157,67 @@ __device__ inline OUT from_value(V x) {
         return from_acc<OUT>(x);
 }
 
-// (2) for virtual rows r (`low`) and R + r (`high`), where `weight` and `upper` point to row r
-__device__ inline void gather(const ExpandRowsArgs& a, const IN* weight, const IN* upper,
-                              const Columns& columns, Value (&low)[WIDTH], Value (&high)[WIDTH]) {
-    if (!UPPER && is_run(weight, columns.source)) {
+// (2) for one row. Virtual columns below C read `left`, the others read `right`.
+__device__ inline void gather(const ExpandRowsArgs& a, const IN* left, const IN* right,
+                              const Columns& columns, Value (&x)[WIDTH]) {
+    if (!UPPER && is_run(left, columns)) {
         // one wide load: single elements, 16 bytes apart, would cause bank conflicts
-        const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(weight + columns.source[0]);
+        const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(left + columns.index(0));
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) low[k] = to_value(pack.x[k]);
+        for (int k = 0; k < WIDTH; ++k) x[k] = to_value(pack.x[k]);
         return;
     }
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
-        const int c = columns.source[k];
-        if (UPPER) {
-            const int rest = c < a.C ? c : c - a.C;
-            // null if no output row of this block reads `upper`
-            high[k] = upper ? to_value(upper[rest]) : Value{};
-            low[k] = c < a.C ? (weight ? to_value(weight[c]) : Value{}) : high[k];
-        } else {
-            low[k] = to_value(weight[c]);
-        }
+        const int c = columns.index(k);
+        x[k] = to_value(!UPPER || c < a.C ? left[c] : right[c - a.C]);
     }
 }
 
-// (4) without its last rounding
-__device__ inline ACC with_noise(ACC x, ACC noise) {
-    const ACC larger = to_acc(from_acc<OUT>(x * (1 + (noise < 0 ? -noise : noise))));
-    return noise < 0 ? x + x - larger : larger;
+__device__ inline float magnitude(float x) { return fabsf(x); }
+__device__ inline u32 top_word(float x) { return __float_as_uint(x); }
+__device__ inline double magnitude(double x) { return x < 0 ? -x : x; }
+__device__ inline u32 top_word(double x) { return x < 0 ? TOP_BIT : 0; }
+
+// x with its sign turned round if the top bit of `sign` is set
+__device__ inline float turned(float x, u32 sign) {
+    return __uint_as_float(__float_as_uint(x) ^ sign);
+}
+__device__ inline double turned(double x, u32 sign) { return sign ? -x : x; }
+
+// rounds to the type of the result
+__device__ inline void round_all(ACC (&x)[WIDTH]) {
+    if constexpr (Same<OUT, bf16>::value && Same<ACC, float>::value) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k += 2) {
+            const u32 two = bf16_bits_of_two(x[k], x[k + 1]);
+            x[k] = __uint_as_float(two << 16), x[k + 1] = __uint_as_float(two & 0xffff0000u);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) x[k] = to_acc(from_acc<OUT>(x[k]));
+    }
+}
+
+// (3) and (4) without its last rounding, for output row i
+__device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i,
+                                 ACC (&x)[WIDTH]) {
+    constexpr bool by_row = NOISE == ROW_NOISE;
+    const ACC factor = by_row ? a.noise_factor[i] : ACC(0);
+    const u32 row = by_row ? a.noise_source[i] : 0;
+    const u32 key = by_row ? 0 : a.line_key[i], mult = by_row ? 0 : a.line_mult[i];
+    ACC rest[WIDTH];
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k)
+        rest[k] = x[k] * magnitude(by_row ? factor : columns.factor[k]);
+    round_all(rest);
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        const u32 hash = by_row ? line_hash(columns.key[k], columns.mult[k], row)
+                                : line_hash(key, mult, columns.source[k]);
+        const u32 sign = hash & ~top_word(by_row ? factor : columns.factor[k]) & TOP_BIT;
+        x[k] = x[k] + turned(rest[k] - x[k], sign);
+    }
 }
 
 // (5) of hashes.py, for copy `number` of `count`
@@ -202,26 +244,20 @@ template <class V>
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                              V (&x)[WIDTH]) {
     const ACC row_scale = SCALED && a.row_scale ? a.row_scale[i] : ACC(1);
-    const bool by_row = NOISE == COL_NOISE || NOISE == COL_ROUTING;
-    const u32 key = by_row ? a.line_key[i] : 0, mult = by_row ? a.line_mult[i] : 0;
+    const u32 key = NOISE == COL_ROUTING ? a.line_key[i] : 0;
+    const u32 mult = NOISE == COL_ROUTING ? a.line_mult[i] : 0;
     const i32 copy = NOISE == ROW_ROUTING ? a.copies[i] : 0;
-    const ACC size = NOISE == ROW_NOISE ? a.noise[i] * NOISE_UNIT : ACC(0);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
-        if constexpr (SCALED) {
-            if (a.row_scale) x[k] = x[k] * row_scale;
-            if (a.col_scale) x[k] = x[k] * columns.scale[k];
-        }
-        if constexpr (NOISE == ROW_NOISE)
-            x[k] = with_noise(x[k], size * hash_noise(columns.key[k], columns.mult[k], r));
-        if constexpr (NOISE == COL_NOISE)
-            x[k] = with_noise(x[k], columns.noise[k] * hash_noise(key, mult, columns.source[k]));
+        // a scale that is null is 1: asking for each element takes as long as the product
+        if constexpr (SCALED) x[k] = x[k] * row_scale * columns.scale[k];
         if constexpr (NOISE == ROW_ROUTING)
             x[k] =
                 routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
         if constexpr (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
+    if constexpr (NOISY) add_noise(a, columns, i, x);
 }
 
 __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value (&x)[WIDTH]) {
@@ -240,19 +276,20 @@ __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value 
 }  // namespace growkern
 
 // a grid of R * blocks_per_row blocks
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, NOISE ? 3 : 4)
 expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     using namespace growkern;
     const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
     const int begin = a.first[row], end = a.first[row + 1];
     if (begin == end) return;
     // output rows that read the weight come before those that read `upper`
-    const bool any_low = !UPPER || !a.rows || a.rows[a.target[begin]] < a.R;
-    const bool any_high = UPPER && a.rows && a.rows[a.target[end - 1]] >= a.R;
+    int middle = end;
+    if (UPPER && a.rows)
+        while (middle > begin && a.rows[a.target[middle - 1]] >= a.R) --middle;
 
-    const IN* weight = any_low ? a.weight + row * a.weight_stride : nullptr;
+    const IN* weight = begin < middle ? a.weight + row * a.weight_stride : nullptr;
     const IN* upper = nullptr;
-    if (UPPER && (any_high || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
+    if (UPPER && (middle < end || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
     if (a.staged) {
         IN* shared = static_cast<IN*>(dynamic_shared());
         IN* beside = shared + (a.C + 7) / 8 * 8;
@@ -265,14 +302,21 @@ expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     const int step = WIDTH * THREADS;
     for (int j = part * step + WIDTH * threadIdx.x; j < a.N; j += a.blocks_per_row * step) {
         const Columns columns(a, j);
-        Value low[WIDTH], high[WIDTH], x[WIDTH];
-        gather(a, weight, upper, columns, low, high);
-        for (int t = begin; t < end; ++t) {
-            const int i = a.target[t], r = a.rows ? a.rows[i] : i;
+#pragma unroll 1
+        for (int side = 0; side <= UPPER; ++side) {
+            const int from = side ? middle : begin, to = side ? end : middle;
+            if (from == to) continue;
+            Value found[WIDTH];
+            gather(a, side ? upper : weight, upper, columns, found);
+#pragma unroll ROWS_AT_ONCE
+            for (int t = from; t < to; ++t) {
+                const int i = a.target[t];
+                Value x[WIDTH];
 #pragma unroll
-            for (int k = 0; k < WIDTH; ++k) x[k] = UPPER && r >= a.R ? high[k] : low[k];
-            scale(a, columns, i, r, x);
-            store(a, i, j, x);
+                for (int k = 0; k < WIDTH; ++k) x[k] = found[k];
+                scale(a, columns, i, a.rows ? a.rows[i] : i, x);
+                store(a, i, j, x);
+            }
         }
     }
 }

@@ -45,7 +45,8 @@ class GrowthOptions:
             equal. `auto` is `none` with `scheme="paper"`, else `routing`. Copies add up exactly to
             the source's weight: with `routing` and `split` always, with `noise` if their number is
             a power of two.
-        noise: largest size of the noise, relative to each weight.
+        noise: largest size of the noise, relative to each weight. Every copy's share is
+            (1 +- noise) times its equal share. A hash draws the sign for every weight.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
             the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
             Larger amplitudes make copies differ faster, but the loss rises in the first steps. And

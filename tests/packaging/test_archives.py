@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_package_and_the_cuda_kernels(unpacked, wheel):
     expected = {str(p.relative_to(unpacked)) for p in files}
     headers = [p for p in (unpacked / "csrc").rglob("*") if p.is_file() and p.parent.name != "cpu"]
     expected |= {f"growkern/{p.relative_to(unpacked)}" for p in headers}
-    assert {"growkern/py.typed", "growkern/csrc/routing.h"} < expected
+    assert {"growkern/py.typed", "growkern/csrc/line_hash.h"} < expected
     info = {name for name in wheel.namelist() if name.startswith(f"{NAME}.dist-info/")}
     assert {name for name in wheel.namelist() if not name.endswith("/")} - info == expected
     assert f"{NAME}.dist-info/licenses/LICENSE" in info

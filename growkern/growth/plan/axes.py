@@ -35,7 +35,7 @@ class AxisMap:
             entries of the next layer (AKI). In the last `extra` entries, the index points into rows
             computed for them (`growth.tensors.extras`).
         scale: factor of every target entry, (target,) float64.
-        noise: amplitude of the noise on every target entry, (target,) float64.
+        noise: size of the noise on every target entry, (target,) float64.
         source: length of the source's axis.
         extra: how many target entries at the end are gathered from computed rows.
         sums: with `symmetry="split"`, the two vectors of `shares.take_shares`, (target,) float64

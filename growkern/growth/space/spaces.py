@@ -116,17 +116,17 @@ class Space:
         return result
 
     def noise(self, amount: float) -> Tensor | None:
-        """Noise amplitude per read coordinate, relative to each weight. It cancels over copies.
+        """Size of the noise per read coordinate, relative to each weight. It cancels over copies.
 
-        Copies r = 0 .. C-1 of one coordinate share a random number xi (see `expand`). Their
-        amplitudes n_r are distinct and come in pairs n, -n, so sum_r (1/C) (1 + n_r xi) = 1. The
-        copies add up bit for bit if the target's dtype can represent 2/C times the weight.
+        Copies r = 0 .. C-1 of one coordinate share a random sign s (see `expand`). Their sizes n_r
+        are distinct and come in pairs n, -n, so sum_r (1/C) (1 + n_r s) = 1. The copies add up bit
+        for bit if the target's dtype can represent 2/C times the weight.
 
         Args:
-            amount: largest amplitude.
+            amount: largest size.
 
         Returns:
-            (target,) float64, or None if every amplitude is 0.
+            (target,) float64, or None if every size is 0.
         """
         copy = self.read_index < self.source
         copy &= ~self.is_extra

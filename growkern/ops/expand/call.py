@@ -154,6 +154,12 @@ class ExpandCall(NamedTuple):
             call = call._replace(upper=self.upper.contiguous())
         return call
 
+    def with_alike_columns(self) -> ExpandCall:
+        """The same call with one column stride for `weight` and `upper`, copied if necessary."""
+        if self.upper is None or self.upper.stride(1) == self.weight.stride(1):
+            return self
+        return self.with_contiguous_columns()
+
     @property
     def wider(self) -> Tensor:
         """The weight, or a result in float64: the tensor whose dtype products are computed for."""

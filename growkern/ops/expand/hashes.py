@@ -1,28 +1,24 @@
-"""Hashes for `expand`: they draw its noise, and they choose the copy that gets an element.
+"""Hashes for `expand`: they sign its noise, and they choose the copy that gets an element.
 
 A hash depends on positions only, so every backend and every shard draws the same. All arithmetic is
 on uint32 and wraps around. Noise or routing lies on one axis of the result. ``src`` is the source
 index on that axis, and ``line`` is the position on the other axis:
 
-    stir(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b                    (1)
-    mix(x) = y ^ (y >> 16), y = stir(x)
+    mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16       (1)
     key  = mix(mix(line ^ seed_hi) + seed_lo)        mult = mix(key + 0x9e3779b9) | 1        (2)
     h    = key + src * mult
 
-(2) depends on the line only. It is computed in this file, once per line. Kernels compute (3) to (5)
-for every element.
+Key and mult depend on the line only. They are computed in this file, once per line. Kernels compute
+h and (3) to (5) for every element. The constants of (1) come from the two-round hash `lowbias32`,
+which was found by a search for low bias.
 
-Noise of an element:
+Noise of an element, with the size s of its entry on the noisy axis:
 
-    xi   = float32(int32(stir(h))) * 2**-31,  in [-1, 1]                                     (3)
+    noise = s  if the top bit of h is 0,  else -s                                            (3)
 
-(3) takes two multiplications of (1) and one of its own. It does without the last step of mix:
-rounding to float32 removes nearly all that it would change. Kernels in Triton and CUDA multiply the
-size of the noise by 2**-31 instead of xi, which gives the same bits.
-
-Philox-4x32-10 would need about 50 integer operations per element. In the time that a gather in
-bfloat16 waits for memory, a GPU can do about 8. The constants of (1) come from the two-round hash
-`lowbias32`, which was found by a search for low bias.
+All noise of an entry has one size. The signs make copies differ. A size that varies along a column
+would only scale a copy's gradient more, which Adam cancels. As mult is odd, src + 2**31 has
+the opposite top bit in h. A kernel thus takes src + 2**31 for a negative size.
 
 Signed routing gives every element to one of the copies of its source. A source index has C copies
 on the routed axis, numbers 0 .. C-1. For each line and source index the hash picks two copies p and
@@ -39,19 +35,19 @@ x/2 <= larger <= 2x for 0 <= a <= 3 (Sterbenz's lemma). With a = 1, copy p has x
 nothing is multiplied or rounded. For a > 1, an x above 2/(1 + a) times the dtype's largest number
 overflows. An entry that is its source's only copy gets x.
 
-Different lines choose independently of each other. On one line the choices for two source indices
-are independent too, because h is a strongly universal hash (multiply-shift, Dietzfelbinger 1996).
-That is all that separating copies needs: the gradients that two copies get are sums over lines. The
-hash of (3) would take five more operations.
+Lines are independent of each other. On one line the signs and the choices of two source indices are
+independent too, because h is a strongly universal hash (multiply-shift, Dietzfelbinger 1996). That
+is all that separating copies needs: the gradients that two copies get are sums over lines. To mix h
+again would take at least five more operations per element.
 
 (3) to (5) are in three places: for PyTorch in this file, for Triton in `on_triton.py`, and for C++
-on CPUs and GPUs in csrc/hash_noise.h and csrc/routing.h.
+on CPUs and GPUs in csrc/line_hash.h.
 """
 
 import torch
 from torch import Tensor
 
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import COL_NOISE, ExpandCall
 
 # -------------------------------------------------------------------- lines
 
@@ -67,16 +63,12 @@ MIX_B = _int32(0x846CA68B)
 GOLDEN = _int32(0x9E3779B9)
 
 
-def _stir(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """(1) on int32 bit patterns. A shift of int32 is arithmetic: the mask makes it logical."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * MIX_A
     x = x ^ ((x >> 15) & 0x1FFFF)
-    return x * MIX_B
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = _stir(x)
+    x = x * MIX_B
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -117,9 +109,9 @@ def keys_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None]:
 # -------------------------------------------------------------------- noise
 
 
-def hash_noise(key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
-    """(3): float32 in [-1, 1], of the shape the three int32 tensors broadcast to."""
-    return _stir(key + src * mult).float() * 2.0**-31
+def signed(size: Tensor, key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
+    """(3): the noise, from float sizes and int32 bit patterns that all broadcast."""
+    return torch.where(key + src * mult < 0, -size, size)
 
 
 def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, seed: int) -> Tensor:
@@ -136,8 +128,28 @@ def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, s
         (M, N) in the dtype of `x_MN`.
     """
     key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
-    xi_MN = hash_noise(key_M[:, None], mult_M[:, None], src_N.to(torch.int32))
-    return size_N.to(x_MN.dtype) * xi_MN
+    size_N = size_N.to(x_MN.dtype)
+    return signed(size_N, key_M[:, None], mult_M[:, None], src_N.to(torch.int32))
+
+
+def noise_of_entries(call: ExpandCall, acc: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """What (3) and (4) need of every entry of the noisy axis; both None without noise.
+
+    Args:
+        call: on matrices.
+        acc: the dtype that products are computed in.
+
+    Returns:
+        factor: 1 + |size| in `acc`, or -1 where the size is 0 and no sign counts.
+        source: int32 bit patterns, the source index. A negative size adds 2**31.
+    """
+    if call.noise is None:
+        return None, None
+    size = call.noise.detach().to(acc)
+    index = call.cols if call.noise_kind == COL_NOISE else call.rows
+    src = torch.arange(len(size), device=size.device) if index is None else index
+    factor = torch.where(size == 0, -1, 1 + size.abs())
+    return factor.contiguous(), src.int() ^ torch.where(size < 0, _int32(1 << 31), 0).int()
 
 
 def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -149,7 +161,8 @@ def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tenso
     if noise is None:
         return x
     larger = (x * (1 + noise.abs())).to(out_dtype).to(x.dtype)
-    return torch.where(noise < 0, x + x - larger, larger)
+    rest = larger - x
+    return torch.where(noise < 0, x - rest, x + rest)
 
 
 # ------------------------------------------------------------------ routing

@@ -24,12 +24,12 @@ from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
-    BLOCK_M,
     GATHER,
     ROUTED_COLS,
     ROUTED_ROWS,
     columns_of_block,
     expand_block,
+    rows_of_block,
 )
 
 # ------------------------------------------------------------------- kernel
@@ -49,9 +49,8 @@ class CallFields(NamedTuple):
     key: int
     mult: int
     weight_r: int
-    weight_c: int
     upper_r: int
-    upper_c: int
+    source_c: int  # of weight and upper
     out_m: int
     out_n: int
     R: int
@@ -64,7 +63,7 @@ class CallFields(NamedTuple):
 N_FIELDS = len(CallFields._fields)
 # the places of these fields, for kernels
 AT_OUT, AT_WEIGHT, AT_UPPER, AT_ROWS, AT_COLS, AT_ROW_SCALE, AT_COL_SCALE, AT_OF_AXIS, AT_KEY, \
-    AT_MULT, AT_WEIGHT_R, AT_WEIGHT_C, AT_UPPER_R, AT_UPPER_C, AT_OUT_M, AT_OUT_N, AT_R, AT_C, \
+    AT_MULT, AT_WEIGHT_R, AT_UPPER_R, AT_SOURCE_C, AT_OUT_M, AT_OUT_N, AT_R, AT_C, \
     AT_M, AT_N, AT_FIRST_BLOCK = map(tl.constexpr, range(N_FIELDS))  # fmt: skip
 # places in the kernel's `like`
 LIKE_OUT, LIKE_WEIGHT, LIKE_INDEX, LIKE_FACTOR, LIKE_KEY = map(tl.constexpr, range(5))
@@ -102,20 +101,22 @@ def _expand_many_kernel(
             _pointer(t, AT_ROW_SCALE, like[LIKE_FACTOR]),
             _pointer(t, AT_COL_SCALE, like[LIKE_FACTOR]),
         )
+    weight_r, upper_r = tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R)
     step_m = tl.load(t + AT_OUT_M)
-    N = tl.load(t + AT_N)
+    N = tl.load(t + AT_N).to(tl.int32)
     if WIDE:
         out_ptr = tl.multiple_of(out_ptr, 16)
-        step_m = tl.multiple_of(step_m, 16)
+        # a product of two int32 takes one instruction, of two int64 it takes four
+        weight_r, upper_r = weight_r.to(tl.int32), upper_r.to(tl.int32)
+        step_m = tl.multiple_of(step_m.to(tl.int32), 16)
         N = tl.multiple_of(N, 16)
-        strides = (tl.load(t + AT_WEIGHT_R), 1, tl.load(t + AT_UPPER_R), 1, step_m, 1)
+        source_c, out_n = 1, 1
     else:
-        weight_c, upper_c = tl.load(t + AT_WEIGHT_C), tl.load(t + AT_UPPER_C)
-        out_n = tl.load(t + AT_OUT_N)
-        weight_r, upper_r = tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R)
-        strides = (weight_r, weight_c, upper_r, upper_c, step_m, out_n)
-    shape = (tl.load(t + AT_R), tl.load(t + AT_C), tl.load(t + AT_M), N)
-    block = block - tl.load(t + AT_FIRST_BLOCK)
+        source_c, out_n = tl.load(t + AT_SOURCE_C), tl.load(t + AT_OUT_N)
+    strides = (weight_r, upper_r, source_c, step_m, out_n)
+    R, C, M = tl.load(t + AT_R), tl.load(t + AT_C), tl.load(t + AT_M)
+    shape = (R.to(tl.int32), C.to(tl.int32), M.to(tl.int32), N)
+    block = block - tl.load(t + AT_FIRST_BLOCK).to(tl.int32)
     # sizes of noise are factors, and copies are of the type of keys
     if NOISE == ROUTED_ROWS or NOISE == ROUTED_COLS:  # noqa: SIM109
         of_axis = _pointer(t, AT_OF_AXIS, like[LIKE_KEY])
@@ -197,14 +198,16 @@ class LaunchKind(NamedTuple):
     noise_kind: int
     larger: float  # `ExpandCall.larger_share`
     is_scaled: bool
-    is_wide: bool  # 16 bytes of the result can be written at a time
+    is_wide: bool  # 16 bytes of the result can be written at a time, and strides fit into int32
 
 
 def launch_kind(call: ExpandCall) -> LaunchKind:
     """The kind of a call on matrices, known without looking at a GPU's memory."""
     out, sources = call.out, [x for x in (call.weight, call.upper) if x is not None]
     places = (out.data_ptr(), out.stride(0), out.shape[1])
-    is_wide = all(x.stride(1) == 1 for x in (out, *sources)) and not any(n % 16 for n in places)
+    steps = [x.stride() for x in (out, *sources)]
+    is_wide = all(0 <= row < 1 << 31 and column == 1 for row, column in steps)
+    is_wide &= not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
     is_scaled = call.row_scale is not None or call.col_scale is not None
     has_upper, larger = call.upper is not None, call.larger_share
@@ -235,7 +238,8 @@ def expand_many(calls: Sequence[ExpandCall]) -> int:
 
 
 def _launches(calls: Sequence[ExpandCall]) -> Iterator[tuple[LaunchKind, list[ExpandCall]]]:
-    wanted = sorted((call for call in calls if call.out.numel()), key=launch_kind)
+    alike = (call.with_alike_columns() for call in calls if call.out.numel())
+    wanted = sorted(alike, key=launch_kind)
     for kind, same in groupby(wanted, key=launch_kind):
         yield kind, list(same)
 
@@ -246,7 +250,9 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     device = first.out.device
     choice = launch_choice(
         "expand_many", first.out, max(call.out.shape[1] for call in calls),
-        BLOCK_M=BLOCK_M, BLOCK_N=columns_of_block(first.out.element_size()), num_warps=4,
+        BLOCK_M=rows_of_block(kind.has_upper, kind.noise_kind),
+        BLOCK_N=columns_of_block(first.out.element_size()),
+        num_warps=4,
     )  # fmt: skip
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
@@ -311,7 +317,7 @@ def _row(
     places = [x.data_ptr() for x in (call.out, call.weight, upper)]
     places += [index.add(call.rows), index.add(call.cols)]
     places += [factors.add(call.row_scale), factors.add(call.col_scale), *noise]
-    strides = (*call.weight.stride(), *upper.stride(), *call.out.stride())
+    strides = (call.weight.stride(0), upper.stride(0), call.weight.stride(1), *call.out.stride())
     return CallFields._make([*places, *strides, R, C, M, N, first_block])
 
 
@@ -319,14 +325,16 @@ def aot_cases() -> list[AotCase]:
     """The launches of growing a model in bfloat16."""
     like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
     signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
-    constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS, "BLOCK_M": BLOCK_M}
+    constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS}
     constants |= {"BLOCK_N": columns_of_block(2), "LARGER": 1.0}
     return [
         AotCase(
             f"expand many {name} bf16",
             _expand_many_kernel,
             signature,
-            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
+            constants
+            | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True}
+            | {"BLOCK_M": rows_of_block(upper, noise)},
             narrow=GATHER,
             traffic=2.5,
         )

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from growkern.ops.backend import native
 from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.hashes import keys_of_call
+from growkern.ops.expand.call import ROW_NOISE, ExpandCall, as_vector
+from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
 
 # below this many output elements a second thread costs more than it saves
 PARALLEL_ELEMENTS = 1 << 16
 
 _POINTERS = ["weight", "upper", "out", "rows", "cols", "row_scale", "col_scale"]
-_POINTERS += ["row_noise", "col_noise", "row_copies", "col_copies", "line_key", "line_mult"]
+_POINTERS += ["row_factor", "col_factor", "noise_source", "row_copies", "col_copies"]
+_POINTERS += ["line_key", "line_mult"]
 _SIZES = ("R", "C", "M", "N", "weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("in_type", "out_type", "threads", "isa")
 
@@ -47,11 +48,13 @@ def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
     # a list, so that the memory outlives the call into the library
     tensors = [call.weight, call.upper, call.out]
     tensors += [as_vector(x, torch.int64) for x in (call.rows, call.cols)]
-    factors = (call.row_scale, call.col_scale, call.row_noise, call.col_noise)
+    tensors += [as_vector(x, acc) for x in (call.row_scale, call.col_scale)]
+    factor, source = noise_of_entries(call, acc)
+    tensors += [factor, None] if call.noise_kind == ROW_NOISE else [None, factor]
     copies: list[Tensor | None] = [None, None]
     if call.routing is not None:
         copies[call.routing.dim] = call.routing.packed
-    tensors += [*(as_vector(x, acc) for x in factors), *copies, *keys_of_call(call)]
+    tensors += [source, *copies, *keys_of_call(call)]
     args = ExpandArgs(
         *(None if x is None else x.data_ptr() for x in tensors),
         *call.weight.shape,

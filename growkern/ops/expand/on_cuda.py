@@ -25,7 +25,7 @@ from growkern.ops.backend.nvrtc import (
     why_not,
 )
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.hashes import keys_of_call
+from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
 
 THREADS = 256
 # with fewer rows than this, several blocks share a row: a vector is one row
@@ -33,7 +33,7 @@ LEAST_BLOCKS = 256
 
 _POINTERS = (
     *("weight", "upper", "out", "first", "target", "rows", "cols", "row_scale", "col_scale"),
-    *("noise", "copies", "line_key", "line_mult"),
+    *("noise_factor", "noise_source", "copies", "line_key", "line_mult"),
 )
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("R", "C", "M", "N", "blocks_per_row")
@@ -111,7 +111,8 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
         *(weight_RC, upper_RC, out_MN),
         *by_source(call.rows, R, M, out_MN.device),
         *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
-        *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
+        *(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
+        *noise_of_entries(call, acc),
         None if call.routing is None else call.routing.packed,
         *keys_of_call(call),
     )

@@ -3,25 +3,26 @@
     out[i, j] = S[rows[i], cols[j]] * row_scale[i] * col_scale[j] * (1 + noise)              (1)
     S[r, c]   = W[r, c]                   if r < R and c < C
               = upper[r mod R, c mod C]   otherwise (r < 2 R, c < 2 C)                       (2)
-    noise     = col_noise[j] * xi(seed; offsets[0] + i, cols[j])                             (3)
-             or row_noise[i] * xi(seed; offsets[1] + j, rows[i])
-    x (1 + noise) = rn(x (1 + noise))           where noise >= 0                             (4)
-                  = rn(2 x - rn(x (1 - noise))) where noise < 0
+    noise     = col_noise[j] * sign(seed; offsets[0] + i, cols[j])                           (3)
+             or row_noise[i] * sign(seed; offsets[1] + j, rows[i])
+    x (1 + noise) = rn(x + rest)  where noise >= 0                                           (4)
+                  = rn(x - rest)  where noise < 0,      rest = rn(x (1 + |noise|)) - x
 
 (1) is function-preserving initialisation, FPI, Eq. 5-15 of bert2BERT (Chen et al., ACL 2022,
 arXiv:2110.07143). (2) with `upper`, the same tensor one layer up, is its advanced knowledge
 initialisation, AKI, Eq. 16.
 
-xi is the hash (3) of `hashes.py`. On one line, all copies of a source index share xi. Noise that
-sums to zero over the copies, weighted with their scales, therefore leaves the function as it is. xi
-depends on positions in the whole matrix, so a shard has the bits of the same slice of the whole.
+sign is 1 or -1, by the hash (3) of `hashes.py`. On one line, all copies of a source index have one
+sign. Noise that sums to zero over the copies, weighted with their scales, therefore leaves the
+function as it is. The sign depends on positions in the whole matrix, so a shard has the bits of the
+same slice of the whole.
 
 Products are rounded to float32 (float64 if weight or result is float64) in the order of (1). The
 result is rounded once more, rn, to the output dtype. From float64 to 16 bits rn goes through
 float32, as PyTorch's own conversion does; products with scales and noise stay in float64 until
 then. Let x be the product without noise. With (4), two copies of opposite noise add up to exactly 2
-x wherever that dtype can represent 2 x (Sterbenz's lemma): noise costs no digits, in bfloat16
-either.
+x wherever that dtype can represent 2 x and |noise| <= 1: rest is then exact (Sterbenz's lemma), and
+so are both sums. Noise costs no digits, in bfloat16 either.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.
@@ -301,8 +302,9 @@ def expand(
         row_scale, col_scale: (M,) and (N,) float. None: 1. No `col_scale` for a 1-D weight.
         upper: like `weight`, the same tensor of the next layer. An element whose row index is
             R or more, or whose column index is C or more, reads it at the remainders.
-        row_noise: (M,) float, relative size of the noise on each row, for a matrix whose rows
-            are the axis that is read. `col_noise`: (N,), the same for columns. At most one.
+        row_noise: (M,) float, relative size n of the noise on each row, for a matrix whose rows
+            are the axis that is read: a hash multiplies each element by 1 + n or 1 - n.
+            `col_noise`: (N,), the same for columns. At most one.
         routing: the copies on one axis, and the amplitude, if a hash shall give every element to
             one of the copies. Not together with noise. The scales then belong to the source's
             entry as a whole, not to one copy.

@@ -13,7 +13,7 @@ from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import op
 from growkern.ops.expand.call import DTYPES, ExpandCall, Inputs, Routing
-from growkern.ops.expand.hashes import hash_noise, line_keys
+from growkern.ops.expand.hashes import line_keys, signed
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
@@ -75,16 +75,12 @@ def make_case(R, C, M, N, dtype, device, *, upper="none", noise="none", scales=T
     return case
 
 
-def stir64(x):
-    """The integer mix of the noise in Python's own integers, reduced by hand."""
+def mix64(x):
+    """The integer mix of the keys in Python's own integers, reduced by hand."""
     x ^= x >> 16
     x = x * 0x7FEB352D & 0xFFFFFFFF
     x ^= x >> 15
-    return x * 0x846CA68B & 0xFFFFFFFF
-
-
-def mix64(x):
-    x = stir64(x)
+    x = x * 0x846CA68B & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
@@ -104,11 +100,9 @@ def share(seed, line, src, copy, amplitude):
     return {p: (1 + amplitude) / 2, q: (1 - amplitude) / 2}.get(number, 0.0)
 
 
-def xi(seed, line, src):
+def sign(seed, line, src):
     key, mult = key_and_mult(seed, line)
-    bits = stir64((key + src * mult) & 0xFFFFFFFF)
-    signed = bits - 2**32 if bits >= 2**31 else bits
-    return torch.tensor(signed, dtype=torch.float64).float().item() / 2**31
+    return 1 if (key + src * mult) % 2**32 < 2**31 else -1
 
 
 def by_elements(case):
@@ -126,10 +120,10 @@ def by_elements(case):
                 x *= case[name][at].item() if name in case else 1.0
             if "col_noise" in case:
                 line = case.get("offsets", (0, 0))[0] + i
-                x *= 1 + case["col_noise"][j].item() * xi(case["seed"], line, c)
+                x *= 1 + case["col_noise"][j].item() * sign(case["seed"], line, c)
             if "row_noise" in case:
                 line = case.get("offsets", (0, 0))[1] + j
-                x *= 1 + case["row_noise"][i].item() * xi(case["seed"], line, r)
+                x *= 1 + case["row_noise"][i].item() * sign(case["seed"], line, r)
             if "routing" in case:
                 dim, copies, amplitude = case["routing"]
                 line = case.get("offsets", (0, 0))[1 - dim] + (i, j)[1 - dim]
@@ -168,17 +162,56 @@ def test_the_reference_works_in_blocks_of_rows(upper, noise, left_out, monkeypat
     assert torch.equal(expand(**case, backend="reference"), whole)
 
 
-def test_noise_looks_uniform_and_lines_differ(device):
-    key, mult = line_keys(512, 0, 7, torch.device(device))
-    noise = hash_noise(key[:, None], mult[:, None], torch.arange(512, device=device).int())
-    noise = noise.double()
-    assert noise.min() < -0.999 and noise.max() < 1 and noise.max() > 0.999
-    # the mean of 2**18 uniform numbers in [-1, 1) has standard deviation 0.58 / 512
-    assert abs(noise.mean()) < 5 * 0.58 / 512
-    assert abs(noise.var() - 1 / 3) < 0.005
-    correlation = torch.corrcoef(noise) - torch.eye(512, device=device)
-    assert correlation.abs().max() < 6 / 512**0.5
-    assert torch.corrcoef(noise.T).fill_diagonal_(0).abs().max() < 6 / 512**0.5
+def signs(seed, device):
+    """The signs of 512 source indices on each of 512 lines, float64."""
+    key, mult = line_keys(512, 0, seed, torch.device(device))
+    one, src = torch.ones(512, device=device), torch.arange(512, device=device).int()
+    return signed(one, key[:, None], mult[:, None], src).double()
+
+
+def off_diagonal(x):
+    return x[~torch.eye(len(x), dtype=torch.bool, device=x.device)]
+
+
+def test_signs_are_balanced_and_independent(device):
+    found = signs(7, device)
+    assert torch.equal(found.abs(), torch.ones_like(found))
+    # pairs of signs are independent: the mean of 2**18 has standard deviation 1 / 512
+    assert abs(found.mean()) < 5 / 512
+    # two source indices, over the lines
+    assert off_diagonal(found.T @ found / 512).abs().max() < 6 / 512**0.5
+    # two lines, over the source indices: for independent pairs the mean square is 1 / 512
+    between = off_diagonal(found @ found.T / 512)
+    assert 0.8 / 512 < between.square().mean() < 1.25 / 512
+    # hardly any two lines have the same signs, or opposite ones, and nearly all have both
+    assert (between.abs() == 1).double().mean() < 1e-3
+    assert (found.mean(1).abs() < 1).double().mean() > 0.98
+    assert abs((found * signs(8, device)).mean()) < 5 / 512
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("dtype, out", [(torch.float32, DTYPES[1]), (torch.float64, DTYPES[0])])
+@pytest.mark.parametrize("name", LIVE)
+def test_entries_without_noise_are_rounded_once(name, dtype, out, axis, device):
+    """The middle one of three copies, and single ones, beside others that have noise."""
+    name = backend_or_skip(name, device)
+    case = make_case(21, 22, 33, 34, dtype, device)
+    size = torch.tensor([0.5, 0.0, -0.5, -0.0], device=device).repeat(9)
+    size = size[: 33 if axis == "row" else 34]
+    noisy = expand(**case, **{f"{axis}_noise": size}, out_dtype=out, backend=name)
+    plain = expand(**case, out_dtype=out, backend=name)
+    fixed = (noisy == plain) if axis == "col" else (noisy == plain).T
+    assert fixed[:, size == 0].all() and not fixed[:, size != 0].any()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_weight_and_upper_of_different_strides(name, device):
+    name = backend_or_skip(name, device)
+    case = make_case(19, 33, 41, 70, torch.float32, device, upper="both", noise="col")
+    expected = expand(**case, backend="reference")
+    for turned in (("weight",), ("upper",), ("weight", "upper")):
+        strided = case | {which: case[which].T.contiguous().T for which in turned}
+        assert torch.equal(expand(**strided, backend=name), expected)
 
 
 # sizes: below, at and past the blocks of the kernels (16 rows, 64 bytes, 256 columns)

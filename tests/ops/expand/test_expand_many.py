@@ -52,6 +52,15 @@ def test_many_at_once_are_the_same_bits(device):
         assert torch.equal(call.out, whole), launch_kind(call)
 
 
+def test_weight_and_upper_of_different_strides(device):
+    case = make_case(19, 33, 41, 528, FP32, device, upper="both", noise="row")
+    expected = expand(**case, backend="reference")
+    case["upper"] = case["upper"].T.contiguous().T
+    call = ExpandCall(torch.zeros_like(expected), **case)
+    expand_many([call])
+    assert torch.equal(call.out, expected)
+
+
 def test_nothing_to_do_and_other_devices(device):
     assert expand_many([]) == 0
     call = ExpandCall(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device=device))

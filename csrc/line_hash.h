@@ -1,10 +1,24 @@
-// Signed routing of `expand`, for CPUs and GPUs: (4) of growkern/ops/expand/hashes.py.
+// The hash of `expand` and its uses, for CPUs and GPUs: (2) to (4) of
+// growkern/ops/expand/hashes.py.
 //
-// It includes nothing but the hash, so that NVRTC can compile it.
+// It includes nothing, so that NVRTC can compile it.
 #pragma once
-#include "hash_noise.h"
+
+#if defined(__CUDACC__)
+#define GROWKERN_INLINE __device__ inline
+#else
+// static: the library compiles this once for each instruction set, and they must stay apart
+#define GROWKERN_INLINE static inline
+#endif
 
 namespace growkern {
+
+// h of (2); `key` and `mult` belong to the line, `source` to the element
+GROWKERN_INLINE unsigned line_hash(unsigned key, unsigned mult, unsigned source) {
+    return key + source * mult;
+}
+
+constexpr unsigned TOP_BIT = 1u << 31;
 
 // floor(a b / 2**32)
 GROWKERN_INLINE unsigned high_product(unsigned a, unsigned b) {
@@ -22,7 +36,7 @@ GROWKERN_INLINE unsigned count_of(int packed) { return static_cast<unsigned>(pac
 // the chosen copy p; `key` and `mult` belong to the line, `source` to the element
 GROWKERN_INLINE unsigned first_choice(unsigned key, unsigned mult, unsigned source,
                                       unsigned count) {
-    return high_product(key + source * mult, count);
+    return high_product(line_hash(key, mult, source), count);
 }
 
 // the copy q that has the rest
