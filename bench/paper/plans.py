@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.paper.settings import SETTINGS, Setting, Size
-from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
+from bench.paper.systems import RATE_SEED, Job, job_of
+
+# The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
+# learning rate. So each length is a run of its own, whose rate falls to 0.
+PARTS = (1 / 4, 1 / 2, 1.0)
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def jobs_of_rates(line: Line) -> list[Job]:
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
-    steps = [max(1, round(part * setting.steps)) for part in SYSTEMS[line.system].parts]
+    steps = [max(1, round(part * setting.steps)) for part in PARTS]
     return [job_of(setting, line.system, seed, rate, one) for one in steps]
 
 

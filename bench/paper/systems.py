@@ -65,8 +65,6 @@ def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) ->
     return Job(setting if needs else setting.for_scratch, system, seed, rate, steps, needs)
 
 
-# the shares of the steps that systems are trained for
-SHORT, LONG = (1 / 8, 1 / 4, 1 / 2), (1 / 4, 1 / 2, 1.0)
 Needs = Callable[[Setting, int], tuple[Job, ...]]
 Sections = Callable[[Job, str], dict[str, Any]]
 
@@ -120,9 +118,6 @@ class System:
         needs: (setting, seed) -> the jobs whose models it begins with or learns from.
         grows: whether it begins with the weights of another model.
         kept: `Job.kept`.
-        parts: the lengths of its runs, as shares of the setting's steps. A run that is stopped
-            early ends at a high learning rate. So each length is a run of its own, whose rate falls
-            to 0. Grown models should need half of the steps or less.
     """
 
     title: str
@@ -130,7 +125,6 @@ class System:
     needs: Needs = _one_source
     grows: bool = True
     kept: int = 0
-    parts: tuple[float, ...] = SHORT
 
 
 def run_of(job: Job) -> Run:
@@ -301,10 +295,10 @@ def _layerwise(job: Job, source: str) -> dict[str, Any]:
 
 
 SYSTEMS = {
-    "scratch": System("scratch", _scratch, needs=_no_source, grows=False, parts=LONG),
+    "scratch": System("scratch", _scratch, needs=_no_source, grows=False),
     "direct_copy": System("DirectCopy", _grown("direct_copy")),
-    "stackbert": System("StackBERT", _stacked, needs=_no_source, grows=False, parts=LONG),
-    "mslt": System("MSLT", _layerwise, needs=_no_source, grows=False, parts=LONG),
+    "stackbert": System("StackBERT", _stacked, needs=_no_source, grows=False),
+    "mslt": System("MSLT", _layerwise, needs=_no_source, grows=False),
     "fpi": System("FPI", _grown("fpi")),
     "aki": System("AKI", _grown("aki")),
     "aki_two_stage": System("AKI + two stages", _two_stage("aki")),
@@ -320,25 +314,19 @@ SYSTEMS = {
     "fpi_identity": System("FPI, identity", _grown("fpi", "identity")),
     "fpi_interleave": System("FPI, interleave", _grown("fpi", "interleave")),
     # Knowledge Inheritance: a small model teaches an untrained one
-    "taught": System("taught by the source", _taught, grows=False, parts=LONG),
-    "taught_by_two": System(
-        "taught by two sources", _taught, _two_sources, grows=False, parts=LONG
-    ),
+    "taught": System("taught by the source", _taught, grows=False),
+    "taught_by_two": System("taught by two sources", _taught, _two_sources, grows=False),
     "taught_by_generations": System(
-        "taught by a middle size, that by the source", _taught, _middle, grows=False, parts=LONG
+        "taught by a middle size, that by the source", _taught, _middle, grows=False
     ),
     **{
-        f"taught_top{k}": System(
-            f"taught, {k} tokens kept", _taught, grows=False, kept=k, parts=LONG
-        )
+        f"taught_top{k}": System(f"taught, {k} tokens kept", _taught, grows=False, kept=k)
         for k in (1, 4, 16, 64)
     },
     # a trained model goes on with text of another kind
-    "adapted": System("alone", _going_on, _general, parts=LONG),
+    "adapted": System("alone", _going_on, _general),
     "source_adapted": System("the source, alone", _going_on, _general_source),
-    "adapted_taught": System(
-        "taught by an adapted source", _going_on, _general_and_expert, parts=LONG
-    ),
+    "adapted_taught": System("taught by an adapted source", _going_on, _general_and_expert),
 }
 
 

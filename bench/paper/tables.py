@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,9 @@ from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
 SIZES = ("micro", "tiny", "small", "base")
-PARTS = sorted({part for one in SYSTEMS.values() for part in one.parts})
-# of the steps; all systems have runs of this length
-HALF = 1 / 2
 TITLES = (
-    *("system", "rate", "start loss"),
-    *(f"{'all' if part == 1 else Fraction(part)} of the steps" for part in PARTS),
-    *("below at 1/2", "FLOPs saved", "with the source's", "accuracy", "seeds"),
+    *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below it"),
+    *("FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
 
@@ -68,8 +63,8 @@ Losses are validation losses in nats per token.
 - A run that is stopped early ends at a high learning rate, and so at a high loss. So there is a run
   for each length, whose learning rate falls to 0.
 - Every line takes the best of three learning rates, in runs of another seed.
-- The first line is the baseline. "below at 1/2" is how far the loss is below the baseline's of the
-  same seed, both after half of the steps.
+- The first line is the baseline. "below it" is how far the loss after all steps is below the
+  baseline's of the same seed.
 - "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
   lengths the loss is interpolated. A teacher's FLOPs are counted. The next column counts the
   training of sources too. "≥": some of the shortest runs are below that loss already.
@@ -150,15 +145,14 @@ def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[
         if not seeds:
             continue
         pairs = [(runs[seed], baseline[seed]) for seed in seeds]
-        of_parts = [losses_of_parts(line, runs[seed]) for seed in seeds]
-        base = [losses_of_parts(Line(line.setting, system), baseline[seed]) for seed in seeds]
-        below = [theirs[HALF] - own[HALF] for own, theirs in zip(of_parts, base, strict=True)]
+        ends = [points_of(own)[2] for own, _ in pairs]
+        of_baseline = [points_of(base)[2][-1] for _, base in pairs]
         cells = [
             _title(line),
             f"{runs[seeds[0]][0]['rate']:g}",
-            interval([row["losses"][0] for (row, *_), _ in pairs]),
-            *(_losses(of_parts, part) for part in PARTS),
-            interval(below),
+            interval([own[0]["losses"][0] for own, _ in pairs]),
+            *(interval(losses) for losses in zip(*ends, strict=True)),
+            interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
             _savings(pairs, with_source=False),
             _savings(pairs, with_source=True),
             _accuracy([own[-1].get("accuracy") for own, _ in pairs]),
@@ -189,16 +183,6 @@ def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
 def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
     """The steps, FLOPs and losses at the ends of runs of several lengths."""
     return tuple(tuple(row[key][-1] for row in runs) for key in ("steps", "flops", "losses"))
-
-
-def losses_of_parts(line: Line, runs: Sequence[Row]) -> dict[float, float]:
-    """Length as a share of the steps -> final loss."""
-    parts = SYSTEMS[line.system].parts
-    return {part: row["losses"][-1] for part, row in zip(parts, runs, strict=True)}
-
-
-def _losses(of_parts: Sequence[Mapping[float, float]], part: float) -> str:
-    return interval([one[part] for one in of_parts]) if part in of_parts[0] else "-"
 
 
 def _accuracy(found: Sequence[float | None]) -> str:
