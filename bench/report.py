@@ -19,10 +19,12 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.paper.tables import write_page
+from bench.paper.plans import TABLES
+from bench.paper.tables import table_text, write_page
 from bench.shared.loss_measure import beside_compile, range_of
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
@@ -341,6 +343,7 @@ BLOCKS = {
     "beside-compile": beside_compile,
     "growth-adamw": growth_adamw,
     "symmetry": symmetry_table,
+    **{f"paper-{name}": partial(table_text, name=name) for name in TABLES},
 }
 
 

@@ -95,13 +95,19 @@ def report(rows: Iterable[Row], *, pictures: bool = False) -> str:
 
 def page_text(results: Path) -> str:
     """The page of all tables in a folder of results; empty if it has none."""
-    rows = read(results / "paper.json").get("rows", [])
-    return PAGE + report(rows, pictures=True).rstrip() + "\n" if rows else ""
+    rows = _rows_in(results)
+    return PAGE + report(rows.values(), pictures=True).rstrip() + "\n" if rows else ""
+
+
+def table_text(results: Path, name: str, size: str = "tiny") -> str:
+    """One table of the runs in a folder of results, in markdown."""
+    lines, rows = lines_of(name, size) or [], _rows_in(results)
+    return "\n".join([HEAD, *_cells(lines, TABLES[name].baseline, rows)])
 
 
 def write_page(results: Path) -> list[Path]:
     """Write the page and the pictures of the rows in paper.json beside it. Returns the files."""
-    rows = {row["name"]: row for row in read(results / "paper.json").get("rows", [])}
+    rows = _rows_in(results)
     if not rows:
         return []
     made = [results / "paper.md"]
@@ -115,6 +121,10 @@ def write_page(results: Path) -> list[Path]:
         made.append(results / _picture(name, size))
         draw(curves, made[-1], title=f"{TABLES[name].title}, {size}")
     return made
+
+
+def _rows_in(results: Path) -> dict[str, Row]:
+    return {row["name"]: row for row in read(results / "paper.json").get("rows", [])}
 
 
 def _tables(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, list[Line]]]:
