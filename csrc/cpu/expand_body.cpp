@@ -4,8 +4,6 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
-#include <algorithm>
-
 #include "expand_routing.h"
 #include "expand_source.h"
 
@@ -61,7 +59,7 @@ bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
 
 // ------------------------------------------------------------------- noise
 
-// x with the top bit of `sign` added to its sign. The bit is 0 where noise has a size.
+// x with its sign turned round if the top bit of `sign` is set
 inline float turned(float x, uint32_t sign) {
     return bit_cast<float>(bit_cast<uint32_t>(x) ^ (sign & TOP_BIT));
 }
@@ -94,7 +92,7 @@ void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* belo
     }
 }
 
-// calls f(j, h) with the hash (2) of output row i and column j0 + j, for j in [0, n)
+// calls f(j, h) with h of hashes.py for output row i and column j0 + j, for j in [0, n)
 template <class F>
 inline void for_hashes(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, F f) {
     if (a.col_factor) {
@@ -206,7 +204,7 @@ void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>
             }
         }
         if (noisy) {
-            if (row_factor) std::fill_n(of_row, n, row_factor[i]);
+            for (int64_t j = 0; j < n && row_factor; ++j) of_row[j] = row_factor[i];
             if constexpr (same<Out, Acc>) {
                 add_wide_noise(a, i, j0, n, product, factor, y);
             } else {

@@ -37,8 +37,9 @@ struct ExpandRowsArgs {
     const IN* weight;         // (R, C), columns contiguous; on the device or pinned on the host
     const IN* upper;          // (R, C), likewise
     OUT* out;                 // (M, N)  out, any strides
-    const i32* first;         // (R + 1,) where the output rows of each weight row begin in `target`
-    const i32* target;        // (M,) output rows by the weight row they read
+    const i32* first;         // (2R + 1,) at 2r and 2r + 1, where the output rows that read row r
+                              // of the weight and of `upper` begin in `target`
+    const i32* target;        // (M,) output rows by the row they read
     const i32* rows;          // (M,) virtual rows; null: 0 .. M-1
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
@@ -280,12 +281,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, NOISE ? 3 : 4)
 expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     using namespace growkern;
     const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
-    const int begin = a.first[row], end = a.first[row + 1];
+    const i32* first = a.first + 2 * i64(row);
+    // without `upper`, all rows of the group read the weight
+    const int begin = first[0], middle = first[1], end = UPPER ? first[2] : middle;
     if (begin == end) return;
-    // output rows that read the weight come before those that read `upper`
-    int middle = end;
-    if (UPPER && a.rows)
-        while (middle > begin && a.rows[a.target[middle - 1]] >= a.R) --middle;
 
     const IN* weight = begin < middle ? a.weight + row * a.weight_stride : nullptr;
     const IN* upper = nullptr;

@@ -262,8 +262,9 @@ def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None
 def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
     """Run a kernel on PyTorch's current stream of a device; compile it the first time.
 
-    The tensors whose addresses are in `args` must live until this returns, but no longer: PyTorch
-    reuses their memory in the order of the stream.
+    Tensors whose addresses are in `args` must live until this returns. Memory of the device may be
+    freed then, because PyTorch reuses it in the order of the stream. Pinned memory of the host may
+    not: it must live until the kernel has ended.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):

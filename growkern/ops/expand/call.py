@@ -145,12 +145,12 @@ class ExpandCall(NamedTuple):
         )
 
     def with_contiguous_columns(self) -> ExpandCall:
-        """The same call with column strides of 1 in `weight` and `upper`, copied if necessary."""
+        """The same call with `has_contiguous_columns` of `weight` and `upper`, copied if not so."""
         # the weight is smaller than the result: a copy costs a fraction of writing the result
         call = self
-        if self.weight.stride(1) != 1:
+        if not has_contiguous_columns(self.weight):
             call = call._replace(weight=self.weight.contiguous())
-        if self.upper is not None and self.upper.stride(1) != 1:
+        if self.upper is not None and not has_contiguous_columns(self.upper):
             call = call._replace(upper=self.upper.contiguous())
         return call
 
@@ -192,6 +192,12 @@ class ExpandCall(NamedTuple):
         """
         dim = 0 if self.noise_kind in (COL_NOISE, COL_ROUTING) else 1
         return self.out.shape[dim], self.offsets[dim]
+
+
+def has_contiguous_columns(x: Tensor) -> bool:
+    """Whether the elements of a row, or of a vector, lie side by side in memory."""
+    # the stride of a single column is never used, and may be any
+    return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 
 def as_vector(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -1,12 +1,14 @@
 """The checks of `expand`: they raise GrowthError before any work, with a way to fix the call."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.transforms import has_tangent
-from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
-from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES
+from growkern.ops.expand.call import DTYPES, ExpandCall, Routing, has_contiguous_columns
+from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
 
 # the fields of a call that belong to each axis of the weight
 MAPS = ("rows", "cols")
@@ -64,9 +66,37 @@ def _device_of_result(call: ExpandCall, reads_host: bool) -> torch.device:
     if not (reads_host and weight.device.type == "cpu" and out is not None and out.is_cuda):
         return weight.device
     for name, x in (("weight", weight), ("upper", call.upper)):
-        if x is not None and not x.is_pinned():
+        if x is None:
+            continue
+        if not x.is_pinned():
             raise GrowthError(f"{name} is on the CPU, but not pinned: use {name}.pin_memory()")
+        # the copy that other layouts need would not be pinned
+        if not has_contiguous_columns(x):
+            raise GrowthError(
+                f"{name} is on the CPU and has strides {x.stride()}, but the elements of a row "
+                f"must lie side by side: use {name}.contiguous().pin_memory()"
+            )
     return out.device
+
+
+def check_sizes(call: ExpandCall, shape: Sequence[int]) -> None:
+    """Refuse axes that are too long for kernels.
+
+    Args:
+        call: vectors or matrices; its `out` is not looked at.
+        shape: of the result.
+
+    Raises:
+        GrowthError: an axis of the result has more than `MOST_ENTRIES` entries, or an axis of
+            the weight has more, where `upper` counts as much again.
+    """
+    times = 1 if call.upper is None else 2
+    if any(n > MOST_ENTRIES for n in (*shape, *(times * n for n in call.weight.shape))):
+        also = "" if call.upper is None else ", and as much again of upper"
+        raise GrowthError(
+            f"weight has shape {tuple(call.weight.shape)}{also}, and the result has shape "
+            f"{tuple(shape)}: an axis may have {MOST_ENTRIES} entries. Expand its parts one by one"
+        )
 
 
 def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -> None:
@@ -139,6 +169,7 @@ def check_expand(
         if index is not None:
             _check_index(name, index, device)
             shape[axis] = index.shape[0]
+    check_sizes(call, shape)
     for axis, names in enumerate(FACTORS):
         for name in names:
             factor = getattr(call, name)

@@ -40,8 +40,9 @@ independent too, because h is a strongly universal hash (multiply-shift, Dietzfe
 is all that separating copies needs: the gradients that two copies get are sums over lines. To mix h
 again would take at least five more operations per element.
 
-(3) to (5) are in three places: for PyTorch in this file, for Triton in `on_triton.py`, and for C++
-on CPUs and GPUs in csrc/line_hash.h.
+(3) to (5) are in four places: for PyTorch in this file, for Triton in `on_triton.py`, for CPUs in
+csrc/cpu/expand_body.cpp and csrc/cpu/expand_routing.h, and for GPUs in csrc/cuda/expand_rows.cu.
+Both kinds of C++ have h and (4) from csrc/line_hash.h.
 """
 
 import torch

@@ -22,6 +22,7 @@ from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
+from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
     GATHER,
@@ -217,8 +218,8 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
 def expand_many(calls: Sequence[ExpandCall]) -> int:
     """Fill `out` of every call, in one launch for each kind of call.
 
-    Nothing is checked but the devices: indices must be in range, and results must not overlap other
-    tensors.
+    Nothing is checked but devices and sizes: indices must be in range, and results must not overlap
+    other tensors.
 
     Args:
         calls: on matrices.
@@ -227,10 +228,12 @@ def expand_many(calls: Sequence[ExpandCall]) -> int:
         The number of launches.
 
     Raises:
-        GrowthError: tensors on several devices.
+        GrowthError: tensors on several devices; more than `MOST_ENTRIES` on an axis.
     """
     if len({x.device for call in calls for x in (call.out, call.weight)}) > 1:
         raise GrowthError("expand_many works on one device: move weights and outputs to one")
+    for call in calls:
+        check_sizes(call, call.out.shape)
     launches = list(_launches(calls))
     for kind, same in launches:
         _launch(kind, same)

@@ -84,17 +84,18 @@ def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tu
     Nothing waits for a GPU.
 
     Returns:
-        first: (R + 1,) int32. The group of weight row r is target[first[r] : first[r + 1]].
-        target: (M,) int32, rows of the result. In a group, those that read the weight come before
-            those that read `upper`.
+        first: (2 R + 1,) int32. The group that reads row r of the weight is
+            target[first[2 r] : first[2 r + 1]]. The one that reads row r of `upper` alone is
+            target[first[2 r + 1] : first[2 r + 2]].
+        target: (M,) int32, rows of the result.
     """
+    groups = torch.arange(2 * R + 1, device=device)
     if rows_M is None:
-        target_M = torch.arange(M, device=device, dtype=torch.int32)
-        return torch.arange(R + 1, device=device, dtype=torch.int32), target_M
+        # row r reads row r of the weight, in group 2 r
+        return ((groups + 1) // 2).int(), torch.arange(M, device=device, dtype=torch.int32)
     keys_M = 2 * (rows_M % R) + (rows_M >= R)
     sorted_M, target_M = keys_M.sort(stable=True)
-    starts = 2 * torch.arange(R + 1, device=device)
-    return torch.searchsorted(sorted_M, starts).int(), target_M.int()
+    return torch.searchsorted(sorted_M, groups).int(), target_M.int()
 
 
 def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
@@ -149,6 +150,8 @@ def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
 def expand_on_cuda(call: ExpandCall) -> None:
     """Fill `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
 
+    With a weight on the host this returns when the kernel has ended.
+
     Raises:
         GrowthError: CUDA C++ cannot run here.
     """
@@ -157,3 +160,7 @@ def expand_on_cuda(call: ExpandCall) -> None:
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
     made = plan(call, limit=shared_limit(call.out.device))
     launch(made.kernel, made.grid, made.args, call.out.device)
+    if call.weight.device != call.out.device:
+        # the caller may drop or overwrite the weight, and PyTorch does not know that a kernel that
+        # it did not launch is still reading the host's memory
+        torch.cuda.current_stream(call.out.device).synchronize()

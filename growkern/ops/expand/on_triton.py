@@ -268,7 +268,7 @@ def expand_on_triton(call: ExpandCall) -> None:
         LARGER=call.larger_share,
         ACC=tl_acc,
         **choice,
-        # a fused 1 + noise * xi would differ from the other backends in the last bit
+        # a fused x * factor - x would differ from the other backends in the last bit
         enable_fp_fusion=False,
     )
 

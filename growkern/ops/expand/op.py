@@ -22,7 +22,8 @@ result is rounded once more, rn, to the output dtype. From float64 to 16 bits rn
 float32, as PyTorch's own conversion does; products with scales and noise stay in float64 until
 then. Let x be the product without noise. With (4), two copies of opposite noise add up to exactly 2
 x wherever that dtype can represent 2 x and |noise| <= 1: rest is then exact (Sterbenz's lemma), and
-so are both sums. Noise costs no digits, in bfloat16 either.
+so are both sums. Noise costs no digits, in bfloat16 either. A call with noise turns infinities of S
+into NaN, also where the noise has size 0, because rest is then inf - inf.
 
 Routing takes the place of (3) and (4). A hash gives every element to one of the copies, and their
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.
@@ -291,12 +292,13 @@ def expand(
 ) -> Tensor:
     """Widen a weight: ``out[i, j] = row_scale[i] * col_scale[j] * weight[rows[i], cols[j]]``.
 
-    The formulas are (1) to (3) at the top of this file; Eq. 5-16 of bert2BERT
+    The formulas are (1) to (4) at the top of this file; Eq. 5-16 of bert2BERT
     (arXiv:2110.07143). Differentiable with respect to `weight` and `upper`.
 
     Args:
         weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides. With
-            backend="cuda" it may be in pinned memory of the host while `out` is on a GPU.
+            backend="cuda" it may be in pinned memory of the host while `out` is on a GPU. Its
+            columns must then be contiguous, and the call waits for the GPU.
         rows: (M,) int64, the source row of every row of the result. None: each row once.
         cols: (N,) int64, the same for columns. Not for a 1-D weight.
         row_scale, col_scale: (M,) and (N,) float. None: 1. No `col_scale` for a 1-D weight.

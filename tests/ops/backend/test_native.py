@@ -1,6 +1,7 @@
 """The compiled library is used only if it is built from the sources beside the package."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 
@@ -43,6 +44,25 @@ def test_a_library_of_other_sources_is_not_used(text, fresh, tmp_path):
     assert choose_backend(None, torch.device("cpu")) == "reference"
     with pytest.raises(choose.GrowthError, match="make setup"):
         choose_backend("cpu", torch.device("cpu"))
+
+
+# their functions are built into the compiler, called in libc, or always inlined
+HEADERS = {"atomic", "cmath", "cstdint", "cstdlib", "cstring", "limits", "type_traits"}
+HEADERS |= {"emmintrin.h", "immintrin.h", "omp.h"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "csrc/cpu").glob("*_body.cpp")), ids=lambda x: x.name
+)
+def test_code_of_an_instruction_set_shares_no_template_of_the_standard_library(path):
+    """The linker keeps one copy of `std::fill_n`, which may have instructions of AVX-512."""
+    found, paths = set(), [path]
+    for each in paths:
+        text = each.read_text()
+        found |= set(re.findall(r"#include <(.*)>", text))
+        own = {each.parent / name for name in re.findall(r'#include "(.*)"', text)}
+        paths += own.difference(paths)
+    assert found <= HEADERS
 
 
 def test_info_says_what_is_lost_without_the_library(fresh):

@@ -1,16 +1,19 @@
 """`expand` in CUDA C++, its very source run on a CPU: bit for bit the reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bench.launches.cuda_emulator import emulate
 from growkern.errors import GrowthError
+from growkern.ops.expand import on_cuda
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.checks import check_expand
 from growkern.ops.expand.on_cuda import by_source, plan
 from growkern.ops.expand.op import expand_reference
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
-from tests.ops.expand.test_expand_rounding import midpoints
+from tests.ops.expand.test_expand_rounding import infinities, midpoints
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # of a block: the row and the one beside it in shared memory, or neither
@@ -108,16 +111,74 @@ def test_output_rows_by_source(times):
     rows = torch.randint(times * 7, (50,))
     first, target = by_source(rows, 7, 50, torch.device("cpu"))
     assert sorted(target.tolist()) == list(range(50))
-    for r in range(7):
-        mine = rows[target[first[r] : first[r + 1]].long()]
-        assert (mine % 7 == r).all() and (mine.diff() >= 0).all()
+    assert (first[0], first[-1], len(first)) == (0, 50, 15)
+    for group in range(14):
+        mine = target[first[group] : first[group + 1]]
+        r, in_upper = divmod(group, 2)
+        assert (rows[mine.long()] == r + 7 * in_upper).all() and (mine.diff() > 0).all()
+
+
+def test_rows_that_read_themselves_are_groups_of_one():
+    first, target = by_source(None, 3, 3, torch.device("cpu"))
+    assert first.tolist() == [0, 1, 1, 2, 2, 3, 3] and target.tolist() == [0, 1, 2]
+
+
+def test_infinities_become_nan_where_a_call_has_noise():
+    for case in infinities("cpu"):
+        expected = expand_reference(call_of(case, FP32))
+        assert torch.equal(run(ExpandCall(torch.zeros(2, 24), **case)).isnan(), expected.isnan())
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_weight_on_the_host_lives_until_the_kernel_has_ended(on_host, monkeypatch):
+    events = []
+    made = SimpleNamespace(kernel=None, grid=None, args=None)
+    stream = SimpleNamespace(synchronize=lambda: events.append("ended"))
+    monkeypatch.setattr(on_cuda, "why_not", lambda: "")
+    monkeypatch.setattr(on_cuda, "shared_limit", lambda device: STAGED)
+    monkeypatch.setattr(on_cuda, "plan", lambda call, limit: made)
+    monkeypatch.setattr(on_cuda, "launch", lambda *args: events.append("launched"))
+    monkeypatch.setattr(torch.cuda, "current_stream", {OnGpu.device: stream}.__getitem__)
+    weight, out = torch.ones(3, 4), torch.empty(3, 4).as_subclass(OnGpu)
+    on_cuda.expand_on_cuda(ExpandCall(out, weight if on_host else weight.as_subclass(OnGpu)))
+    assert events == (["launched", "ended"] if on_host else ["launched"])
+
+
+@pytest.mark.parametrize("name", ["weight", "upper"])
+def test_a_weight_on_the_host_has_contiguous_columns(name):
+    """Otherwise the GPU would get the address of a copy that is not pinned."""
+
+    def check(weight, upper):
+        for x in (weight, upper):
+            x.is_pinned = lambda: True
+        out = torch.empty(weight.shape).as_subclass(OnGpu)
+        call = ExpandCall(out, weight, upper)
+        check_expand(call, None, reads_host=True)
+        assert (plan(call._replace(out=torch.empty(weight.shape))).tensors[:2]) == (weight, upper)
+
+    def case(turned):
+        return {"weight": torch.ones(3, 4), "upper": torch.ones(3, 4)} | {name: turned}
+
+    with pytest.raises(GrowthError, match=rf"{name} is on the CPU and has strides \(1, 3\).*"):
+        check(**case(torch.ones(4, 3).T))
+    # rows may lie apart, and the stride of a single column counts for nothing
+    check(**case(torch.ones(3, 9)[:, :4]))
+    check(torch.ones(1, 3).T, torch.ones(3, 5)[:, ::5])
+
+
+def test_a_vector_on_the_host_is_contiguous():
+    weight = torch.ones(8)[::2]
+    weight.is_pinned = lambda: True
+    with pytest.raises(GrowthError, match=r"strides \(2,\).* use weight.contiguous\(\).pin_memory"):
+        check_expand(ExpandCall(torch.empty(4).as_subclass(OnGpu), weight), None, reads_host=True)
 
 
 def test_a_weight_on_the_host_must_be_pinned():
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = torch.device("cuda", 0)
-
     out = torch.empty(3, 4).as_subclass(OnGpu)
     for pinned in (False, True):
         weight = torch.randn(3, 4)

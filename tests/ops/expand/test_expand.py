@@ -14,6 +14,7 @@ from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import op
 from growkern.ops.expand.call import DTYPES, ExpandCall, Inputs, Routing
 from growkern.ops.expand.hashes import line_keys, signed
+from growkern.ops.expand.limits import MOST_ENTRIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
@@ -564,6 +565,7 @@ def test_shapes_without_data():
 # ------------------------------------------------------------------ refusals
 
 ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
+LONG = MOST_ENTRIES + 1
 
 
 @pytest.mark.parametrize(
@@ -611,6 +613,31 @@ ROWS, ONES = torch.tensor([0, 1, 2, 0]), torch.ones(4)
 def test_refuses(changes, message):
     with pytest.raises(GrowthError, match=message):
         expand(**{"weight": torch.ones(3, 4), **changes})
+
+
+@pytest.mark.parametrize("R, C, M, N", [(LONG, 1, 3, 1), (1, LONG, 1, 3), (3, 1, LONG, 1),
+                                        (1, 3, 1, LONG)])  # fmt: skip
+def test_refuses_axes_that_kernels_cannot_count(R, C, M, N):
+    """Tensors without memory; one entry less is allowed."""
+    for less in (0, 1):
+        sizes = [n - less if n == LONG else n for n in (R, C, M, N)]
+        weight = torch.empty(sizes[0], sizes[1], device="meta")
+        rows, cols = (torch.empty(n, dtype=torch.int64, device="meta") for n in sizes[2:])
+        if less:
+            assert expand(weight, rows=rows, cols=cols).shape == tuple(sizes[2:])
+        else:
+            with pytest.raises(GrowthError, match=f"an axis may have {MOST_ENTRIES} entries"):
+                expand(weight, rows=rows, cols=cols)
+
+
+def test_refuses_a_vector_or_two_layers_that_kernels_cannot_count():
+    with pytest.raises(GrowthError, match="an axis may have"):
+        expand(torch.empty(2**31 + 16, device="meta"))
+    half, rows = torch.empty(2**30, 1, device="meta"), torch.empty(3, dtype=torch.int64).to("meta")
+    for weight, axis in ((half, "rows"), (half.T, "cols")):
+        expand(weight, **{axis: rows})
+        with pytest.raises(GrowthError, match=r"an axis may have .* Expand its parts"):
+            expand(weight, upper=weight, **{axis: rows})
 
 
 def test_refuses_to_overwrite_its_input():

@@ -104,3 +104,10 @@ def test_a_tuned_choice_changes_the_blocks_and_no_bit(device, monkeypatch):
     assert set(seen) == {(4, 64)}
     for call, whole in zip(calls, expected, strict=True):
         assert torch.equal(call.out, whole), launch_kind(call)
+
+
+def test_refuses_axes_that_kernels_cannot_count():
+    weight, out = torch.empty(2**31, 1, device="meta"), torch.empty(3, 1, device="meta")
+    rows = torch.empty(3, dtype=torch.int64, device="meta")
+    with pytest.raises(GrowthError, match="an axis may have"):
+        expand_many([ExpandCall(out, weight, rows=rows)])

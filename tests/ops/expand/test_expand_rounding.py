@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from growkern.ops.backend import native
+from growkern.ops.backend.choose import describe_backends
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.expand.op import expand_reference
+from growkern.ops.expand.op import expand, expand_reference
 from tests.ops.expand.test_expand import copies_of
 
 ROOT = Path(__file__).parents[3]
@@ -101,6 +102,31 @@ def test_instruction_sets_round_every_pair_of_dtypes_like_pytorch(dtype, out_dty
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_rounds_to_16_bits_like_pytorch(dtype, out_dtype, device):
     assert_rounds_like_pytorch(expand_on_triton, dtype, out_dtype, device)
+
+
+def infinities(device):
+    """Two rows of zeros, ones and infinities, with noise on either axis; every third size is 0."""
+    inf = float("inf")
+    weight = torch.tensor([0.0, 1.0, inf, -inf], device=device).repeat(2, 6)
+    size = torch.tensor([0.0, 0.5, -0.5], device=device).repeat(8)
+    yield {"weight": weight, "col_noise": size, "seed": 5}
+    yield {"weight": weight, "row_noise": size[:2], "seed": 5}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [b.name for b in describe_backends() if b.live])
+def test_infinities_become_nan_where_a_call_has_noise(name, dtype, device):
+    if name == "cpu" and device != "cpu":
+        pytest.skip("the compiled library works on the CPU")
+    for case in infinities(device):
+        for out_dtype in DTYPES:
+            given = case | {"weight": case["weight"].to(dtype)}
+            result = expand(**given, out_dtype=out_dtype, backend=name)
+            assert torch.equal(result.isnan(), case["weight"].isinf())
+            assert not result.isinf().any()
+    # without noise they stay
+    assert torch.equal(expand(given["weight"], backend=name), given["weight"])
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
