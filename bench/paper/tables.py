@@ -21,6 +21,8 @@ TITLES = (
     *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below it"),
     *("FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
+# the baseline, and two more: tables share runs of the baseline and of FPI
+LINES_ON_PAGE = 3
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
 
 
@@ -75,20 +77,21 @@ Losses are validation losses in nats per token.
 """
 
 
-def report(rows: Iterable[Row], *, pictures: bool = False) -> str:
+def report(rows: Iterable[Row], *, page: bool = False) -> str:
     """All tables in markdown, at every size of which there are rows.
 
     Args:
         rows: of all runs.
-        pictures: whether each table has a link to its picture.
+        page: whether this is for the page. There each table has a link to its picture, and a table
+            that has only lines of other tables so far is left out.
     """
     by_name = {row["name"]: row for row in rows}
     parts = []
-    for name, size, lines in _tables(by_name):
+    for name, size, lines in _tables(by_name, LINES_ON_PAGE if page else 2):
         title = f"{TABLES[name].title}, {size}"
         cells = _cells(lines, TABLES[name].baseline, by_name)
         parts += [f"## {title}", "", HEAD, *cells, ""]
-        if pictures:
+        if page:
             parts += [f"![{title}]({_picture(name, size)})", ""]
     return "\n".join(parts)
 
@@ -96,7 +99,7 @@ def report(rows: Iterable[Row], *, pictures: bool = False) -> str:
 def page_text(results: Path) -> str:
     """The page of all tables in a folder of results; empty if it has none."""
     rows = _rows_in(results)
-    return PAGE + report(rows.values(), pictures=True).rstrip() + "\n" if rows else ""
+    return PAGE + report(rows.values(), page=True).rstrip() + "\n" if rows else ""
 
 
 def table_text(results: Path, name: str, size: str = "tiny") -> str:
@@ -112,7 +115,7 @@ def write_page(results: Path) -> list[Path]:
         return []
     made = [results / "paper.md"]
     made[0].write_text(page_text(results))
-    for name, size, lines in _tables(rows):
+    for name, size, lines in _tables(rows, LINES_ON_PAGE):
         curves = [
             Curve(_title(line), *points_of(seed))
             for line in lines
@@ -127,12 +130,13 @@ def _rows_in(results: Path) -> dict[str, Row]:
     return {row["name"]: row for row in read(results / "paper.json").get("rows", [])}
 
 
-def _tables(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, list[Line]]]:
-    """The name, the size and the lines of every table of which there is more than the baseline."""
+def _tables(rows: Mapping[str, Row], least: int) -> Iterator[tuple[str, str, list[Line]]]:
+    """The name, the size and the lines of every table of which so many lines are done, or all."""
     for name in TABLES:
         for size in SIZES:
-            lines = lines_of(name, size)
-            if lines is not None and _cells(lines, TABLES[name].baseline, rows):
+            lines = lines_of(name, size) or []
+            done = len(_cells(lines, TABLES[name].baseline, rows))
+            if done and done >= min(least, len(lines)):
                 yield name, size, lines
 
 
@@ -169,7 +173,7 @@ def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[
             str(len(seeds)),
         ]
         found.append("| " + " | ".join(cells) + " |")
-    return found if len(found) > 1 else []
+    return found
 
 
 def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:

@@ -61,8 +61,8 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
     assert {row["kernel"].split()[0] for row in rows} >= families
     for row in rows:
         assert row["registers"] <= 255 and row["spilled_bytes"] == 0, row
-        assert row["narrow"] or row["wide_share"] >= 0.55, row
-        assert row["narrow_stores"] or row["wide_store_share"] >= 0.55, row
+        assert row["narrow"] or row["wide_share"] >= 0.5, row
+        assert row["narrow_stores"] or row["wide_store_share"] >= 0.5, row
         # whatever is gathered, what a growth writes lies together
         assert "gathered" not in row["narrow_stores"], row
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
