@@ -70,8 +70,8 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
         name: {row["steps"][-1] for row in rows if row["system"] == name}
         for name in ("scratch", "fpi")
     }
-    # those that choose a rate have 16 steps
-    assert lengths == {"scratch": {16, 32, 64}, "fpi": {16, 32, 64}}
+    # those that choose a rate have 8 steps
+    assert lengths == {"scratch": {8, 16, 32}, "fpi": {8, 16, 32}}
     full = [row for row in rows if row["seed"] != RATE_SEED]
     by_system = {row["system"]: row for row in sorted(full, key=lambda row: row["steps"][-1])}
     # exact growth starts where the source ended
@@ -186,7 +186,7 @@ def test_models_of_one_text_go_on_with_another():
     job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
     general, expert = job.needs
     assert run_of(job).model.path == general.name and run_of(job).teacher.paths == (expert.name,)
-    assert general.name.startswith("micro-gpt/scratch-64-")
+    assert general.name.startswith("micro-gpt/scratch-32-")
     assert run_of(expert).model.path == source_of(MICRO_GPT, 1).name
     texts = {one.name: run_of(one).data.train for one in (job, *all_needs(job))}
     assert {text for name, text in texts.items() if "domain" in name} == {("domain/train.txt",)}
