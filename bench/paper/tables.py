@@ -103,9 +103,10 @@ def page_text(results: Path) -> str:
 
 
 def table_text(results: Path, name: str, size: str = "tiny") -> str:
-    """One table of the runs in a folder of results, in markdown."""
+    """One table of the runs in a folder of results, in markdown, or that there is none yet."""
     lines, rows = lines_of(name, size) or [], _rows_in(results)
-    return "\n".join([HEAD, *_cells(lines, TABLES[name].baseline, rows)])
+    cells = _cells(lines, TABLES[name].baseline, rows)
+    return "\n".join([HEAD, *cells]) if cells else "not measured yet"
 
 
 def write_page(results: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from bench.paper.systems import (
     source_of,
     untrained_models,
 )
-from bench.paper.tables import interval, page_text, report, saved, write_page
+from bench.paper.tables import interval, page_text, report, saved, table_text, write_page
 from bench.shared.results import write
 
 DOMAIN = lines_of("domain", "micro")[0].setting
@@ -295,10 +295,12 @@ def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
+    assert table_text(tmp_path, "moment") == "not measured yet"
     rows = list(rows_for(lines_of("moment", "tiny"), MOMENT))
     write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
     page, *pictures = write_page(tmp_path)
     assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
     linked = re.findall(r"\]\((.*?)\)", page.read_text())
     assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
+    assert table_text(tmp_path, "moment") in page.read_text()
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)

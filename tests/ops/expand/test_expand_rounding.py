@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from growkern.ops.backend import native
-from growkern.ops.backend.choose import describe_backends
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.expand.op import expand, expand_reference
-from tests.ops.expand.test_expand import copies_of
+from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of
 
 ROOT = Path(__file__).parents[3]
 # in a process of its own, as the interpreter is on in this one
@@ -115,10 +114,9 @@ def infinities(device):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [b.name for b in describe_backends() if b.live])
+@pytest.mark.parametrize("name", LIVE)
 def test_infinities_become_nan_where_a_call_has_noise(name, dtype, device):
-    if name == "cpu" and device != "cpu":
-        pytest.skip("the compiled library works on the CPU")
+    name = backend_or_skip(name, device)
     for case in infinities(device):
         for out_dtype in DTYPES:
             given = case | {"weight": case["weight"].to(dtype)}
