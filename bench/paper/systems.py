@@ -308,6 +308,11 @@ SYSTEMS = {
     "fpi_none": System("FPI, equal copies", _grown("fpi", symmetry="none")),
     "fpi_noise": System("FPI, noise 0.5", _grown("fpi", symmetry="noise")),
     "fpi_split": System("FPI, unequal shares", _grown("fpi", symmetry="split")),
+    "fpi_padded": System("FPI, padded stream", _grown("fpi", stream="padded")),
+    "fpi_padded_adamw": System(
+        "FPI, padded stream, AdamW", _with_adamw(_grown("fpi", stream="padded"))
+    ),
+    "aki_padded": System("AKI, padded stream", _grown("aki", stream="padded")),
     "fpi_adamw": System("FPI, AdamW", _with_adamw(_grown("fpi"))),
     "fpi_moments": System("FPI, grown moments", _with_moments),
     # where new layers come from

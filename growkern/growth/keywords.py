@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from growkern.growth.options import Aki, Depth, Maps, Method, Scheme, Symmetry
+from growkern.growth.options import Aki, Depth, Maps, Method, Scheme, Stream, Symmetry
 
 
 class GrowthKeywords(TypedDict, total=False):
@@ -17,6 +17,7 @@ class GrowthKeywords(TypedDict, total=False):
     depth: Depth
     scheme: Scheme
     symmetry: Symmetry
+    stream: Stream
     noise: float
     routing: float
     aki: Aki

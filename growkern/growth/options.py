@@ -21,6 +21,7 @@ Method = Literal["fpi", "aki", "direct_copy", "random"]
 Depth = Literal["auto", "identity", "stack", "interleave"]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
+Stream = Literal["copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
 
@@ -45,6 +46,11 @@ class GrowthOptions:
             equal. `auto` is `none` with `scheme="paper"`, else `routing`. Copies add up exactly to
             the source's weight: with `routing` and `split` always, with `noise` if their number is
             a power of two.
+        stream: how the hidden size grows. `copies` repeats the entries of hidden states. `padded`
+            keeps each once, and adds entries that hold nothing: 0 under RMSNorm, the mean of the
+            others under LayerNorm. Weights that read them are copies with random signs. AdamW
+            gives every entry a step of its own size, so new entries learn at once. Copies first
+            move together, as what they have in common dominates their gradients.
         noise: largest size of the noise, relative to each weight. Every copy's share is
             (1 +- noise) times its equal share. A hash draws the sign for every weight.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
@@ -68,6 +74,7 @@ class GrowthOptions:
     depth: Depth = "auto"
     scheme: Scheme = "exact"
     symmetry: Symmetry = "auto"
+    stream: Stream = "copies"
     noise: float = 0.5
     routing: float = 1.0
     aki: Aki = "unit"

@@ -333,7 +333,7 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
     if options.symmetry == "split":
         reasons.append("symmetry='split': the readers of a vector take different shares")
     if layout.is_extended:
-        reasons.append("uneven LayerNorm width: gradients pass through the extra coordinates")
+        reasons.append("gradients pass through the extra coordinates of the stream")
     if reasons:
         reasons.append(
             "growth_clip_norm_ also counts how copies differ, so its norm is larger than the "

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.space import maps
 from growkern.growth.space.shares import partial_sums
+
+# noise so large that it leaves the sign to the hash
+RANDOM_SIGN = 256.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class AxisMap:
         extra: how many target entries at the end are gathered from computed rows.
         sums: with `symmetry="split"`, the two vectors of `shares.take_shares`, (target,) float64
             each. They then replace `scale`. None otherwise.
+        free: how many target entries at the end hold 0 where they are read, so that any weight may
+            read them.
         copies: with `symmetry="routing"`, number and count of every copy, (target, 2) int64. A hash
             then gives each weight to one of them. None otherwise.
     """
@@ -51,6 +57,7 @@ class AxisMap:
     extra: int = 0
     sums: tuple[Tensor, Tensor] | None = None
     copies: Tensor | None = None
+    free: int = 0
 
     @cached_property
     def gathered_scale(self) -> Tensor:
@@ -71,7 +78,11 @@ class AxisMap:
         index, scale, noise = self.index[at], self.gathered_scale[at], self.noise[at]
         copies = None if self.copies is None else self.copies[at]
         is_plain = torch.equal(index, torch.arange(self.source)) and not self.extra
-        is_scaled = self.sums is None and not bool((scale == 1).all())
+        is_free = self.group(where) > 0
+        if is_free:
+            # s/n (1 +- n) is about +-s
+            scale, noise = scale / RANDOM_SIGN, torch.full_like(noise, RANDOM_SIGN)
+        is_scaled = (self.sums is None or is_free) and not bool((scale == 1).all())
         return {
             "index": None if is_plain else index,
             "scale": scale if is_scaled else None,
@@ -79,27 +90,36 @@ class AxisMap:
             "copies": None if copies is None or bool((copies[:, 1] == 1).all()) else copies,
         }
 
+    def group(self, where: range) -> int:
+        """0 for copies. Free entries with one source entry have the same signs in one group only.
+
+        Args:
+            where: as `blocks` yields it.
+        """
+        beyond = where.start - (len(self.index) - self.free)
+        return 0 if beyond < 0 or not self.free else 1 + beyond // self.source
+
     def sums_of(self, where: range) -> tuple[Tensor, Tensor] | None:
         """`sums` of some target entries; None if every share is 1."""
-        if self.sums is None:
+        if self.sums is None or self.group(where):
             return None
         upto, before = (x[where.start : where.stop] for x in self.sums)
         return (upto, before) if bool((upto - before != 1).any()) else None
 
     def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
-        """Split the target entries of a slice into copies and extra entries.
+        """Split the target entries of a slice into copies, groups of free entries and extra ones.
 
         Yields:
             A range of target entries, and True if they are extra entries.
         """
         start, stop, _ = part.indices(len(self.index))
-        first_extra = len(self.index) - self.extra
-        for a, b, is_extra in (
-            (start, min(stop, first_extra), False),
-            (max(start, first_extra), stop, True),
-        ):
+        end = len(self.index)
+        first_extra = end - self.extra
+        starts = [0, *range(end - self.free, end, self.source), first_extra, end]
+        for first, last in pairwise(starts):
+            a, b = max(start, first), min(stop, last)
             if a < b:
-                yield range(a, b), is_extra
+                yield range(a, b), a >= first_extra
 
 
 def axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
@@ -122,9 +142,11 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         scale = torch.ones(size, dtype=torch.float64)
         return AxisMap(index, scale, torch.zeros_like(scale), total, extra=size - total)
     is_routed = role == "read" and plan.options.symmetry == "routing"
-    pieces, offset, extra = [], 0, 0
+    pieces, offset, extra, free = [], 0, 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
+        if role == "read" and space.free_extra and plan.options.symmetry != "none":
+            free = int(space.is_extra.sum())
         index = space.write_index if role == "write" else space.read_index
         scale = space.write if role == "write" else space.read
         from_next = from_next_layer(plan, task, role, name)
@@ -148,7 +170,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
     is_split = role == "read" and plan.options.symmetry == "split"
     sums = partial_sums(joined, scales, is_copy) if is_split else None
     routed = copies if is_routed else None
-    return AxisMap(joined, scales, noises, total, extra, sums, routed)
+    return AxisMap(joined, scales, noises, total, extra, sums, routed, free)
 
 
 def _scaled_axis(task: Task) -> str:
@@ -184,9 +206,14 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     return AxisMap(joined, scales, torch.zeros_like(scales), total)
 
 
-def noise_seed(plan: Blueprint, task: Task) -> int:
-    """The seed of a weight's noise or routing, for `growkern.expand`."""
-    return maps.generator(plan.options.seed, "noise", task.name).initial_seed()
+def noise_seed(plan: Blueprint, task: Task, group: int = 0) -> int:
+    """The seed of a weight's noise or routing, for `growkern.expand`.
+
+    Args:
+        group: of `AxisMap.group`.
+    """
+    key = ("noise", task.name, group) if group else ("noise", task.name)
+    return maps.generator(plan.options.seed, *key).initial_seed()
 
 
 def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:

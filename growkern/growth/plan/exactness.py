@@ -71,10 +71,12 @@ def _width(plan: Blueprint) -> list[Finding]:
                 asked=True,
             )
         ]
-    if layout.is_even:
+    if layout.is_even and not layout.is_extended:
         return [Finding("exact", what, f"every coordinate has {new // old} copies")]
     if not norm.centres:
-        return [Finding("exact", what, "copies are scaled so that the mean square stays the same")]
+        how = "old coordinates" if layout.is_extended else "copies"
+        why = f"{how} are scaled so that the mean square stays the same"
+        return [Finding("exact", what, f"new coordinates are 0, {why}" if layout.is_extended else why)]
     if norm.placement == "pre" and not layout.family.carries:
         why = "extra coordinates keep the mean, a scale keeps the variance"
         return [Finding("exact", what, why)]

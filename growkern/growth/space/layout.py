@@ -97,8 +97,19 @@ class Layout:
 
     @property
     def is_extended(self) -> bool:
-        """True if the stream gets extra coordinates: a norm that centres, at an uneven width."""
-        return self.family.norm.centres and not self.is_even and self.options.scheme == "exact"
+        """True if the stream gets extra coordinates.
+
+        The option asks for them, and so does a norm that centres at an uneven width.
+        """
+        if self.options.scheme == "paper":
+            return False
+        return self.is_padded or (self.family.norm.centres and not self.is_even)
+
+    @property
+    def is_padded(self) -> bool:
+        """True if the stream has every entry of the source once, and extra coordinates."""
+        source, target = self.stream_sizes
+        return self.options.stream == "padded" and source != target
 
     @property
     def is_carried(self) -> bool:
@@ -171,7 +182,8 @@ class Layout:
     def _stream(self, spec: SpaceSpec, _layer: Layer) -> Space:
         source, target = self.stream_sizes
         if self.is_extended:
-            return extended(source, target)
+            count = 1 if self.is_padded else target // source
+            return extended(source, target, count, keeps_mean=self.family.norm.centres)
         # one map for the whole model, as every layer adds to the same residual stream
         index = self._index(spec, None, source, target)
         split = self._split(spec.name, None, index)

@@ -22,8 +22,8 @@ The norm adds eps to the variance. Only with kappa = 1 is (3) exact for the same
     copies    a = 1, read 1/C, C the number of copies. This is the paper's function-preserving
               expansion. It is exact under a norm if every coordinate has the same C.
     weighted  a = sqrt(n_t / (n_s C)). The mean square stays the same for any C, as RMSNorm needs.
-    extended  whole copies, then extra coordinates that carry the mean. LayerNorm must see the same
-              mean, and through a = sqrt(n_t / (C n_s)) it sees the same variance.
+    extended  whole copies, then extra coordinates: 0 under RMSNorm, the mean under LayerNorm, which
+              must see the same mean. a = sqrt(n_t / (C n_s)) keeps the mean square, and the variance.
 
 `lineage.json` stores these vectors and `growth.record.fold` inverts them: keep both in step.
 """
@@ -139,9 +139,6 @@ class Space:
         weight = (count - 1 - 2 * rank) / (count - 1).clamp(min=1)
         result = torch.zeros(self.target, dtype=torch.float64)
         result[copy] = amount * weight
-        if self.free_extra:
-            # extra coordinates hold 0 here, so noise on their readers changes no output
-            result[self.is_extra] = amount
         return result if bool(result.any()) else None
 
 
@@ -178,20 +175,27 @@ def carry_signs(extra: int) -> list[float]:
     return signs
 
 
-def extended(source: int, target: int) -> Space:
-    """floor(n_t / n_s) whole copies, then extra coordinates, scaled to keep the variance."""
-    count, extra = divmod(target, source)
+def extended(source: int, target: int, count: int, *, keeps_mean: bool) -> Space:
+    """Whole copies, then extra coordinates, scaled to keep the mean square or the variance.
+
+    Args:
+        source, target: sizes of the space.
+        count: of the copies.
+        keeps_mean: the extra coordinates carry the mean of the others; else they are 0.
+    """
+    extra = target - count * source
     scale = math.sqrt(target / (count * source))
     index = maps.cyclic(source, target)
     is_extra = torch.arange(target) >= count * source
-    signs = carry_signs(extra)
+    signs = carry_signs(extra) if keeps_mean else [0.0] * extra
     distinct = tuple(sorted(set(signs)))
     write_index = index.clone()
     write_index[is_extra] = source + torch.tensor([distinct.index(s) for s in signs])
     read = torch.full((target,), 1 / (count * scale), dtype=torch.float64)
-    read[is_extra] = 0.0
+    if keeps_mean:
+        read[is_extra] = 0.0
     write = torch.full((target,), scale, dtype=torch.float64)
-    return Space(source, write_index, write, index, read, distinct)
+    return Space(source, write_index, write, index, read, distinct, free_extra=not keeps_mean)
 
 
 def normed(stream: Space, split: Tensor | None = None) -> Space:

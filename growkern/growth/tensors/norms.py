@@ -104,7 +104,7 @@ def _extra(
     scale = torch.zeros(entering.target, dtype=torch.float64)
     is_appended = torch.zeros(entering.target, dtype=torch.bool)
     appended = torch.ones(1, dtype=torch.float64)
-    if task.tensor.row.extra == "free":
+    if task.tensor.row.extra == "free" or not layout.family.norm.centres:
         # the centred input is 0 here, so any weight is exact; take the copies' mean, since a
         # weight of 0 would block the gradient
         copies = (entering.kappa * leaving.write / entering.write)[~extra]

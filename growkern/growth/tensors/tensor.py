@@ -113,11 +113,11 @@ def _build_weight(
         axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
-    seed = noise_seed(plan, task)
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
         rows, cols = (*maps_of_block, {})[:2]
+        group = max(m.group(where) for m, (where, _) in zip(axes, block, strict=True))
         # noise and routing depend on the place in the whole tensor: parts have the same bits
         offsets = [where.start for where, _ in block] + [0]
         gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
@@ -136,7 +136,7 @@ def _build_weight(
             col_noise=cols.get("noise"),
             routing=_routing(plan, rows, cols),
             upper=upper,
-            seed=seed,
+            seed=noise_seed(plan, task, group),
             offsets=(offsets[0], offsets[1]),
             out=place,
         )
