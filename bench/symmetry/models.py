@@ -15,7 +15,7 @@ import growkern
 from bench.symmetry.text import LENGTH, MASK
 
 HEAD_DIM = 16
-AKI, HALF = "aki-", "half-"
+AKI, HALF, PADDED = "aki-", "half-", "padded-"
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
     how: dict[str, Any] = {"seed": seed, **model.target()}
     if symmetry.startswith(AKI):
         symmetry, how["method"] = symmetry.removeprefix(AKI), "aki"
+    if symmetry.startswith(PADDED):
+        symmetry, how["stream"] = symmetry.removeprefix(PADDED), "padded"
     if symmetry in ("noise", "routing"):
         how[symmetry] = amplitude
     return growkern.grow(source, symmetry=symmetry, **how).train()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.shared.symmetry_tables import END_RATE, LONG, LONGER, WARMUP
-from bench.symmetry.models import AKI, HALF, Model
+from bench.symmetry.models import AKI, HALF, PADDED, Model
 from bench.symmetry.runs import Run
 
 SEEDS = (11, 12, 13)
@@ -28,6 +28,7 @@ THIRD: tuple[Variant, ...] = (
     ("noise", 1.0),
 )
 NEXT_LAYER: tuple[Variant, ...] = tuple((AKI + symmetry, a) for symmetry, a in FIRST[:2])
+PADDED_STREAM: tuple[Variant, ...] = ((PADDED + "routing", 1.0),)
 HALF_ROUTED: tuple[Variant, ...] = ((HALF + "routing", 1.0),)
 LONG_WARMUP, NO_WARMUP = 4 * WARMUP, 1
 
@@ -138,6 +139,8 @@ def _blocks() -> Iterator[Block]:
     yield Block(SMALL[:1], THIRD, both, SEEDS[:1])
     # without a warm-up
     yield Block(SMALL, (CONTINUED, FIRST[1]), (*both, *moments), SEEDS[:1], END_RATE, NO_WARMUP)
+    # a stream of old entries and empty ones, in place of copies
+    yield Block((*SMALL, MASKED[0], *LARGE), PADDED_STREAM, both, SEEDS[:1], END_RATE)
     # one thing at a time for the other families, and the larger models at the lower rate
     others = (SMALL[1], MASKED[0])
     yield Block(others, (*SECOND, *THIRD, *HALF_ROUTED, *NEXT_LAYER), both, SEEDS[:1], END_RATE)

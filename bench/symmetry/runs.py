@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import growkern
 from bench.shared.results import git_facts, machine
 from bench.shared.symmetry_tables import END_RATE, LONG, WARMUP
-from bench.symmetry.models import AKI, Model, distances, grown
+from bench.symmetry.models import AKI, PADDED, Model, distances, grown
 from bench.symmetry.text import facts, training_batches, validation_batches
 from growkern.growth.optimizer.adamw import decay_groups
 from growkern.whole import write_whole
@@ -191,7 +191,7 @@ def carried_out(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str,
         if step != run.steps and (step not in EVALUATED or run.steps < LONG):
             return
         losses[str(step)] = validation_loss(model, masked)
-        if run.symmetry != "continued" and not run.symmetry.startswith(AKI):
+        if run.symmetry != "continued" and not run.symmetry.startswith((AKI, PADDED)):
             apart[str(step)] = distances(model, run.model.times, probe)
         if not math.isfinite(losses[str(step)]):
             raise FloatingPointError(f"{run}: loss {losses[str(step)]} at step {step}")
