@@ -50,7 +50,7 @@ class Table:
 
 COMPARED = (
     *("scratch", "direct_copy", "stackbert", "mslt", "fpi", "aki"),
-    *("aki_two_stage", "aki_two_stage_ki", "fpi_two_stage"),
+    *("aki_two_stage", "aki_two_stage_ki", "fpi_two_stage", "fpi_padded"),
 )
 
 

@@ -308,6 +308,7 @@ SYSTEMS = {
     "fpi_none": System("FPI, equal copies", _grown("fpi", symmetry="none")),
     "fpi_noise": System("FPI, noise 0.5", _grown("fpi", symmetry="noise")),
     "fpi_split": System("FPI, unequal shares", _grown("fpi", symmetry="split")),
+    # a stream of old entries and empty ones, in place of copies
     "fpi_padded": System("FPI, padded stream", _grown("fpi", stream="padded")),
     "fpi_padded_adamw": System(
         "FPI, padded stream, AdamW", _with_adamw(_grown("fpi", stream="padded"))
