@@ -84,6 +84,11 @@ class Family:
         """True where the table says which norms carry the mean past themselves."""
         return any(row.extra == "carry" for rows in self.parts.values() for row in rows)
 
+    @property
+    def pads_exactly(self) -> bool:
+        """True where a stream with empty entries computes the same: no norm outputs a mean."""
+        return not self.norm.centres or (self.norm.placement == "pre" and not self.carries)
+
     # ---- classes
 
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:

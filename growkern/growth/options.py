@@ -21,7 +21,7 @@ Method = Literal["fpi", "aki", "direct_copy", "random"]
 Depth = Literal["auto", "identity", "stack", "interleave"]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
-Stream = Literal["copies", "padded"]
+Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
 
@@ -47,10 +47,12 @@ class GrowthOptions:
             the source's weight: with `routing` and `split` always, with `noise` if their number is
             a power of two.
         stream: how the hidden size grows. `copies` repeats the entries of hidden states. `padded`
-            keeps each once, and adds entries that hold nothing: 0 under RMSNorm, the mean of the
+            keeps each once and adds entries that hold nothing: 0 under RMSNorm, the mean of the
             others under LayerNorm. Weights that read them are copies with random signs. AdamW
-            gives every entry a step of its own size, so new entries learn at once. Copies first
-            move together, as what they have in common dominates their gradients.
+            gives every weight a step of its own size, so new entries learn at once. Copies first
+            move together, as what they have in common dominates their gradients. `auto` is
+            `padded` where that is exact: with RMSNorm, and with LayerNorm before blocks. Behind
+            blocks (BERT), and with scheme="paper", it is `copies`.
         noise: largest size of the noise, relative to each weight. Every copy's share is
             (1 +- noise) times its equal share. A hash draws the sign for every weight.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
@@ -74,7 +76,7 @@ class GrowthOptions:
     depth: Depth = "auto"
     scheme: Scheme = "exact"
     symmetry: Symmetry = "auto"
-    stream: Stream = "copies"
+    stream: Stream = "auto"
     noise: float = 0.5
     routing: float = 1.0
     aki: Aki = "unit"
@@ -101,6 +103,9 @@ class GrowthOptions:
                     f"{name}={getattr(self, name):g} has no effect with "
                     f"symmetry={self.symmetry!r}: give symmetry={name!r} as well"
                 )
+        if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
+            other = 'scheme="paper"' if self.scheme == "paper" else f"method={self.method!r}"
+            raise GrowthError(f"stream='padded' has no effect with {other}: leave it out")
         if not 0 < self.identity_gain <= 1:
             raise GrowthError(f"identity_gain={self.identity_gain:g} must be above 0 and at most 1")
 

@@ -74,9 +74,9 @@ def _width(plan: Blueprint) -> list[Finding]:
     if layout.is_even and not layout.is_extended:
         return [Finding("exact", what, f"every coordinate has {new // old} copies")]
     if not norm.centres:
-        how = "old coordinates" if layout.is_extended else "copies"
-        why = f"{how} are scaled so that the mean square stays the same"
-        return [Finding("exact", what, f"new coordinates are 0, {why}" if layout.is_extended else why)]
+        scaled = "new coordinates are 0, old ones" if layout.is_padded else "copies"
+        why = f"{scaled} are scaled so that the mean square stays the same"
+        return [Finding("exact", what, why)]
     if norm.placement == "pre" and not layout.family.carries:
         why = "extra coordinates keep the mean, a scale keeps the variance"
         return [Finding("exact", what, why)]

@@ -7,7 +7,7 @@ Making a plan reads configs and file headers, no weights. The same plan is then 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -191,25 +191,27 @@ def plan(
     place = located(source, revision, weights=False)
     opened = open_source(place, allow_nonfinite=allow_nonfinite)
     made = plan_growth(opened, options, dims, target_config, dtype)
-    refuse_idle_carry(made)
+    refuse_idle_options(made)
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)
     return made
 
 
-def refuse_idle_carry(plan: GrowthPlan) -> None:
-    """Refuse a `carry` that changes nothing, as `GrowthOptions` does with `noise` and `routing`.
+def refuse_idle_options(plan: GrowthPlan) -> None:
+    """Refuse options that change nothing, as `GrowthOptions` does with `noise` and `routing`.
 
     Records of such growths exist, so only calls of users are checked.
 
     Raises:
-        GrowthError: it has no effect at these sizes, or in this family.
+        GrowthError: one has no effect at these sizes, or in this family.
     """
     if plan.options.carry != GrowthOptions.carry and not plan.layout.uses_carry:
         raise GrowthError(
             f"carry={plan.options.carry:g} has no effect in this growth: it is for models "
-            "with LayerNorm at a hidden size that is no multiple of the source's: leave it out"
+            "with LayerNorm whose stream gets extra coordinates: leave it out"
         )
+    if plan.options.stream == "padded" and not plan.layout.is_padded:
+        raise GrowthError("stream='padded' has no effect: the hidden size stays. Leave it out")
 
 
 def plan_growth(
@@ -248,6 +250,16 @@ def plan_growth(
     return made
 
 
+def with_stream(options: GrowthOptions, small: ModelSpec, large: ModelSpec) -> GrowthOptions:
+    """The options with the meaning of stream="auto" in a growth."""
+    if options.stream != "auto":
+        return options
+    grows = small.size("stream") != large.size("stream")
+    is_exact = options.scheme == "exact" and not options.is_baseline
+    is_padded = grows and is_exact and small.family.pads_exactly
+    return replace(options, stream="padded" if is_padded else "copies")
+
+
 def _plan_for(
     opened: Source, options: GrowthOptions, large: ModelSpec, dtype: torch.dtype
 ) -> GrowthPlan:
@@ -258,6 +270,7 @@ def _plan_for(
         GrowthError: the source cannot grow to this target for other reasons.
     """
     small, family = opened.spec, opened.spec.family
+    options = with_stream(options, small, large)
     pick = maps.stack if options.depth == "stack" else maps.interleave
     layer_maps = {
         stack: tuple(pick(small.size(key), large.size(key))) for stack, key in family.stacks.items()

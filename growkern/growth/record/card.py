@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
 from growkern.growth.source.hub import ID, hub_model
 from growkern.units import human
@@ -53,7 +53,9 @@ def _choices(plan: GrowthPlan) -> dict[str, Any]:
     found: dict[str, Any] = {
         field: new for field, (old, new) in plan.size_changes().items() if old != new
     }
-    default = GrowthOptions(scheme=plan.options.scheme)
+    asked = replace(plan.options, stream="auto")
+    stream = with_stream(asked, plan.small, plan.large).stream
+    default = GrowthOptions(scheme=plan.options.scheme, stream=stream)
     for name in (field.name for field in fields(GrowthOptions)):
         value = getattr(plan.options, name)
         if value != getattr(default, name):

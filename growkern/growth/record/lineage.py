@@ -250,7 +250,8 @@ def read_lineage(path: Path) -> Lineage:
             file,
             data,
             {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
-            _typed(GrowthOptions, data["options"]),
+            # older records have no `stream`: all had copies
+            _typed(GrowthOptions, {"stream": "copies", **data["options"]}),
             _typed(Settings, data["settings"]),
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],

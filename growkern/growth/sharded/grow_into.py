@@ -28,7 +28,7 @@ from growkern.growth.plan.growth_plan import (
     GrowthPlan,
     GrowthReport,
     plan_growth,
-    refuse_idle_carry,
+    refuse_idle_options,
 )
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
@@ -99,7 +99,7 @@ def grow_into(
     refuse_unreadable(opened)
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
-    refuse_idle_carry(grown)
+    refuse_idle_options(grown)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
     materialise(model, device or device_of(parameters))

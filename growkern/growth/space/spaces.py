@@ -23,7 +23,7 @@ The norm adds eps to the variance. Only with kappa = 1 is (3) exact for the same
               expansion. It is exact under a norm if every coordinate has the same C.
     weighted  a = sqrt(n_t / (n_s C)). The mean square stays the same for any C, as RMSNorm needs.
     extended  whole copies, then extra coordinates: 0 under RMSNorm, the mean under LayerNorm, which
-              must see the same mean. a = sqrt(n_t / (C n_s)) keeps the mean square, and the variance.
+              must see the same mean. a = sqrt(n_t / (C n_s)) keeps mean square and variance.
 
 `lineage.json` stores these vectors and `growth.record.fold` inverts them: keep both in step.
 """
