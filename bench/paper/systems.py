@@ -191,13 +191,14 @@ def _scratch(job: Job, source: str) -> dict[str, Any]:
     return {"model": _untrained(job)}
 
 
-def _grown(method: str, depth: str = "stack", **how: Any) -> Sections:
+def _grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any) -> Sections:
     def sections(job: Job, source: str) -> dict[str, Any]:
         growth = GrowthStep(
             source=source,
             sizes=job.setting.target_sizes(),
             method=method,
             depth=depth,
+            stream=stream,
             seed=job.seed,
             **how,
         )

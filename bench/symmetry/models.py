@@ -82,7 +82,8 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
     Args:
         symmetry: "none", "noise", "split" or "routing"; with "aki-" before it, new heads and units
             come from the next layer; with "half-" before it, a random half of the connections is
-            divided equally among the copies instead.
+            divided equally among the copies instead; with "padded-" before it, the stream has
+            empty entries in place of copies.
         amplitude: of noise or routing.
         seed: of noise, shares and routing.
     """
@@ -90,7 +91,7 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
         other = symmetry.removeprefix(HALF)
         large = grown(source, model, other, amplitude, seed)
         return _mixed(large, grown(source, model, "none", 0.0, seed), model.times, seed)
-    how: dict[str, Any] = {"seed": seed, **model.target()}
+    how: dict[str, Any] = {"seed": seed, "stream": "copies", **model.target()}
     if symmetry.startswith(AKI):
         symmetry, how["method"] = symmetry.removeprefix(AKI), "aki"
     if symmetry.startswith(PADDED):

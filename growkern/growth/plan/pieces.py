@@ -126,4 +126,5 @@ def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:
 def _summed_bytes(plan: Blueprint) -> int:
     """Bytes of a summed block: bfloat16 and its float64 copy, which is 4 times as large."""
     old, new = plan.layout.sizes("vocab")
-    return 5 * SUMMED_BYTES if plan.layout.is_extended or new > old else 0
+    sums_stream = plan.layout.is_extended and plan.layout.family.norm.centres
+    return 5 * SUMMED_BYTES if sums_stream or new > old else 0

@@ -246,12 +246,13 @@ def read_lineage(path: Path) -> Lineage:
         for name in TABLES:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
+        # records that are older than this option are of copies
+        data["options"] = {"stream": "copies", **data["options"]}
         return Lineage(
             file,
             data,
             {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
-            # older records have no `stream`: all had copies
-            _typed(GrowthOptions, {"stream": "copies", **data["options"]}),
+            _typed(GrowthOptions, data["options"]),
             _typed(Settings, data["settings"]),
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
