@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from bench.paper import __main__ as command
-from bench.paper import runs
+from bench.paper import plans, runs
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import (
@@ -58,8 +58,8 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     first = capsys.readouterr().out
     file = tmp_path / "runs" / "rows.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    # two rates each and three lengths, and a source for both seeds
-    assert len(rows) == 5 * len(systems) + 2
+    # a rate each and three lengths, and a source for both seeds
+    assert len(rows) == 4 * len(systems) + 2
     # of the sources alone, whose moments some systems take over
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
     assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
@@ -111,6 +111,7 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
     call = ["paper", "table2", "--size", "micro", "--seeds", "1", "--text", text]
     call += ["--dir", str(tmp_path / "runs"), "--workers", "1", "--systems", "scratch", "fpi"]
     monkeypatch.setattr("sys.argv", call)
+    monkeypatch.setattr(plans, "PARTS", (1.0,))
     command.main()
     out = capsys.readouterr().out
     file = tmp_path / "runs" / runs.ACCURACIES
@@ -285,6 +286,7 @@ def test_a_table_has_a_line_for_each_setting():
     ],
 )
 def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plans, "PARTS", (1.0,))
     call = ["paper", name, "--size", "micro", "--seeds", "1", "--text", text, "--domain", text]
     call += ["--dir", str(tmp_path), "--systems", *systems]
     monkeypatch.setattr("sys.argv", call)

@@ -45,16 +45,17 @@ def growth_clip_norm_(
     """Clip the gradients of a grown model by a norm in which all copies of an entry count as one.
 
     It replaces `torch.nn.utils.clip_grad_norm_`, to continue training as the source would have.
-    With symmetry="none" and even widths the norm is exactly the source's. Together with
+    With symmetry="none", stream="copies" and even widths the norm is exactly the source's. Together with
     `growkern.GrowthAdamW`, clipped steps then commute with growth, wherever `moment_findings` says
-    "exact". Other symmetries give the copies different gradients, and the norm counts the
-    differences too. Right after growth to 2 or 3 times the width, it was this many times the
+    "exact". Other symmetries give the copies different gradients, and new entries of a
+    padded stream have gradients of their own. The norm counts all of these. Right after growth to 2 or 3 times the width, it was this many times the
     source's norm in small random GPT-2, Llama and BERT models:
 
-        symmetry="noise"             1.01 to 1.03
-        symmetry="routing"           1.2 to 1.5 with 2 copies, 1.2 to 1.8 with 3
-        symmetry="split"             1.7 to 2.9
-        "none", uneven LayerNorm     1.07
+        symmetry      stream="copies"                      stream="padded"
+        "none"        1; at an uneven LayerNorm 1.07       1.1 to 1.6
+        "noise"       1.01 to 1.03                         1.1 to 1.4
+        "routing"     1.2 to 1.5 with 2 copies, else 1.8   1.2 to 1.8
+        "split"       1.7 to 2.9                           1.4 to 2.6
 
     Entries without a source, such as those of new layers, count with the mean weight of the others.
 

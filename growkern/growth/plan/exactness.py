@@ -332,23 +332,25 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     That is so if its copies add up to the source times a factor that is not a power of two, or if
     some of its rows are computed as sums.
     """
+    centres = plan.layout.family.norm.centres
     if not task.tensor.norm:
         axes = zip(task.tensor.axes, task.shape, strict=True)
         maps = [axis_map(plan, task, axis, size) for axis, size in axes]
-        # rows of new tokens are sums too, but no old output depends on them
-        sums = any(m.extra for m, axis in zip(maps, task.tensor.axes, strict=True) if ":" in axis)
-        return sums or any(
+        # rows of new tokens are sums too, but no old output depends on them. Without a mean the
+        # extra coordinates are 0
+        computed = zip(maps, task.tensor.axes, strict=True) if centres else ()
+        return any(m.extra for m, axis in computed if ":" in axis) or any(
             _is_any_rounded(m.index, m.gathered_scale, m.sums is not None) for m in maps
         )
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
-    if bool(entering.is_extra.any()):
+    if centres and bool(entering.is_extra.any()):
         return True
     # the other norms around inserted blocks have gains too, but where the last one's is 1, it
     # takes them out again
     gain = leaving.write * affine_gain(plan, task)
-    read = torch.ones_like(gain, dtype=torch.bool)
+    read = ~entering.is_extra
     if not task.tensor.is_bias:
-        read = entering.write != 0
+        read &= entering.write != 0
         gain = entering.kappa * gain / entering.write
     if plan.layout.family.norm.offset(task.tensor.is_bias):
         # the stored weight is gain (1 + weight) - 1

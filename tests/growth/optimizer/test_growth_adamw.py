@@ -6,14 +6,14 @@ import torch
 import growkern
 from growkern.train.loop.callbacks import create_optimizer_state
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
-from tests.growth.optimizer.test_optimizer import GROUPS, TIED, UNTIED, train
+from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, train
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3}
 
-UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 10}
+UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 10, **COPIED}
 CASES = [
-    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24}),
-    ("GPT2LMHeadModel", GPT2, UNTIED, {"n_embd": 36, "n_inner": 50}),
+    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, **COPIED}),
+    ("GPT2LMHeadModel", GPT2, UNTIED, {"n_embd": 36, "n_inner": 50, **COPIED}),
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "intermediate_size": 33}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
     ("LlamaForCausalLM", LLAMA, UNTIED, {**GROUPS, "intermediate_size": 33}),
@@ -28,7 +28,7 @@ def groups(model):
 
 def grown(source, optimizer, how, **options):
     """The grown model and its optimizer, with the source's state."""
-    target = growkern.grow(source, symmetry="none", **how)
+    target = growkern.grow(source, symmetry="none", **{**COPIED, **how})
     plan = target.growth_plan
     new = growkern.GrowthAdamW(groups(target), plan, **{**OPTIONS, **options})
     if optimizer is not None:
@@ -76,12 +76,12 @@ def test_norms_that_multiply_by_1_plus_weight_decay_in_step(class_name, how):
     decay = {**OPTIONS, "weight_decay": 0.1}
     optimizer = torch.optim.AdamW(source.named_parameters(), **decay)
     train(source, optimizer, range(5))
-    target = growkern.grow(source, symmetry="none", **how)
+    target = growkern.grow(source, symmetry="none", **{**COPIED, **how})
     new = growkern.GrowthAdamW(target.named_parameters(), target.growth_plan, **decay)
     new.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan))
     train(source, optimizer, range(5, 10))
     train(target, new, range(5, 10))
-    again = dict(growkern.grow(source, symmetry="none", **how).named_parameters())
+    again = dict(growkern.grow(source, symmetry="none", **{**COPIED, **how}).named_parameters())
     norms = [(n, p) for n, p in target.named_parameters() if "norm" in n]
     assert len(norms) == 2 * (4 + 2 * ("3" in class_name)) + 1
     for name, p in norms:

@@ -13,7 +13,7 @@ import growkern
 from growkern.growth.optimizer.moments import MUON_RULES
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.optimizer.test_growth_adamw import largest_difference
-from tests.growth.optimizer.test_optimizer import GROUPS, TIED, UNTIED, loss_of
+from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, loss_of
 
 MUON = {"lr": 1e-2, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
@@ -77,7 +77,7 @@ def source_after_five_steps(case, rule):
     source = random_model(class_name, sizes, std=0.2, **config)
     optimizers = both(source, rule)
     train(source, optimizers, range(5), clip_source)
-    return source, optimizers, growkern.grow(source, symmetry="none", **how)
+    return source, optimizers, growkern.grow(source, symmetry="none", **{**COPIED, **how})
 
 
 @pytest.mark.parametrize("rule", RULES)

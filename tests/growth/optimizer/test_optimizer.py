@@ -19,15 +19,17 @@ from tests.growth.plan.test_families import CASES as FAMILIES
 from tests.growth.plan.test_families import HEAD_DIM, PYTHIA, ROTARY
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
-GROUPS = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
+# new entries of a padded stream learn from the first step on, which the source's do not
+COPIED = {"stream": "copies"}
+UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5, **COPIED}
+GROUPS = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4, **COPIED}
 # 3 heads of 8 become 3 of 16
 LARGER = {"hidden_size": 48, "num_attention_heads": 3}
 
 EXACT = [
-    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24}),
-    ("GPT2LMHeadModel", GPT2, UNTIED, {"n_embd": 36, "n_inner": 50}),
-    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, "n_layer": 3, "depth": "identity"}),
+    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, **COPIED}),
+    ("GPT2LMHeadModel", GPT2, UNTIED, {"n_embd": 36, "n_inner": 50, **COPIED}),
+    ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, "n_layer": 3, **COPIED}),
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
     ("LlamaForCausalLM", LLAMA, UNTIED, {**GROUPS, "intermediate_size": 33}),

@@ -198,7 +198,11 @@ def test_powers_of_two_round_no_bfloat16(model_type, symmetry, tmp_path):
     """
     # norms of 1 + weight cannot be halved without rounding, which a tied head asks for
     tied = {"tie_word_embeddings": False} if "gemma" in model_type else {}
-    how = {load_family(model_type).config_field("stream"): 48, "symmetry": symmetry}
+    family = load_family(model_type)
+    how = {family.config_field("stream"): 48, "symmetry": symmetry}
+    if family.norm.centres or family.norm.plus_one:
+        # a padded stream has means, which are rounded, and norms of half the weight
+        how["stream"] = "copies"
     error, exact = error_of_bfloat16(tmp_path, model_type, how, **tied)
     assert exact and error <= EXACT
 
@@ -228,7 +232,7 @@ def test_float16_has_numbers_too_small_to_halve(symmetry):
     for parameter in source.parameters():
         parameter.data *= 1e-3
     source = source.half()
-    grown = growkern.grow(source, n_embd=48, symmetry=symmetry)
+    grown = growkern.grow(source, n_embd=48, symmetry=symmetry, stream="copies")
     is_exact = relative_error(source.double(), grown.double()) <= EXACT
     assert is_exact == grown.growth_plan.exact == (symmetry in ("routing", "split"))
 

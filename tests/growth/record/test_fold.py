@@ -22,17 +22,19 @@ CASES = [
     ("BertForMaskedLM", BERT, {"hidden_size": 24, **DEEP}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24, "num_hidden_layers": 5}),
     ("BertModel", BERT, {"hidden_size": 48, "num_hidden_layers": 5, "depth": "interleave"}),
-    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "vocab_size": 64}),
-    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "maps": "balanced", "head_dim": 16}),
-    ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, {"hidden_size": 24}),
-    ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "method": "aki", "num_hidden_layers": 3}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "vocab_size": 64, "stream": "copies"}),
+    # the root of four is a power of two
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 48}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 48, "maps": "balanced", "head_dim": 16}),
+    ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, {"hidden_size": 48}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 48, "method": "aki", "num_hidden_layers": 3}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24, "method": "aki", "aki": "eq16"}),
-    ("Olmo2ForCausalLM", FAMILIES["olmo2"][1], {"hidden_size": 24, "method": "aki"}),
+    ("Olmo2ForCausalLM", FAMILIES["olmo2"][1], {"hidden_size": 48, "method": "aki"}),
     ("BertForMaskedLM", BERT, {"hidden_size": 36, "method": "direct_copy", **DEEP}),
     ("BertForMaskedLM", BERT, {"hidden_size": 36, "symmetry": "split"}),
-    ("LlamaForCausalLM", LLAMA, {"hidden_size": 36, "symmetry": "split"}),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 36, "symmetry": "split", "stream": "copies"}),
     ("BertForMaskedLM", BERT, {"hidden_size": 36, "symmetry": "routing", **DEEP}),
-    ("GPT2LMHeadModel", GPT2, {"n_embd": 60, "symmetry": "routing", "routing": 1.5}),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 60, "routing": 1.5, "stream": "copies"}),
 ]
 
 
@@ -193,7 +195,7 @@ def test_of_layers_that_stand_there_twice_the_first_counts(tmp_path):
 
 
 def test_shards_dtype_and_tokenizer(tmp_path):
-    source = grown(tmp_path, "LlamaForCausalLM", LLAMA, {"hidden_size": 24})
+    source = grown(tmp_path, "LlamaForCausalLM", LLAMA, {"hidden_size": 48})
     (tmp_path / "large" / "tokenizer.json").write_text("{}")
     fold(tmp_path, max_shard_size="4kB", dtype=torch.float32)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
@@ -206,7 +208,7 @@ def test_shards_dtype_and_tokenizer(tmp_path):
 
 
 def test_a_trainers_checkpoint_is_folded_with_the_lineage_of_the_growth(tmp_path):
-    source = grown(tmp_path, "LlamaForCausalLM", LLAMA, {"hidden_size": 24}, torch.float32)
+    source = grown(tmp_path, "LlamaForCausalLM", LLAMA, {"hidden_size": 48}, torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "large")
     model.save_pretrained(tmp_path / "trained")
     with pytest.raises(growkern.GrowthError, match=r"trained: no lineage\.json"):

@@ -52,7 +52,7 @@ def summed(value, dim, index, size):
 @pytest.mark.parametrize("class_name, sizes, growth", GROWTHS, ids=IDS)
 def test_a_grown_model_folds_back_bit_for_bit(class_name, sizes, growth, dtype, amplitude):
     source = random_model(class_name, sizes, dtype=dtype)
-    grown = plan(source, symmetry="routing", routing=amplitude, seed=5, **growth)
+    grown = plan(source, routing=amplitude, seed=5, stream="copies", **growth)
     read, heads = 0, 0
     for task in grown.tasks:
         value, truth = build_tensor(grown, task), source.get_parameter(task.source).double()
@@ -78,7 +78,7 @@ def test_a_grown_model_folds_back_bit_for_bit(class_name, sizes, growth, dtype, 
 @pytest.mark.parametrize("class_name, sizes, growth", GROWTHS[:3], ids=IDS[:3])
 def test_with_amplitude_1_a_copy_has_all_or_nothing(class_name, sizes, growth):
     source = random_model(class_name, sizes, dtype=torch.bfloat16)
-    grown = plan(source, symmetry="routing", **growth)
+    grown = plan(source, stream="copies", **growth)
     shares = 0
     for task in grown.tasks:
         maps = maps_of(grown, task)
@@ -102,8 +102,8 @@ def test_with_amplitude_1_a_copy_has_all_or_nothing(class_name, sizes, growth):
 def test_backends_and_parts_agree_to_the_bit(class_name, sizes, growth, dtype):
     source = random_model(class_name, sizes, dtype=dtype)
     backends = ["cpu"] + ["triton"] * HAS_TRITON
-    for amplitude in (1.0, 2.0):
-        grown = plan(source, symmetry="routing", routing=amplitude, **growth)
+    for amplitude, stream in ((1.0, "auto"), (1.0, "copies"), (2.0, "copies")):
+        grown = plan(source, routing=amplitude, stream=stream, **growth)
         for task in grown.tasks:
             whole = build_tensor(grown, task, backend="reference")
             for backend in backends:
@@ -117,7 +117,7 @@ def test_backends_and_parts_agree_to_the_bit(class_name, sizes, growth, dtype):
 @pytest.mark.parametrize("model_type", [m for m in ANY_WIDTH if "gemma" not in m and m != "t5"])
 def test_any_number_of_copies_rounds_no_bfloat16(model_type, times, tmp_path):
     """Where noise and equal shares round: 1/3 and 1/5 are no bfloat16."""
-    how = {"symmetry": "routing", "routing": 1.0}
+    how = {"symmetry": "routing", "stream": "copies"}
     family = FAMILIES[model_type][1]
     field = "n_embd" if model_type == "gpt2" else "hidden_size"
     error, exact = error_of_bfloat16(tmp_path, model_type, {**how, field: times * family[field]})
@@ -164,7 +164,7 @@ def test_units_of_the_next_layer_are_no_copies():
 def test_seed_and_tensor_choose_the_copies():
     source = random_model("GPT2LMHeadModel", GPT2)
     a, b, c = (
-        growkern.grow(source, n_embd=24, symmetry="routing", seed=s).state_dict() for s in (0, 0, 1)
+        growkern.grow(source, n_embd=24, stream="copies", seed=s).state_dict() for s in (0, 0, 1)
     )
     layers = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in (0, 1)]
     assert all(torch.equal(a[n], b[n]) for n in a)
@@ -185,7 +185,7 @@ def test_shares_above_the_weight_enlarge_rounding_and_the_plan_says_so(routing, 
         random_model("LlamaForCausalLM", DEEP_LLAMA, std=0.1, dtype=dtype)
         for dtype in (torch.float64, torch.float32)
     )
-    grown = growkern.grow(source, hidden_size=32, routing=routing)
+    grown = growkern.grow(source, hidden_size=32, routing=routing, stream="copies")
     assert grown.growth_plan.exact == is_exact
     changed = [f for f in grown.growth_plan.findings if f.level == "changed"]
     assert [f.what for f in changed] == ([] if is_exact else ["routing=3"])
