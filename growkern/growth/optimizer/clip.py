@@ -45,11 +45,12 @@ def growth_clip_norm_(
     """Clip the gradients of a grown model by a norm in which all copies of an entry count as one.
 
     It replaces `torch.nn.utils.clip_grad_norm_`, to continue training as the source would have.
-    With symmetry="none", stream="copies" and even widths the norm is exactly the source's. Together with
-    `growkern.GrowthAdamW`, clipped steps then commute with growth, wherever `moment_findings` says
-    "exact". Other symmetries give the copies different gradients, and new entries of a
-    padded stream have gradients of their own. The norm counts all of these. Right after growth to 2 or 3 times the width, it was this many times the
-    source's norm in small random GPT-2, Llama and BERT models:
+    With symmetry="none", stream="copies" and even widths the norm is exactly the source's. Together
+    with `growkern.GrowthAdamW`, clipped steps then commute with growth, wherever `moment_findings`
+    says "exact". Other symmetries give the copies different gradients, and new entries of a padded
+    stream have gradients of their own. The norm counts all of these. Right after growth to 2 or 3
+    times the width, it was this many times the source's norm in small random GPT-2, Llama and BERT
+    models:
 
         symmetry      stream="copies"                      stream="padded"
         "none"        1; at an uneven LayerNorm 1.07       1.1 to 1.6
