@@ -74,8 +74,9 @@ def _width(plan: Blueprint) -> list[Finding]:
     if layout.is_even and not layout.is_extended:
         return [Finding("exact", what, f"every coordinate has {new // old} copies")]
     if not norm.centres:
-        scaled = "new coordinates are 0, old ones" if layout.is_padded else "copies"
-        why = f"{scaled} are scaled so that the mean square stays the same"
+        why = "copies are scaled so that the mean square stays the same"
+        if layout.is_padded:
+            why = "extra coordinates are 0, a scale keeps the mean square"
         return [Finding("exact", what, why)]
     if norm.placement == "pre" and not layout.family.carries:
         why = "extra coordinates keep the mean, a scale keeps the variance"
