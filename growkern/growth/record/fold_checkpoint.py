@@ -62,10 +62,12 @@ def fold(
     Every tensor is computed from its copies (`record.fold`); the source is not needed. Straight
     after an exact growth with fpi the result is the source up to rounding. It is the source bit for
     bit if the copies add up exactly: with `symmetry="split"`, or if their numbers are powers of
-    two. After training the result is the average over the copies.
+    two. A padded stream scales weights by the root of its growth, and this must be a power of two
+    as well. After training the result is the average over the copies.
 
     Some of the target is dropped: all but the first copy of a layer, identity blocks with their
-    training, new tokens, new entries of larger heads, and units that AKI took from the next layer.
+    training, new tokens, new entries of a padded stream or of larger heads, and units that AKI took
+    from the next layer.
 
     Args:
         target: directory of the grown checkpoint, or of one trained from it.
