@@ -85,11 +85,7 @@ def gathered_rows(
             columns = torch.stack([ones, carried], 1)
             zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
             return (zeros if is_copied else columns).to(dtype)
-        if layout.family.spaces[space].kind == "stream" and not layout.family.norm.centres:
-            # no mean is taken away, so 0 stays 0
-            shape = [len(signs) if d == dim else n for d, n in enumerate(result.shape)]
-            result = weight.new_zeros(shape, dtype=dtype)
-        elif layout.family.spaces[space].kind == "stream" and result is weight:
+        if layout.family.spaces[space].kind == "stream" and result is weight:
             result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
         elif layout.family.spaces[space].kind == "stream":
             result = (_wide(result) @ functionals().t()).to(dtype)

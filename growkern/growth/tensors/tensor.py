@@ -92,9 +92,13 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     needed = []
     for axis, size, where in zip(task.tensor.axes, task.shape, part, strict=True):
         found = axis_map(plan, task, axis, size)
-        is_whole = any(is_extra for _, is_extra in found.blocks(where))
-        index = torch.arange(found.source) if is_whole else found.index[where] % found.source
-        needed.append(index)
+        blocks = list(found.blocks(where))
+        if any(is_extra for _, is_extra in blocks) and not _is_nothing(plan, axis):
+            needed.append(torch.arange(found.source))
+            continue
+        copied = [found.index[b.start : b.stop] for b, is_extra in blocks if not is_extra]
+        # of a part that is all nothing one entry is read, as there is no tensor without entries
+        needed.append(torch.cat(copied or [found.index[:1]]) % found.source)
     return needed
 
 
@@ -115,6 +119,10 @@ def _build_weight(
     ]
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
+        place = out[_within(part, block)]
+        if any(e and _is_nothing(plan, a) for e, a in zip(extra, task.tensor.axes, strict=True)):
+            place.zero_()
+            continue
         maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
         rows, cols = (*maps_of_block, {})[:2]
         group = max(m.group(where) for m, (where, _) in zip(axes, block, strict=True))
@@ -123,7 +131,7 @@ def _build_weight(
         gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
         # extra rows are float64 sums; they are computed on the CPU
         readers = _on_cpu(read) if any(extra) else read
-        upper, place = None, out[_within(part, block)]
+        upper = None
         if task.upper is not None and _mixes(axes, block):
             upper = gathered_rows(plan, task, task.upper, readers, extra, gathered).to(out.device)
         work.expand(
@@ -145,6 +153,14 @@ def _build_weight(
             if sums is not None:
                 work.then(partial(take_shares, place, dim, *sums))
     return out
+
+
+def _is_nothing(plan: Blueprint, axis: str) -> bool:
+    """True if the extra entries of an axis are 0: a stream whose norms take no mean away."""
+    family, name = plan.layout.family, axis.partition(":")[2]
+    return (
+        name in family.spaces and family.spaces[name].kind == "stream" and not family.norm.centres
+    )
 
 
 def _routing(plan: Blueprint, *axes: dict[str, Any]) -> Routing | None:
