@@ -130,7 +130,8 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
         model = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**source, tie_word_embeddings=True)
         )
-    grown = plan(model, method=method, depth="stack", **target)
+    # a padded stream is built in parts: other readers for each, and 0
+    grown = plan(model, method=method, depth="stack", stream="copies", **target)
     # growth reads vectors on the CPU, so they need real memory
     weights = {
         name: x if x.ndim > 1 else torch.zeros(x.shape) for name, x in model.state_dict().items()
