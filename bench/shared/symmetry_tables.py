@@ -48,6 +48,7 @@ in nats per byte, means over the seeds.
 - "noise 0.5" was uniform between -0.5 and 0.5 in these runs. Noise has since one size and a random
   sign: of size 0.29 it has the same variance.
 - "half-" routes half of the connections, and "aki-" takes new heads and units from the next layer.
+- "padded-" has empty entries in the hidden state in place of copies. All others have copies.
 
 """
 

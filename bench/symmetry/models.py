@@ -82,8 +82,8 @@ def grown(source: Any, model: Model, symmetry: str, amplitude: float, seed: int)
     Args:
         symmetry: "none", "noise", "split" or "routing"; with "aki-" before it, new heads and units
             come from the next layer; with "half-" before it, a random half of the connections is
-            divided equally among the copies instead; with "padded-" before it, the stream has
-            empty entries in place of copies.
+            divided equally among the copies; with "padded-" before it, the hidden state has empty
+            entries in place of copies.
         amplitude: of noise or routing.
         seed: of noise, shares and routing.
     """

@@ -21,8 +21,17 @@ from bench.paper.systems import (
     source_of,
     untrained_models,
 )
-from bench.paper.tables import interval, page_text, report, saved, table_text, write_page
-from bench.shared.results import write
+from bench.paper.tables import (
+    interval,
+    page_text,
+    report,
+    runs_of,
+    saved,
+    table_text,
+    write_page,
+)
+from bench.shared.results import RESULTS, read, write
+from growkern.growth.plan.advice.evidence import SAVINGS
 
 DOMAIN = lines_of("domain", "micro")[0].setting
 WORDS = [
@@ -306,3 +315,13 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
     assert table_text(tmp_path, "moment") in page.read_text()
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_forecast_knows_our_own_runs():
+    (own,) = [one for one in SAVINGS if one.paper == "growkern"]
+    rows = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
+    lines = {line.system: runs_of(line, rows) for line in lines_of("table5", "tiny")}
+    grown, scratch = lines["fpi_padded"], lines["scratch"]
+    assert len(grown) >= 3
+    mean = sum(saved(runs, scratch[seed]) for seed, runs in grown.items()) / len(grown)
+    assert own.share == pytest.approx(mean, abs=5e-4)
