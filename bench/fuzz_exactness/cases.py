@@ -39,6 +39,7 @@ OPTIONS = {
     "depth": ("identity", "identity", "stack", "interleave", "auto"),
     "scheme": ("exact", "exact", "paper"),
     "symmetry": ("routing", "noise", "split", "none"),
+    "stream": ("auto", "auto", "copies", "padded"),
     "maps": ("cyclic", "balanced"),
     "carry": (1.0, 0.01, 0.0),
     "identity_gain": (1.0, 1.0, 1e-3, 1e-8),

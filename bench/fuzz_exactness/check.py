@@ -97,8 +97,9 @@ def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPl
 
 def _advised(refusal: str, how: dict[str, Any]) -> dict[str, Any] | None:
     """Options that differ as a refusal advises; None if it gives no advice that grows."""
-    if "carry" in how and "has no effect" in refusal:
-        return {name: value for name, value in how.items() if name != "carry"}
+    idle = refusal.partition("=")[0]
+    if idle in how and "has no effect" in refusal:
+        return {name: value for name, value in how.items() if name != idle}
     fits = refusal.partition("sizes that fit: ")[2]
     sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", fits)}
     if "nearest sizes that fit" in refusal:

@@ -105,6 +105,8 @@ def growths(draw, model_type, class_name, sizes):
     how["maps"] = draw(st.sampled_from(["cyclic", "balanced"]))
     how["depth"] = draw(st.sampled_from(["stack", "interleave", "identity"]))
     how["scheme"] = draw(st.sampled_from(["exact", "exact", "exact", "paper"]))
+    if how["scheme"] == "exact" and family.config_field("stream") in how:
+        how["stream"] = draw(st.sampled_from(["auto", "copies", "padded"]))
     how["seed"] = draw(st.integers(0, 3))
     return how
 
