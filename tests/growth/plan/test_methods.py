@@ -142,7 +142,8 @@ def test_eq16_takes_output_rows_of_every_matrix_from_above():
 def test_aki_moves_query_groups_as_one():
     source = random_model("LlamaForCausalLM", LLAMA)
     # twice the key heads: groups 2 and 3 are new; 6 -> 12 query heads in groups of 3
-    grown = growkern.grow(source, method="aki", hidden_size=24, symmetry="none")
+    how = {"method": "aki", "symmetry": "none", "stream": "copies"}
+    grown = growkern.grow(source, hidden_size=24, **how)
     state, new = source.state_dict(), grown.state_dict()
     at = "model.layers.{}.self_attn.{}.weight"
     for part, old_rows in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8)):

@@ -23,7 +23,7 @@ def test_copies_that_differ_bound_no_logit(how):
     source = random_model("LlamaForCausalLM", LLAMA, num_hidden_layers=28, std=1.0)
     with torch.no_grad():
         source.lm_head.weight += 3 * torch.randn(12, generator=torch.Generator().manual_seed(0))
-    grown = growkern.grow(source, hidden_size=24, vocab_size=100, **how)
+    grown = growkern.grow(source, hidden_size=24, stream="copies", vocab_size=100, **how)
     said = finding(grown.growth_plan)
     assert said.level == "changed" and said.asked
     report = growkern.verify(source, grown)

@@ -23,11 +23,11 @@ def nothing_fits(monkeypatch):
     monkeypatch.setattr(verifying, "fits", lambda source: False)
 
 
-def pair(model_type, dtype, into=None, seed=1):
+def pair(model_type, dtype, into=None, seed=1, **how):
     class_name, sizes = FAMILIES[model_type]
     source = random_model(class_name, sizes, dtype=dtype, seed=seed)
     field = WIDTH.get(model_type, "hidden_size")
-    return source, growkern.grow(source, dtype=into, **{field: 2 * sizes[field]})
+    return source, growkern.grow(source, dtype=into, **{field: 2 * sizes[field]}, **how)
 
 
 def scale_outputs_of(grown, share, monkeypatch):
@@ -70,7 +70,7 @@ def test_an_error_just_above_rounding_in_16_bits_is_caught(model_type, dtype, mo
 @pytest.mark.usefixtures("nothing_fits")
 def test_a_fixed_number_of_roundings_would_hide_errors(monkeypatch):
     """16 steps of bfloat16 are an eighth of the largest output. Three steps are caught."""
-    source, grown = pair("gpt2", torch.bfloat16)
+    source, grown = pair("gpt2", torch.bfloat16, stream="copies")
     scale_outputs_of(grown, 3 * torch.finfo(torch.bfloat16).eps, monkeypatch)
     assert not growkern.verify(source, grown).ok
 

@@ -119,7 +119,7 @@ def fold(grown, task, value):
 @pytest.mark.parametrize("class_name, sizes, growth", EVEN, ids=EVEN_IDS)
 def test_a_grown_model_folds_back_bit_for_bit(class_name, sizes, growth, dtype):
     source = random_model(class_name, sizes, dtype=dtype)
-    grown = plan(source, symmetry="split", seed=5, **growth)
+    grown = plan(source, symmetry="split", stream="copies", seed=5, **growth)
     split, heads = 0, 0
     for task in grown.tasks:
         value, truth = build_tensor(grown, task), source.get_parameter(task.source).float()
@@ -151,7 +151,7 @@ def test_backends_and_parts_agree_to_the_bit(class_name, sizes, growth):
 def test_coordinates_that_are_no_copies_take_no_part():
     """A pre-norm's extra coordinates are zeros: what reads them is beside the shares."""
     source = random_model("GPT2LMHeadModel", GPT2, dtype=torch.bfloat16)
-    grown = plan(source, symmetry="split", n_embd=28)
+    grown = plan(source, symmetry="split", stream="copies", n_embd=28)
     name = "transformer.h.0.mlp.c_fc.weight"
     (task,) = [task for task in grown.tasks if task.name == name]
     copies = build_tensor(grown, task)[:24, :48].float()

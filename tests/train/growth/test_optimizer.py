@@ -46,10 +46,10 @@ def optimizer_of(trainer):
 
 def trained_both_ways(family, path, **options):
     """The trainers of a grown model and of its source, after growth and the same steps commuted."""
-    source, large = grown(family, symmetry="none")
+    source, large = grown(family, symmetry="none", stream="copies")
     settings = {"max_grad_norm": 0.5, "adam_epsilon": 1e-3, **options}
     trainer, small = (trained(model, path, **settings) for model in (large, source))
-    again = growkern.grow(source, symmetry="none", **TWICE[family])
+    again = growkern.grow(source, symmetry="none", stream="copies", **TWICE[family])
     for (name, found), expected in zip(large.named_parameters(), again.parameters(), strict=True):
         assert (found - expected).abs().max() <= ERRORS[family], name
     norms = [
