@@ -110,13 +110,17 @@ def _directions(setting: Setting) -> list[Line]:
 
 
 def _moment(setting: Setting) -> list[Line]:
-    """Growth after 10, 30 and 100 % of the source's training."""
+    """Growth after 10, 30 and 100 % of the source's training, and of a source trained on.
+
+    The last one is the case of a lab whose small model has seen far more text than the large one
+    is to see.
+    """
     lines = [Line(setting, "scratch")]
-    for share in (10, 30, 100):
+    for share in (10, 30, 100, 400):
         steps = max(1, setting.source_steps * share // 100)
         whole = steps == setting.source_steps
         one = setting if whole else setting.variant(f"at{share}", source_steps=steps)
-        lines.append(Line(one, "fpi", f"after {share} %"))
+        lines.append(Line(one, "fpi_padded", f"after {share} %"))
     return lines
 
 

@@ -207,7 +207,7 @@ def test_models_of_one_text_go_on_with_another():
 
 @pytest.mark.parametrize(
     "name, sources, scratches",
-    [("table3", 4, 1), ("table4", 1, 1), ("depth", 2, 1), ("directions", 1, 3), ("moment", 3, 1)],
+    [("table3", 4, 1), ("table4", 1, 1), ("depth", 2, 1), ("directions", 1, 3), ("moment", 4, 1)],
 )
 def test_lines_share_what_does_not_differ(name, sources, scratches):
     lines = lines_of(name, "tiny")
@@ -255,6 +255,7 @@ MOMENT = [
     [(2.9, 2.6, 2.2), (2.9, 2.6, 2.1), (2.9, 2.6, 2.3)],
     [(2.2, 2.1, 1.9), (2.4, 2.3, 2.1), (2.6, 2.5, 2.3)],
     [(2.4, 2.1, 1.9), (2.6, 2.3, 2.1), (2.4, 2.3, 2.1)],
+    [(3.0, 2.2, 1.8), (3.0, 2.2, 1.8), (3.0, 2.2, 1.8)],
 ]
 
 
@@ -268,13 +269,13 @@ def test_a_table_has_a_line_for_each_setting():
         [cell.strip() for cell in line.strip("|").split("|")] for line in table if line
     ]
     column = dict(zip(head, zip(*cells, strict=True), strict=True))
-    labels = ("scratch", "FPI, after 10 %", "FPI, after 30 %", "FPI, after 100 %")
-    assert column["system"] == labels
+    labels = [f"FPI, padded stream, after {share} %" for share in (10, 30, 100, 400)]
+    assert column["system"] == ("scratch", *labels)
     assert set(column["rate"]) == {f"{lines[0].setting.rates[1]:g}"}
     assert set(column["seeds"]) == {"3"} and set(column["accuracy"]) == {"-"}
-    quarter = ("3.200 ± 0.497", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287")
+    quarter = ("3.200 ± 0.497", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287", "3.000 ± 0.000")
     assert column["1/4 of the steps"] == quarter and column["all"][0] == "2.200 ± 0.497"
-    below = ("0.000 ± 0.000", "0.000 ± 0.430", "0.100 ± 0.000", "0.167 ± 0.287")
+    below = ("0.000 ± 0.000", "0.000 ± 0.430", "0.100 ± 0.000", "0.167 ± 0.287", "0.400 ± 0.497")
     assert column["below it"] == below
     # the first seed of the second line does not reach 2.0; the third is below 2.4 from the start
     shares = column["FLOPs saved"]
