@@ -150,7 +150,8 @@ def run_of(job: Job) -> Run:
             keep_checkpoints=1,
         ),
         output=OutputSection(directory=job.name, tensorboard=False),
-        trainer={"eval_on_start": True},
+        # runs that choose a rate are compared at their ends
+        trainer={"eval_on_start": job.seed != RATE_SEED},
     )
     if job.system == SOURCE:
         return base
