@@ -3,6 +3,7 @@
     python -m bench.paper table5 --size tiny --seeds 1     train all systems, print the table
     python -m bench.paper report                           print the tables of all runs so far
     python -m bench.paper report --save                    also write them to bench/results
+    python -m bench.paper maps --save                      draw attention before and after training
 
 Every run is a run file of `growkern train` in the output folder. Tables share runs. Start the
 command again after an interruption: runs that are done are not repeated, and the one that was
@@ -21,8 +22,10 @@ from pathlib import Path
 import torch
 
 from bench.paper.corpus import prepare
+from bench.paper.maps import draw_maps
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of, take_over
+from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS, Job
 from bench.paper.tables import report, write_page
 from bench.shared.results import RESULTS, write
@@ -59,8 +62,8 @@ def main() -> None:
         description=__doc__ + "\n".join(f"    {k:12} {one.title}" for k, one in TABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("table", choices=[*TABLES, "report"])
-    parser.add_argument("--size", choices=("micro", "tiny", "small", "base"), default="tiny")
+    parser.add_argument("table", choices=[*TABLES, "report", "maps"])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument(
@@ -80,6 +83,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write to bench/results")
     options = parser.parse_args()
     silence_transformers()
+    if options.table == "maps":
+        out = RESULTS if options.save else options.dir
+        for picture in draw_maps(options.dir, rows_of(options.dir), options.size, out):
+            print(picture)
+        return
     if options.table != "report":
         named = {"corpus": options.text, "domain": options.domain}
         lines = lines_of(options.table, options.size)

@@ -304,6 +304,7 @@ BASE_BERT = Setting(
     layers_per_block=3,
     vocab=30_522,
 )
+SIZES = ("micro", "tiny", "small", "base")
 SETTINGS = {
     ("micro", "gpt2"): MICRO_GPT,
     ("tiny", "gpt2"): TINY_GPT,

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
+from bench.paper.settings import SIZES
 from bench.paper.systems import RATE_SEED, SYSTEMS
 from bench.shared.results import read
 from growkern.plot.curve import Curve, first_crossing
@@ -16,7 +18,6 @@ from growkern.plot.losses import draw
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
-SIZES = ("micro", "tiny", "small", "base")
 TITLES = (
     *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below it"),
     *("FLOPs saved", "with the source's", "accuracy", "seeds"),
@@ -101,7 +102,9 @@ def report(rows: Iterable[Row], *, page: bool = False) -> str:
 def page_text(results: Path) -> str:
     """The page of all tables in a folder of results; empty if it has none."""
     rows = _rows_in(results)
-    return PAGE + report(rows.values(), page=True).rstrip() + "\n" if rows else ""
+    if not rows:
+        return ""
+    return (PAGE + report(rows.values(), page=True) + maps_text(results)).rstrip() + "\n"
 
 
 def table_text(results: Path, name: str, size: str = "tiny") -> str:

@@ -4,11 +4,15 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import BertForMaskedLM
 
 from bench.paper import __main__ as command
 from bench.paper import plans, runs
+from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import MICRO_GPT
 from bench.paper.systems import (
@@ -73,7 +77,9 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
     assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
-        assert row["steps"][0] == 0 and row["flops"][0] == 0
+        # those that choose a rate are measured at their end alone
+        assert len(row["steps"]) == (1 if row["seed"] == RATE_SEED else 2)
+        assert row["seed"] == RATE_SEED or row["steps"][0] == row["flops"][0] == 0
         assert row["flops"] == sorted(row["flops"]) and all(map(math.isfinite, row["losses"]))
     lengths = {
         name: {row["steps"][-1] for row in rows if row["system"] == name}
@@ -130,6 +136,20 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
     assert {one["name"].split("-seed")[1] for one in found} == {"1"}
     command.main()
     assert capsys.readouterr().out == out and len(file.read_text().splitlines()) == 2
+
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs"), "--save"]
+    monkeypatch.setattr("sys.argv", call)
+    command.main()
+    pictures = [Path(line) for line in capsys.readouterr().out.split()]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert [f"]({picture.name})" in maps_text(tmp_path) for picture in pictures] == [True, True]
+    # the one before training is drawn of the model with which the training began
+    (before,) = (tmp_path / "runs").glob("micro-bert/fpi-32-*-before")
+    source = tmp_path / "runs" / "micro-bert" / "source-8-0.003-seed1"
+    grown, small = (BertForMaskedLM.from_pretrained(one).eval() for one in (before, source))
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
