@@ -4,9 +4,8 @@
 #
 #   bench/run_gpu.sh OUT [SECONDS] [options of bench.gpu]
 #
-# It runs for SECONDS (default: 520) and writes OUT/results.tgz. The most valuable pieces come first:
-# the checks of every kernel, then the benchmarks, then training steps, tuning and compile-time
-# figures. To bring the results home, run this in the repository:
+# It runs for SECONDS (default: 520) and writes OUT/results.tgz. The most valuable pieces come first
+# (PIECES in bench/on_gpu/pieces.py). To bring the results home, run this in the repository:
 #
 #   mkdir there && tar xzf results.tgz -C there && python -m bench.report --take there/bench/results
 #

@@ -50,6 +50,16 @@ def all_cases(device: str, shapes: Shapes = SHAPES) -> Iterator[Case]:
         yield from make(rng, shapes)
 
 
+def captured(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """The cases that must fit into a CUDA graph, of every op.
+
+    A work list of `expand` does not: its table is copied from memory of the host.
+    """
+    yield from headline(rng, shapes[-2:])
+    yield from expand_gradients(rng)
+    yield from steps(rng, shapes)
+
+
 # ------------------------------------------------------------------------- losses
 
 
@@ -214,6 +224,27 @@ def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
         yield _expand(ragged, BF16, BF16, kind, rng, layout=layout)
     for drop in (("rows",), ("cols",), ("rows", "row_scale"), ("row_scale",)):
         yield _expand((64, 64, 64, 64), BF16, FP32, {}, rng, drop)
+    yield from expand_gradients(rng)
+
+
+def expand_gradients(rng: torch.Generator) -> Iterator[Case]:
+    """Both passes of expand: the backward pass folds copies back onto the weight."""
+    for dtype, kind in itertools.product((BF16, FP32), ({}, {"routing": "col"}, {"noise": "row"})):
+        case: dict[str, Any] = make_case((16, 64, 32, 1024), dtype, rng, **kind)
+        above = torch.randn(32, 1024, generator=rng, device=rng.device)
+        yield Case(
+            f"expand {dtype}, {_named(kind)}, backward".replace("torch.", ""), _folding(case, above)
+        )
+
+
+def _folding(case: dict[str, Any], above: Tensor) -> Callable[[str], list[Tensor]]:
+    def run(backend: str) -> list[Tensor]:
+        weight = case["weight"].double() if backend == "reference" else case["weight"]
+        given = weight.detach().requires_grad_()
+        out = expand(**(case | {"weight": given}), backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, given, above.to(out.dtype))]
+
+    return run
 
 
 # --------------------------------------------------------------------- optimizer

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from bench.launches.cases import SHAPES, Case, all_cases, headline
+from bench.launches.cases import SHAPES, Case, all_cases, captured, headline
 from bench.shared.inputs import make_heads
 from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.linear.gemm import adds_wide, multiplies_wide
@@ -28,7 +28,7 @@ def run(recorder: Recorder) -> None:
         _nan_in_the_last_row(recorder)
     if recorder.device == "cuda":
         rng = torch.Generator("cuda").manual_seed(0)
-        for case in headline(rng, shapes[-2:]):
+        for case in captured(rng, shapes):
             with recorder.attempt(f"CUDA graph, {case.name}"):
                 _graph(recorder, case)
         with recorder.attempt("two devices"):

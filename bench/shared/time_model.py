@@ -2,11 +2,13 @@
 
     python -m bench.shared.time_model
     python -m bench.shared.time_model --shape 9830 30522 768 512 --bias
+    python -m bench.shared.time_model --dtype tf32
 
-Nothing is measured. The GEMMs run at 788 TFLOP/s in bfloat16, and everything else moves its bytes
-at 4.3 TB/s; both rates are estimates, good to 15 %. "GEMMs" is the limit: no loss from hidden
-states can leave them out. The other lines are what this library adds to them. A bias of a head
-adds nothing: the row kernel reads it from the cache. Nor does an incoming gradient of 1.
+Nothing is measured. The GEMMs run at 788 TFLOP/s in bfloat16, 395 in TF32 and 54 in float32, 0.8 of
+the data sheet. Everything else moves its bytes at 4.3 TB/s. These rates are estimates, good to
+15 %. "GEMMs" is the limit: no loss from hidden states can leave them out. The other lines are what
+this library adds to them. A bias of a head adds nothing: the row kernel reads it from the cache.
+Nor does an incoming gradient of 1.
 
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
@@ -15,11 +17,33 @@ import argparse
 import sys
 from typing import NamedTuple
 
-from growkern.ops.loss.linear.heads import held_rows
+from growkern.ops.loss.linear.gemm import BALANCE, TF32_BALANCE
+from growkern.ops.loss.linear.heads import held_rows, rows_of_chunk
 
-FLOPS, BANDWIDTH = 788e12, 4.3e12
-# bytes per logit of the row kernels: float32 logits of both heads, a bfloat16 gradient
-ROW_KERNELS = {"Triton": 18, "CUDA": 10}
+BANDWIDTH = 4.3e12
+# bytes per logit that the row kernels read: float32 logits of both heads, twice or once
+ROW_KERNELS = {"Triton": 16, "CUDA": 8}
+
+
+class Numbers(NamedTuple):
+    """The dtype of heads and gradients.
+
+    Attributes:
+        flops: of a GEMM, per second.
+        size: of a number, in bytes.
+        balance: see `growkern.ops.loss.linear.gemm.BALANCE`; None: dz of many rows is held.
+    """
+
+    flops: float
+    size: int
+    balance: int | None
+
+
+DTYPES = {
+    "bfloat16": Numbers(788e12, 2, None),
+    "tf32": Numbers(395e12, 4, TF32_BALANCE),
+    "float32": Numbers(54e12, 4, BALANCE["cuda", 4]),
+}
 SHAPES = ((8192, 128_256, 4096, 2048), (256, 128_256, 4096, 2048), (9830, 30_522, 768, 512))
 
 
@@ -46,31 +70,43 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    shape: tuple[int, int, int, int], *, bias: bool = False, row_kernel: str = "Triton"
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+    row_kernel: str = "Triton",
 ) -> Estimate:
-    """The time of a forward and backward pass in bfloat16 with one teacher."""
+    """The time of a forward and backward pass with one teacher."""
     N, V, H, H_t = shape
-    # a row of logits has a multiple of 64 columns in memory
-    chunk, held = held_rows(N, [H, H_t], 2 * (V + -V % 64))
-    products = -(-N // (held or N))
+    flops, size, balance = DTYPES[dtype]
+    if balance is None:
+        # a row of logits has a multiple of 64 columns in memory
+        chunk, held = held_rows(N, [H, H_t], size * (V + -V % 64))
+        products = -(-N // (held or N))
+    else:
+        products = -(-N // rows_of_chunk(H, [H_t], balance))
+        chunk, held = -(-N // products), 0
     logits = N * V
+    # several products: the first writes float32, the others read and write it
+    summed = 8 * (products - 1) if products > 1 else 0
+    if products > 1 and size == 2:
+        # it becomes bfloat16 in the end. The rate of a GEMM includes writing 2 bytes
+        summed += 2 + 6
     moved = {
-        # the rate of a GEMM includes writing 2 bytes
-        "logits in float32 instead of bfloat16": 2 * 2 * logits,
-        f"row kernel, {row_kernel}": ROW_KERNELS[row_kernel] * logits,
-        # one product writes bfloat16. Of several the first writes float32, the others read and
-        # write it, and then it becomes bfloat16
-        "sums of dW": (8 * (products - 1) + 2 + 6) * V * H if products > 1 else 0,
+        # the rate of a GEMM includes writing as many bytes as the inputs have
+        f"logits in float32 instead of {dtype}": 2 * (4 - size) * logits,
+        f"row kernel, {row_kernel}": (ROW_KERNELS[row_kernel] + size) * logits,
+        "sums of dW": summed * V * H,
     }
     if bias:
-        moved |= {"db": 2 * logits}
-    dw = (2 if products == 1 else 4 + 2) * V * H
+        moved |= {"db": size * logits}
+    dw = (4 + 2 if products > 1 and size == 2 else size) * V * H
     # logits are in the memory of dW if one product writes it, and they fit
-    in_dw = products == 1 and 8 * chunk * V <= dw
-    dz = 2 * V * (min(held, N) or (N if in_dw else 0))
+    in_dw = size == 2 and products == 1 and 8 * chunk * V <= dw
+    dz = size * V * (min(held, N) or (N if in_dw else 0))
     memory = dz + dw + (0 if in_dw else 8 * chunk * V)
-    passes = {name: size / BANDWIDTH for name, size in moved.items()}
-    gemms = 2 * N * V * (3 * H + H_t) / FLOPS
+    passes = {name: bytes_ / BANDWIDTH for name, bytes_ in moved.items() if bytes_ or size == 2}
+    gemms = 2 * N * V * (3 * H + H_t) / flops
     return Estimate(-(-N // chunk), products, gemms, passes, memory)
 
 
@@ -81,11 +117,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shape", type=int, nargs=4, metavar=("N", "V", "H", "H_T"), help="one shape"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the heads")
     parser.add_argument("--bias", action="store_true", help="heads with biases")
     parser.add_argument("--row-kernel", choices=ROW_KERNELS, default="Triton")
     args = parser.parse_args(argv)
     for shape in [tuple(args.shape)] if args.shape else SHAPES:
-        made = estimate(shape, bias=args.bias, row_kernel=args.row_kernel)
+        made = estimate(shape, dtype=args.dtype, bias=args.bias, row_kernel=args.row_kernel)
         print("{} rows, V {}, widths {} and {}".format(*shape), f"in {made.chunks} chunks:")
         lines = {"GEMMs": made.gemms, **made.passes, "together": made.seconds}
         for name, seconds in lines.items():

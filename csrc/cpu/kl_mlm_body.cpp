@@ -282,6 +282,8 @@ int64_t bytes_of(int32_t type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
 
 template <class T>
 void rows_typed(const KlMlmArgs& a) {
+    // neighbouring rows write to the same lines of the sums, so a thread takes several
+    const int64_t together = 1 + smaller(7, a.N / (8 * a.threads));
 #pragma omp parallel num_threads(a.threads)
     {
 #if defined(_OPENMP)
@@ -291,7 +293,7 @@ void rows_typed(const KlMlmArgs& a) {
 #endif
         T* scratch = static_cast<T*>(a.scratch) + thread * (1 + a.K) * a.V;
         const Kept kept(a.V, a.sums && a.grad && a.narrow >= 0 && has_near_blocks(a));
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, together)
         for (int64_t i = 0; i < a.N; ++i) {
             const Row<T> row(a, i, scratch);
             if (row.mlm || row.kl) {

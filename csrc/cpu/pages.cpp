@@ -36,19 +36,21 @@ double processor_seconds() {
     return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// Touches large pages until one is slow. The rest gets small pages.
+// Touches large pages until one is slow. The rest gets small pages. The system is asked once for
+// all: each call has the lock that the faults of other threads wait for, and would look slow.
 void touch_while_fast(uintptr_t low, uintptr_t high, int32_t threads) {
     const int64_t pages = static_cast<int64_t>((high - low) / PAGE);
     std::atomic<bool> slow{false};
+    madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t i = 0; i < pages; ++i) {
         if (slow) continue;
-        char* page = reinterpret_cast<char*>(low + i * PAGE);
-        madvise(page, PAGE, MADV_HUGEPAGE);
         const double start = processor_seconds();
-        *static_cast<volatile char*>(page) = 0;
+        *reinterpret_cast<volatile char*>(low + i * PAGE) = 0;
         if (processor_seconds() - start > SLOW_SECONDS) slow = true;
     }
+    // large pages that are touched stay
+    if (slow) madvise(reinterpret_cast<void*>(low), high - low, MADV_NOHUGEPAGE);
 }
 
 }  // namespace

@@ -324,7 +324,9 @@ def test_the_model_of_time_counts_the_passes():
     N, V, H, H_t = 256, 1024, 64, 32
     one = time_model.estimate((N, V, H, H_t))
     assert one.chunks == one.products == 1
-    assert one.gemms == pytest.approx(2 * N * V * (3 * H + H_t) / time_model.FLOPS)
+    assert one.gemms == pytest.approx(
+        2 * N * V * (3 * H + H_t) / time_model.DTYPES["bfloat16"].flops
+    )
     moved = N * V * (4 + 18)
     assert sum(one.passes.values()) * time_model.BANDWIDTH == pytest.approx(moved)
     assert one.extra_bytes == 8 * N * V + 2 * V * H
@@ -336,6 +338,20 @@ def test_the_model_of_time_counts_the_passes():
     two = time_model.estimate((1 << 20, V, H, H_t))
     assert two.products == 2
     assert two.passes["sums of dW"] * time_model.BANDWIDTH == pytest.approx(16 * V * H)
+
+
+def test_the_model_of_time_counts_chunks_of_float32_heads():
+    """Each chunk reads and writes float32 sums of dW; TF32 products make the chunks larger."""
+    N, V, H, H_t = 8192, 1024, 4096, 2048
+    found = {name: time_model.estimate((N, V, H, H_t), dtype=name) for name in ("float32", "tf32")}
+    for one in found.values():
+        assert one.chunks == one.products
+        moved = one.passes["sums of dW"] * time_model.BANDWIDTH
+        assert moved == pytest.approx(8 * V * H * (one.chunks - 1))
+        assert one.passes["row kernel, Triton"] * time_model.BANDWIDTH == pytest.approx(20 * N * V)
+        # "dW is cheap" in `chunk_size`
+        assert one.passes["sums of dW"] <= 0.1 * one.gemms
+    assert (found["float32"].chunks, found["tf32"].chunks) == (48, 8)
 
 
 class MostMemory(TorchDispatchMode):
@@ -362,16 +378,17 @@ class MostMemory(TorchDispatchMode):
         return made
 
 
-def memory_of_a_sweep(N, V, H, H_t, monkeypatch, **limits):
+def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits):
     """The most bytes that the GPU path takes beside its inputs."""
     # of a GPU: tensors without memory have a device of their own
-    monkeypatch.setitem(gemm.BALANCE, ("meta", 2), gemm.BALANCE["cuda", 2])
+    for size in (2, 4):
+        monkeypatch.setitem(gemm.BALANCE, ("meta", size), gemm.BALANCE["cuda", size])
     monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
     monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
     monkeypatch.setattr(gemm, "adds_wide", lambda device, factor: True)
 
-    def made(*shape, dtype=torch.bfloat16):
+    def made(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads = [Head(made(N, width), made(V, width), made(0)) for width in (H, H_t)]
@@ -387,11 +404,16 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, **limits):
 
 
 @pytest.mark.parametrize("shape", [*time_model.SHAPES, (40_000, 30_522, 768, 512)])
-def test_the_model_counts_the_memory_that_the_sweep_takes(shape, monkeypatch):
+@pytest.mark.parametrize(
+    "name, precision", [("bfloat16", "highest"), ("float32", "highest"), ("tf32", "high")]
+)
+def test_the_model_counts_the_memory_that_the_sweep_takes(shape, name, precision, monkeypatch):
     """Besides it there are only hidden states of the rows and their gradient."""
     N, _, H, H_t = shape
-    expected = time_model.estimate(shape).extra_bytes
-    actual = memory_of_a_sweep(*shape, monkeypatch)
+    expected = time_model.estimate(shape, dtype=name).extra_bytes
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    actual = memory_of_a_sweep(*shape, monkeypatch, dtype)
     assert expected <= actual <= 1.02 * expected + 8 * N * (H + H_t)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import growkern.ops
 from bench.launches.cuda_emulator import emulate
-from growkern import linear_kl_mlm_loss, topk_kl_mlm_loss
+from growkern import kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import scale, tuned
@@ -386,6 +386,23 @@ def test_a_gpu_without_narrow_products_gets_float32_ones(works, monkeypatch):
         assert gemm.gemm_dtype(x.float()) == torch.float32
 
 
+@pytest.mark.parametrize("precision, least, most", [("highest", 160, 180), ("high", 1000, 1300)])
+def test_chunks_of_float32_heads_fit_the_products(precision, least, most):
+    """TF32 products are over six times as fast, so a chunk needs as many times the rows.
+
+    Else reading and writing dW for each chunk would take longer than a tenth of the products.
+    """
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        with FakeTensorMode():
+            x, sizes = torch.empty(1, 4096, device="cuda"), Sizes(128_256, 128_256)
+            rows, tile = gemm.chunk_size(8192, [4096, 2048], x, 4, sizes)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert least <= rows <= most and tile == 0
+
+
 # ----------------------------------------------------------- nothing asks the host
 
 
@@ -420,6 +437,32 @@ def test_a_tensor_alpha_is_neither_read_nor_copied(where):
         labels = torch.empty(6, dtype=torch.int64, device="cuda")
         kind, weight = kinds_and_weights(labels, alpha)
     assert kind.device.type == weight.device.type == "cuda"
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["ready", "linear", "top-k"])
+def test_a_call_of_a_loss_asks_the_gpu_nothing(kind, where, monkeypatch):
+    """From the public function to the op, whose inside is the next test."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    N, V = 6, 11
+
+    def made(*shape, dtype=torch.bfloat16, device="meta"):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    # a build of PyTorch without CUDA cannot slice fake CUDA tensors
+    with NothingWaits():
+        alpha, labels = made(dtype=torch.float32, device=where), made(N, dtype=torch.int64)
+        weights = made(N, dtype=torch.float32)
+        options = {"alpha": alpha, "row_weights": weights, "temperature": 2.0}
+        if kind == "ready":
+            loss = kl_mlm_loss(made(N, V), [made(N, V)], labels, **options)
+        elif kind == "linear":
+            teacher = made(N, 4), made(V, 4)
+            loss = linear_kl_mlm_loss(made(N, 8), made(V, 8), *teacher, labels, **options)
+        else:
+            listed = made(N, 3, dtype=torch.int64), made(N, 3, dtype=torch.float32)
+            loss = topk_kl_mlm_loss(made(N, 8), made(V, 8), *listed, labels, **options)
+    assert loss.shape == () and loss.device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -27,11 +27,11 @@ from growkern.ops.loss.rows.vocab_parallel import add_up
 # stays in cache, 60 % through memory. A GPU needs pieces large enough to fill it
 TILE_BYTES, GPU_TILE_BYTES = 4 << 20, 256 << 20
 
-# GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 and 800 TFLOP/s beside
-# 4 TB/s). For a CPU: 100 GFLOP/s in float64 beside 6 GB/s of read-modify-write on two cores, and
-# more in narrower dtypes
+# GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 TFLOP/s in float32, 400 of
+# TF32 and 800 of 16 bits beside 4 TB/s). For a CPU: 100 GFLOP/s in float64 beside 6 GB/s of
+# read-modify-write on two cores, and more in narrower dtypes
 BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8, ("cpu", 2): 28, ("cpu", 4): 24}
-CPU_BALANCE = 16
+CPU_BALANCE, TF32_BALANCE = 16, 100
 
 # chunks of fewer rows than this waste the GEMMs: it is better to cut the vocabulary
 LEAST_ROWS = 32
@@ -102,9 +102,7 @@ def chunk_size(
     on. `element` is the size of a logit in bytes.
     """
     H, *others = head_widths
-    size = rows_of_chunk(
-        H, others, BALANCE.get((x.device.type, gemm_dtype(x).itemsize), CPU_BALANCE)
-    )
+    size = rows_of_chunk(H, others, balance_of(x))
     tile = sizes.vocab_tile or sizes.columns
     held = sizes.chunk_bytes // (element * len(head_widths))  # logits of each head
     if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
@@ -114,6 +112,18 @@ def chunk_size(
         tile = max(1, held // min(size, rows))
     n_chunks = -(-max(rows, 1) // size)
     return max(1, -(-rows // n_chunks)), tile if tile < sizes.columns else 0
+
+
+def balance_of(x: Tensor) -> int:
+    """FLOPs of the products of a head per byte of memory traffic, see BALANCE."""
+    itemsize = gemm_dtype(x).itemsize
+    if (
+        x.device.type != "cpu"
+        and itemsize == 4
+        and torch.get_float32_matmul_precision() != "highest"
+    ):
+        return TF32_BALANCE
+    return BALANCE.get((x.device.type, itemsize), CPU_BALANCE)
 
 
 # ---------------------------------------------------------------------- products
@@ -314,7 +324,7 @@ def fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor 
     teacher, 1e-6 of it: weights near 2^12 keep both inside float16. The float32 sums are multiplied
     by the inverse.
     """
-    if dtype != torch.float16:
+    if dtype != torch.float16 or not weight_WN.numel():
         return weight_WN, None
     power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
     return weight_WN * power.exp2(), (-power).exp2()

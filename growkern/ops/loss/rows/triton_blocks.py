@@ -116,6 +116,9 @@ def store_gradient(dstudent_ptr, v, V, g, MASKED: tl.constexpr):
     All of the block is read before any of it is written, and no write reaches past the block.
     """
     tl.debug_barrier()
+    if dstudent_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # float64 too: Triton's interpreter has no such conversion
+        g = g.to(tl.float32)
     g = g.to(dstudent_ptr.dtype.element_ty)
     if MASKED:
         tl.store(dstudent_ptr + v, g, mask=v < V)
