@@ -27,6 +27,7 @@ __all__ = [
     "relative_error",
     "require_green",
     "show_and_save",
+    "turns_ms",
 ]
 
 # Zeroed before every timed call on a GPU. This empties its cache (60 MB). It also takes 0.2 ms,
@@ -94,6 +95,11 @@ def compiled(call: Callable[..., Any], shapes: int = 8) -> Callable[..., Any]:
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The medians of `turns_ms`: name -> milliseconds."""
+    return {name: statistics.median(times) for name, times in turns_ms(calls, repeats).items()}
+
+
+def turns_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Time several calls fairly.
 
     The calls take turns, so that other load on the machine slows all of them alike. On a GPU the
@@ -104,7 +110,7 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[st
         repeats: timed calls of each, after one to warm up.
 
     Returns:
-        Name -> median in milliseconds.
+        Name -> milliseconds of each turn.
     """
     timed = _device_ms if torch.cuda.is_available() else _wall_ms
     times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
@@ -113,7 +119,7 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[st
             elapsed = timed(call)
             if turn:
                 times[name].append(elapsed)
-    return {name: statistics.median(read() for read in reads) for name, reads in times.items()}
+    return {name: [read() for read in reads] for name, reads in times.items()}
 
 
 def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
