@@ -20,7 +20,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.loss.linear import gemm
+from growkern.ops.loss.linear import chunks, gemm
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -397,7 +397,7 @@ def test_chunks_of_float32_heads_fit_the_products(precision, least, most):
         torch.set_float32_matmul_precision(precision)
         with FakeTensorMode():
             x, sizes = torch.empty(1, 4096, device="cuda"), Sizes(128_256, 128_256)
-            rows, tile = gemm.chunk_size(8192, [4096, 2048], x, 4, sizes)
+            rows, tile = chunks.chunk_size(8192, [4096, 2048], x, 4, sizes)
     finally:
         torch.set_float32_matmul_precision(before)
     assert least <= rows <= most and tile == 0
@@ -455,7 +455,8 @@ def test_a_call_of_a_loss_asks_the_gpu_nothing(kind, where, monkeypatch):
         weights = made(N, dtype=torch.float32)
         options = {"alpha": alpha, "row_weights": weights, "temperature": 2.0}
         if kind == "ready":
-            loss = kl_mlm_loss(made(N, V), [made(N, V)], labels, **options)
+            logits = made(N, V, dtype=torch.float32)
+            loss = kl_mlm_loss(logits, [logits], labels, **options)
         elif kind == "linear":
             teacher = made(N, 4), made(V, 4)
             loss = linear_kl_mlm_loss(made(N, 8), made(V, 8), *teacher, labels, **options)
