@@ -104,7 +104,8 @@ def page_text(results: Path) -> str:
     rows = _rows_in(results)
     if not rows:
         return ""
-    return (PAGE + report(rows.values(), page=True) + maps_text(results)).rstrip() + "\n"
+    parts = [PAGE + report(rows.values(), page=True), maps_text(results)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def table_text(results: Path, name: str, size: str = "tiny") -> str:
