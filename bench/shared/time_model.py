@@ -17,7 +17,7 @@ import argparse
 import sys
 from typing import NamedTuple
 
-from growkern.ops.loss.linear.chunks import BALANCE, TF32_BALANCE
+from growkern.ops.loss.linear.gemm import BALANCE, TF32_BALANCE
 from growkern.ops.loss.linear.heads import held_rows, rows_of_chunk
 
 BANDWIDTH = 4.3e12
@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
     Attributes:
         flops: of a GEMM, per second.
         size: of a number, in bytes.
-        balance: see `growkern.ops.loss.linear.chunks.BALANCE`; None: dz of many rows is held.
+        balance: see `growkern.ops.loss.linear.gemm.BALANCE`; None: dz of many rows is held.
     """
 
     flops: float

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
-from growkern.ops.loss.linear import chunks, gemm
+from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
@@ -373,7 +373,7 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits)
     """The most bytes that the GPU path takes beside its inputs."""
     # of a GPU: tensors without memory have a device of their own
     for size in (2, 4):
-        monkeypatch.setitem(chunks.BALANCE, ("meta", size), chunks.BALANCE["cuda", size])
+        monkeypatch.setitem(gemm.BALANCE, ("meta", size), gemm.BALANCE["cuda", size])
     monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
     monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)

@@ -77,9 +77,9 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
     assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
-        # those that choose a rate are measured at their end alone
-        assert len(row["steps"]) == (1 if row["seed"] == RATE_SEED else 2)
-        assert row["seed"] == RATE_SEED or row["steps"][0] == row["flops"][0] == 0
+        # those that choose a rate have no start; a start comes after no step and no work
+        assert (row["steps"][0] == 0) == (row["seed"] != RATE_SEED)
+        assert (row["flops"][0] == 0) == (row["steps"][0] == 0)
         assert row["flops"] == sorted(row["flops"]) and all(map(math.isfinite, row["losses"]))
     lengths = {
         name: {row["steps"][-1] for row in rows if row["system"] == name}

@@ -20,7 +20,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.loss.linear import chunks, gemm
+from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -397,7 +397,7 @@ def test_chunks_of_float32_heads_fit_the_products(precision, least, most):
         torch.set_float32_matmul_precision(precision)
         with FakeTensorMode():
             x, sizes = torch.empty(1, 4096, device="cuda"), Sizes(128_256, 128_256)
-            rows, tile = chunks.chunk_size(8192, [4096, 2048], x, 4, sizes)
+            rows, tile = gemm.chunk_size(8192, [4096, 2048], x, 4, sizes)
     finally:
         torch.set_float32_matmul_precision(before)
     assert least <= rows <= most and tile == 0

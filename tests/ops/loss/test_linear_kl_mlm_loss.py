@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import growkern
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.chunks import chunk_size
+from growkern.ops.loss.linear.gemm import chunk_size
 from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, check_logits_dtype
 from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss

@@ -1,4 +1,4 @@
-"""Matrix products of the linear loss, and the sums of its gradients.
+"""Matrix products of the linear loss, the sums of its gradients, and the size of a chunk.
 
 Factors may be narrower than the sums, and no wide copy of a head is made. On a CPU with AVX-512 the
 compiled library multiplies such factors (`csrc/cpu/gemm.h`). Elsewhere a head is converted a few
@@ -10,6 +10,7 @@ chunk, H width, V vocabulary; M, K and N, rows, depth and columns of any product
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,11 +20,21 @@ from torch.nn import functional as F
 
 from growkern.ops.backend import native
 from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.loss.linear.heads import Sizes, rows_of_chunk
 from growkern.ops.loss.rows.vocab_parallel import add_up
 
 # bytes of a head that are converted at a time. On a CPU this costs 10 % of the GEMM if the piece
 # stays in cache, 60 % through memory. A GPU needs pieces large enough to fill it
 TILE_BYTES, GPU_TILE_BYTES = 4 << 20, 256 << 20
+
+# GEMM FLOPs per byte of memory traffic, from data sheets (H100 class: 60 TFLOP/s in float32, 400 of
+# TF32 and 800 of 16 bits beside 4 TB/s). For a CPU: 100 GFLOP/s in float64 beside 6 GB/s of
+# read-modify-write on two cores, and more in narrower dtypes
+BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8, ("cpu", 2): 28, ("cpu", 4): 24}
+CPU_BALANCE, TF32_BALANCE = 16, 100
+
+# chunks of fewer rows than this waste the GEMMs: it is better to cut the vocabulary
+LEAST_ROWS = 32
 
 # of errors that say nothing about a product: neither the device nor cuBLAS got memory
 NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED")
@@ -78,6 +89,32 @@ def _works(product: Callable[..., Any], device: torch.device, factor: torch.dtyp
             raise
         return False
     return True
+
+
+def chunk_size(
+    rows: int, head_widths: Sequence[int], x: Tensor, element: int, sizes: Sizes
+) -> tuple[int, int]:
+    """Rows per chunk and columns per tile (0: all).
+
+    A chunk has as many rows as `chunk_bytes` holds, or enough to make accumulating dW cheap. A
+    chunk of C rows takes C V (6 H + 2 sum H_k) FLOPs and reads and writes dW, 8 V H bytes. The
+    second takes under a tenth of the time of the first from C = 80 H balance / (6 H + 2 sum H_k)
+    on. `element` is the size of a logit in bytes.
+    """
+    H, *others = head_widths
+    kind = x.device.type, gemm_dtype(x).itemsize
+    tf32 = kind[0] != "cpu" and torch.get_float32_matmul_precision() != "highest"
+    balance = TF32_BALANCE if tf32 and kind[1] == 4 else BALANCE.get(kind, CPU_BALANCE)
+    size = rows_of_chunk(H, others, balance)
+    tile = sizes.vocab_tile or sizes.columns
+    held = sizes.chunk_bytes // (element * len(head_widths))  # logits of each head
+    if held and (sizes.vocab_tile or held >= min(rows, LEAST_ROWS) * tile):
+        size = max(1, held // tile)
+    elif held:
+        size = min(size, max(LEAST_ROWS, math.isqrt(held)))
+        tile = max(1, held // min(size, rows))
+    n_chunks = -(-max(rows, 1) // size)
+    return max(1, -(-rows // n_chunks)), tile if tile < sizes.columns else 0
 
 
 # ---------------------------------------------------------------------- products

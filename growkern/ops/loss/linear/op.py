@@ -25,10 +25,10 @@ from growkern.ops.backend.transforms import (
     is_last_backward,
     refuse_second_derivative,
 )
-from growkern.ops.loss.linear.chunks import chunk_size
 from growkern.ops.loss.linear.gemm import (
     GradientSums,
     HeldRows,
+    chunk_size,
     fit_to_dtype,
     gemm_dtype,
     project,
