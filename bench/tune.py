@@ -105,7 +105,7 @@ def _expand(recorder: Recorder) -> None:
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
     widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
     choices = list(
-        _products(BLOCK_M=recorder.pick((4, 8, 16), (4,)), BLOCK_N=widths, num_warps=warps)
+        _products(BLOCK_M=recorder.pick((8, 16, 32), (4,)), BLOCK_N=widths, num_warps=warps)
     )
     # each thread takes 4 to 32 columns
     choices = [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024 or recorder.toy]

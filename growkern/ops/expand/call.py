@@ -155,10 +155,8 @@ class ExpandCall(NamedTuple):
         return call
 
     def with_alike_columns(self) -> ExpandCall:
-        """The same call with one column stride for `weight` and `upper`, copied if necessary."""
-        if self.upper is None or self.upper.stride(1) == self.weight.stride(1):
-            return self
-        return self.with_contiguous_columns()
+        """The same call where columns of `weight` and `upper` are contiguous, if there are both."""
+        return self if self.upper is None else self.with_contiguous_columns()
 
     @property
     def wider(self) -> Tensor:

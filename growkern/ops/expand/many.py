@@ -25,12 +25,12 @@ from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCal
 from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
+    BLOCK_M,
     GATHER,
     ROUTED_COLS,
     ROUTED_ROWS,
     columns_of_block,
     expand_block,
-    rows_of_block,
 )
 
 # ------------------------------------------------------------------- kernel
@@ -77,6 +77,16 @@ def _pointer(table_ptr, k, like):
 
 
 @jit
+def _int32(table_ptr, k, MULTIPLE: tl.constexpr = 1):
+    """Field k of a call, which fits into int32 and is a multiple of MULTIPLE.
+
+    A product of two values that were int32 all along takes one instruction. One that was cut off
+    from 64 bits counts as 64 bits, and its product takes four.
+    """
+    return tl.multiple_of(tl.load((table_ptr + k).to(tl.pointer_type(tl.int32))), MULTIPLE)
+
+
+@jit
 def _expand_many_kernel(
     table_ptr,  # (J, N_FIELDS) int64
     call_ptr,  # (blocks,) int32, the call of each block
@@ -102,22 +112,19 @@ def _expand_many_kernel(
             _pointer(t, AT_ROW_SCALE, like[LIKE_FACTOR]),
             _pointer(t, AT_COL_SCALE, like[LIKE_FACTOR]),
         )
-    weight_r, upper_r = tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R)
-    step_m = tl.load(t + AT_OUT_M)
-    N = tl.load(t + AT_N).to(tl.int32)
+    R, C, M = _int32(t, AT_R), _int32(t, AT_C), _int32(t, AT_M)
     if WIDE:
         out_ptr = tl.multiple_of(out_ptr, 16)
-        # a product of two int32 takes one instruction, of two int64 it takes four
-        weight_r, upper_r = weight_r.to(tl.int32), upper_r.to(tl.int32)
-        step_m = tl.multiple_of(step_m.to(tl.int32), 16)
-        N = tl.multiple_of(N, 16)
+        weight_r, upper_r = _int32(t, AT_WEIGHT_R), _int32(t, AT_UPPER_R)
+        step_m, N = _int32(t, AT_OUT_M, 16), _int32(t, AT_N, 16)
         source_c, out_n = 1, 1
     else:
+        weight_r, upper_r = tl.load(t + AT_WEIGHT_R), tl.load(t + AT_UPPER_R)
+        step_m, N = tl.load(t + AT_OUT_M), _int32(t, AT_N)
         source_c, out_n = tl.load(t + AT_SOURCE_C), tl.load(t + AT_OUT_N)
     strides = (weight_r, upper_r, source_c, step_m, out_n)
-    R, C, M = tl.load(t + AT_R), tl.load(t + AT_C), tl.load(t + AT_M)
-    shape = (R.to(tl.int32), C.to(tl.int32), M.to(tl.int32), N)
-    block = block - tl.load(t + AT_FIRST_BLOCK).to(tl.int32)
+    shape = (R, C, M, N)
+    block -= _int32(t, AT_FIRST_BLOCK)
     # sizes of noise are factors, and copies are of the type of keys
     if NOISE == ROUTED_ROWS or NOISE == ROUTED_COLS:  # noqa: SIM109
         of_axis = _pointer(t, AT_OF_AXIS, like[LIKE_KEY])
@@ -253,7 +260,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     device = first.out.device
     choice = launch_choice(
         "expand_many", first.out, max(call.out.shape[1] for call in calls),
-        BLOCK_M=rows_of_block(kind.has_upper, kind.noise_kind),
+        BLOCK_M=BLOCK_M,
         BLOCK_N=columns_of_block(first.out.element_size()),
         num_warps=4,
     )  # fmt: skip
@@ -329,15 +336,13 @@ def aot_cases() -> list[AotCase]:
     like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
     signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
     constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS}
-    constants |= {"BLOCK_N": columns_of_block(2), "LARGER": 1.0}
+    constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(2), "LARGER": 1.0}
     return [
         AotCase(
             f"expand many {name} bf16",
             _expand_many_kernel,
             signature,
-            constants
-            | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True}
-            | {"BLOCK_M": rows_of_block(upper, noise)},
+            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
             narrow=GATHER,
             traffic=2.5,
         )

@@ -20,11 +20,8 @@ from growkern.ops.expand.call import (
 )
 from growkern.ops.expand.hashes import keys_of_call
 
-# rows of a block; they share one load of the indices and scales of its columns
-BLOCK_M = 8
-# with noise and `upper`, where the most is known of a column: 16 rows take 1.6 fewer instructions
-# per element
-BLOCK_M_OF_MOST = 16
+# rows of a block where no sweep has chosen them; they share what is loaded of its columns
+BLOCK_M = 16
 # kinds of noise, for kernels: these read no global numbers but constexpr
 NOISY_ROWS, NOISY_COLS = tl.constexpr(ROW_NOISE), tl.constexpr(COL_NOISE)
 ROUTED_ROWS, ROUTED_COLS = tl.constexpr(ROW_ROUTING), tl.constexpr(COL_ROUTING)
@@ -69,8 +66,8 @@ def _noise_of(size, src):
         1 + |size|; the int32 source index, plus 2**31 if `size` is negative; and the bits of the
         hash that decide, int32: the top bit, or none if `size` is 0.
     """
-    factor = 1 + tl.abs(size)
-    return factor, src ^ tl.where(size < 0, TOP_BIT, 0), tl.where(size == 0, 0, TOP_BIT)
+    sign = size.to(tl.float32).to(tl.int32, bitcast=True) & TOP_BIT
+    return 1 + tl.abs(size), src ^ sign, tl.where(size == 0, 0, TOP_BIT)
 
 
 @jit
@@ -151,16 +148,20 @@ def expand_block(
     """
     R, C, M, N = shape
     n_blocks_n = tl.cdiv(N, BLOCK_N)
-    n = (block % n_blocks_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_first = (block // n_blocks_n).to(tl.int32) * BLOCK_M
+    # one block after another along a row, then the next rows
+    m_first = block // n_blocks_n
+    n = (block - m_first * n_blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_first *= BLOCK_M
     n_inside = n < N
     col = n.to(tl.int64)
     if maps[OF_COLS] is not None:
         col = tl.load(maps[OF_COLS] + n, mask=n_inside, other=0)  # (BLOCK_N,)
     beyond = (C - 1 - col.to(tl.int32)) >> 31
-    at = col * strides[SOURCE_C]
-    if sources[UPPER] is not None:
-        at = (col - (beyond & C)) * strides[SOURCE_C]
+    if sources[UPPER] is None:  # noqa: SIM108
+        at = col * strides[SOURCE_C]
+    else:
+        # the columns are contiguous; adding an int32 to an address takes one instruction
+        at = col.to(tl.int32) - (beyond & C)
     # before the loop over rows: after a store the compiler would load them again
     if scales[OF_COLS] is not None:
         col_scale = tl.load(scales[OF_COLS] + n, mask=n_inside, other=0.0).to(ACC)
@@ -230,19 +231,13 @@ def columns_of_block(out_bytes: int) -> int:
     return max(512, 2048 // out_bytes)
 
 
-def rows_of_block(has_upper: bool, noise_kind: int) -> int:
-    """Rows of a block where no sweep has chosen them."""
-    return BLOCK_M_OF_MOST if has_upper and noise_kind in (ROW_NOISE, COL_NOISE) else BLOCK_M
-
-
 def expand_on_triton(call: ExpandCall) -> None:
     """Fill `call.out`, which is on a GPU, or on the CPU if Triton is interpreted."""
     call = call.with_alike_columns()
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.wider)
     block_n = columns_of_block(call.out.element_size())
-    block_m = rows_of_block(call.upper is not None, call.noise_kind)
-    choice = launch_choice("expand", call.out, N, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
+    choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     launch(
         _expand_kernel,
@@ -291,7 +286,7 @@ def aot_cases() -> list[AotCase]:
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_N": columns_of_block(size), "LARGER": 1.0}
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(size), "LARGER": 1.0}
         noisy = {"noise": (factor, "*i32", "*i32")}
         routed = {"noise": ("*i32", "*i32", "*i32")}
         ways = (
@@ -305,8 +300,7 @@ def aot_cases() -> list[AotCase]:
         # float64 is for tests
         for name, signature, noise in ways[: 1 if dtype == "fp64" else None]:
             case = AotCase(f"expand {name} {dtype}", _expand_kernel, signature, {})
-            block_m = rows_of_block(signature["sources"] == (x, x), noise)
-            case = case._replace(constexprs=constants | {"NOISE": noise, "BLOCK_M": block_m})
+            case = case._replace(constexprs=constants | {"NOISE": noise})
             # twice as wide: four elements written for each one read
             cases.append(
                 case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
