@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.paper.settings import SETTINGS, Setting, Size
-from bench.paper.systems import RATE_SEED, Job, job_of
+from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.
@@ -172,10 +172,10 @@ TABLES = {
 
 def jobs_of_rates(line: Line) -> list[Job]:
     """The short runs that choose the learning rate of a line."""
-    setting = line.setting
-    return [
-        job_of(setting, line.system, RATE_SEED, rate, setting.rate_steps) for rate in setting.rates
-    ]
+    setting, steps = line.setting, line.setting.rate_steps
+    if not SYSTEMS[line.system].grows:
+        steps = setting.untrained_rate_steps or steps
+    return [job_of(setting, line.system, RATE_SEED, rate, steps) for rate in setting.rates]
 
 
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:

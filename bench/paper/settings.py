@@ -33,7 +33,7 @@ class Size:
 
 # fields of a setting that only some runs depend on
 OF_SOURCE = {"source", "source_steps", "source_rate"}
-OF_TARGET = {"target", "steps", "rates", "rate_steps"}
+OF_TARGET = {"target", "steps", "rates", "rate_steps", "untrained_rate_steps"}
 OF_SYSTEMS = {"name", "origin", "layers_per_block", "stage1_share", "inheritance_share"}
 
 
@@ -49,6 +49,8 @@ class Setting:
         source_steps: optimizer steps of the source, at `source_rate`.
         steps: optimizer steps of the longest runs of the large model.
         rate_steps: the same of the runs that choose a learning rate.
+        untrained_rate_steps: the same for models that begin untrained, if they need longer to tell
+            which rate is best; None: `rate_steps`.
         rates: the learning rates that every system chooses from.
         warmup: share of the steps in which the rate rises. Then it falls to 0.
         batch: rows in a step.
@@ -82,6 +84,7 @@ class Setting:
     vocab: int = VOCAB
     validation_tokens: int | None = None
     validation_passes: int = 1
+    untrained_rate_steps: int | None = None
     text: str = "corpus"
     origin: Setting | None = None
 
@@ -257,6 +260,8 @@ TINY_BERT = replace(
     family="bert",
     # a post-norm model takes lower rates than GPT-2
     rates=(1e-3, 2e-3, 4e-3),
+    # a short run from scratch tells which rate leaves the plateau first
+    untrained_rate_steps=2000,
     batch=32,
     length=32,
     vocab=261,
