@@ -148,7 +148,6 @@ def expand_block(
     """
     R, C, M, N = shape
     n_blocks_n = tl.cdiv(N, BLOCK_N)
-    # one block after another along a row, then the next rows
     m_first = block // n_blocks_n
     n = (block - m_first * n_blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_first *= BLOCK_M
@@ -157,9 +156,8 @@ def expand_block(
     if maps[OF_COLS] is not None:
         col = tl.load(maps[OF_COLS] + n, mask=n_inside, other=0)  # (BLOCK_N,)
     beyond = (C - 1 - col.to(tl.int32)) >> 31
-    if sources[UPPER] is None:  # noqa: SIM108
-        at = col * strides[SOURCE_C]
-    else:
+    at = col * strides[SOURCE_C]
+    if sources[UPPER] is not None:
         # the columns are contiguous; adding an int32 to an address takes one instruction
         at = col.to(tl.int32) - (beyond & C)
     # before the loop over rows: after a store the compiler would load them again
