@@ -342,6 +342,7 @@ BLOCKS = {
     "beside-compile": beside_compile,
     "growth-adamw": growth_adamw,
     "symmetry": symmetry_table,
+    "paper-table2": partial(table_text, name="table2"),
     "paper-table5": partial(table_text, name="table5"),
 }
 

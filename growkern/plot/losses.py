@@ -63,6 +63,14 @@ class Group:
         losses = [np.interp(points, curve.flops, curve.losses) for curve in self.curves]
         return points + self.before, np.array(losses)
 
+    def end(self) -> float:
+        """The last mean loss, where the shortest of the runs ends.
+
+        Seeds of a masked model differ by a few FLOPs. Beyond that point there is no mean, and a
+        lower mark would not be reached.
+        """
+        return float(self.mean()[1].mean(0)[-1])
+
     def costs(self, mark: float) -> list[float]:
         """FLOPs, without `before`, of the runs that reach a loss."""
         found = [curve.flops_at(mark) for curve in self.curves]
@@ -145,7 +153,7 @@ def draw(
         axes, bars = figure.subplots(2, 1, sharex=True, height_ratios=[5.4, below])
     else:
         axes = bars = figure.add_subplot()
-    mark = float(np.mean([curve.losses[-1] for curve in groups[0].curves]))
+    mark = groups[0].end()
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
     _draw_curves(axes, groups, sources, mark, unit)
     if below:

@@ -146,6 +146,21 @@ def test_runs_of_one_name_are_a_mean_and_a_band(tmp_path, monkeypatch):
     assert said[1] == "grown (2 runs): 42% saved"
 
 
+def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path, monkeypatch):
+    scratch = [
+        curve("scratch", [8.0, 6.0, 4.0], [0.0, 10.0, 20.0]),
+        curve("scratch", [8.0, 6.0, 4.4], [0.0, 10.0, 20.2]),
+    ]
+    # the mean ends at 20 FLOPs, where the second run is at 6 - 1.6 x 10 / 10.2
+    mark = (4.0 + 6.0 - 16 / 10.2) / 2
+    grown = curve("grown", [5.0, 4.5, 3.9])
+    figure = drawn(monkeypatch, lambda: draw([*scratch, grown], tmp_path / "a.png"))
+    said = texts(figure, "cost")
+    assert said[0] == "scratch (2 runs): reference"
+    spent = 10 + 10 * (4.5 - mark) / 0.6
+    assert said[1] == f"grown: {1 - spent / 20:.0%} saved"
+
+
 def boxes(figure, axes):
     renderer = figure.canvas.get_renderer()
     return [text.get_window_extent(renderer) for text in axes.texts]
