@@ -48,8 +48,8 @@ class Saving:
     models: str
 
 
-# Without our runs of BERT: from scratch, so small a BERT first stands on a plateau that a large one
-# hardly has.
+# Our runs of BERT are left out: from scratch, so small a BERT spends much of its training on a
+# plateau. A large one may not.
 SAVINGS = (
     Saving("bert2BERT", "width", 0.45, "BERT-base, grown from about half its size"),
     Saving("bert2BERT", "width", 0.47, "GPT-base, grown from about half its size"),
