@@ -171,7 +171,7 @@ TABLES = {
 
 
 def jobs_of_rates(line: Line) -> list[Job]:
-    """The short runs that choose the learning rate of a line."""
+    """The runs that choose the learning rate of a line."""
     setting, steps = line.setting, line.setting.rate_steps
     if not SYSTEMS[line.system].grows:
         steps = setting.untrained_rate_steps or steps

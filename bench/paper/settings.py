@@ -251,11 +251,13 @@ TINY_GPT = Setting(
     layers_per_block=1,
     validation_tokens=110_000,
 )
-# 15 % of the tokens are labels: at least 100,000 in all passes. In its first steps a masked model
-# learns how frequent tokens are, and stays there until attention finds the neighbours. In rows of
-# 64 tokens it stayed for all 4,000 steps of some runs, in rows of 32 bytes for some hundred steps.
+# 15 % of the tokens are labels: at least 100,000 in all passes
+TINY_MASKED = replace(TINY_GPT, validation_tokens=175_000, validation_passes=4)
+# In its first steps a masked model learns how frequent tokens are, and stays there until attention
+# finds the neighbours. In rows of 64 bytes it stayed for all 4,000 steps of some runs, in rows of
+# 32 for some hundred steps.
 TINY_BERT = replace(
-    TINY_GPT,
+    TINY_MASKED,
     name="tiny-bert",
     family="bert",
     # a post-norm model takes lower rates than GPT-2
@@ -265,17 +267,8 @@ TINY_BERT = replace(
     batch=32,
     length=32,
     vocab=261,
-    validation_tokens=175_000,
-    validation_passes=4,
 )
-TINY_T5 = replace(
-    TINY_GPT,
-    name="tiny-t5",
-    family="t5",
-    vocab=300,
-    validation_tokens=175_000,
-    validation_passes=4,
-)
+TINY_T5 = replace(TINY_MASKED, name="tiny-t5", family="t5", vocab=300)
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
     TINY_GPT,

@@ -338,6 +338,16 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+def test_an_untrained_bert_chooses_its_rate_past_the_plateau():
+    steps = {line.system: jobs_of_rates(line)[0].steps for line in lines_of("table2", "tiny")}
+    assert {name for name, count in steps.items() if count == 2000} == {
+        "scratch",
+        "stackbert",
+        "mslt",
+    }
+    assert set(steps.values()) == {500, 2000}
+
+
 def test_the_forecast_knows_our_own_runs():
     (own,) = [one for one in SAVINGS if one.paper == "growkern"]
     rows = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
