@@ -239,6 +239,10 @@ def test_the_table_at_the_best_rate_matches_its_result():
             assert len(found) == 3 and cell == f"{sum(found) / 3:.3f}", (model, symmetry, optimizer)
 
 
+# digits of the errors at the top of the README, in per cent
+WRONG = {"plain": 0, "growkern": 1}
+
+
 def test_the_readmes_table_matches_its_results():
     large = check_source("grow_checkpoint")["rows"][2]
     linear = {
@@ -286,6 +290,11 @@ def test_the_readmes_table_matches_its_results():
         ),
     ]
     assert [tuple(row) for row in table_with("measured")[1:]] == expected
+    wrong = [f"{100 * linear['bfloat16', name]:.{d}f} %" for name, d in WRONG.items()]
+    assert says(
+        f"In bfloat16 plain PyTorch gets the gradient of this loss {wrong[0]} wrong, "
+        f"and growkern {wrong[1]}."
+    )
 
 
 def test_figures_made_from_results_have_sources():
