@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -37,6 +37,8 @@ from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run import train
+
+Call = Callable[[], float]
 
 ROWS, ACCURACIES = "rows.jsonl", "accuracies.jsonl"
 # the downstream task: folders of libraries that growkern needs, each with hundreds of passages
@@ -68,54 +70,67 @@ class Workplace:
 
     def classify(self, jobs: Sequence[Job]) -> None:
         """Fine-tune the models of finished jobs, and keep their accuracies."""
+
+        def prepared(job: Job) -> Call:
+            return partial(accuracy_of, self.folder / job.name, job.setting.length, job.seed)
+
         missing = [job for job in jobs if "accuracy" not in self.rows[job.name]]
-        calls = {
-            job: partial(accuracy_of, self.folder / job.name, job.setting.length, job.seed)
-            for job in missing
-        }
-        for job, accuracy in self._called(calls):
+        for job, accuracy in self._called(missing, prepared):
             append_row(self.folder / ACCURACIES, {"name": job.name, "accuracy": accuracy})
             self.rows[job.name]["accuracy"] = accuracy
             self.say(f"{job.name}: accuracy {accuracy:.3f}")
 
     def _train(self, jobs: Sequence[Job]) -> None:
-        """Train jobs, and first those that they need and whose models are not there."""
-        if not jobs:
-            return
-        # rows may come from another machine, models do not
-        needs = {one.name: one for job in jobs for one in job.needs}
-        self._train([one for name, one in needs.items() if not self._has_model(name)])
-        for job in jobs:
-            for name, (size, layers) in untrained_models(job).items():
-                self._write_untrained(job.setting, name, size, job.seed, layers)
+        """Train jobs, and before each those that it needs and whose models are not there."""
+        jobs = self._with_needs(jobs)
         # one for all jobs with the same teacher, as many rows as the longest needs
         longest_last = sorted(jobs, key=lambda job: job.steps)
         kept = {kept_folder(job): job for job in longest_last if job.kept}
-        for job in kept.values():
-            self._keep_teacher(job)
-        calls = {
-            job: partial(seconds_of_training, write_run_file(job, self.folder)) for job in jobs
-        }
-        for job, seconds in self._called(calls):
+
+        def prepared(job: Job) -> Call:
+            for name, (size, layers) in untrained_models(job).items():
+                self._write_untrained(job.setting, name, size, job.seed, layers)
+            if job.kept:
+                self._keep_teacher(kept[kept_folder(job)])
+            return partial(seconds_of_training, write_run_file(job, self.folder))
+
+        for job, seconds in self._called(jobs, prepared):
             self._keep(job, seconds)
+
+    def _with_needs(self, jobs: Iterable[Job]) -> list[Job]:
+        """`jobs`, and first those that they need and whose models are not there."""
+        # rows may come from another machine, models do not
+        needs = [one for job in jobs for one in job.needs if not self._has_model(one.name)]
+        return list(dict.fromkeys([*(self._with_needs(needs) if needs else ()), *jobs]))
 
     def _has_model(self, name: str) -> bool:
         return name in self.rows and (self.folder / name / "config.json").is_file()
 
-    def _called(self, calls: Mapping[Job, Callable[[], float]]) -> Iterator[tuple[Job, float]]:
-        """Call each, several at a time, and yield their results as they come."""
-        at_once = min(self.workers, len(calls))
-        if calls:
-            self.say(f"{len(calls)} runs, {at_once} at a time")
+    def _called(
+        self, jobs: Sequence[Job], prepared: Callable[[Job], Call]
+    ) -> Iterator[tuple[Job, float]]:
+        """Call for each job what `prepared` makes, several at a time; yield results as they come.
+
+        A job comes after those that it needs, and is prepared when these have been yielded.
+        """
+        at_once = min(self.workers, len(jobs))
+        if jobs:
+            self.say(f"{len(jobs)} runs, {at_once} at a time")
         if at_once <= 1:
-            yield from ((job, call()) for job, call in calls.items())
+            yield from ((job, prepared(job)()) for job in jobs)
             return
         threads = max(1, torch.get_num_threads() // at_once)
         context = multiprocessing.get_context("spawn")
+        waiting, running, undone = list(jobs), dict[Future[float], Job](), set(jobs)
         with ProcessPoolExecutor(at_once, context, _begin_worker, (threads,)) as pool:
-            running = {pool.submit(call): job for job, call in calls.items()}
-            for done in as_completed(running):
-                yield running[done], done.result()
+            while undone:
+                for job in [one for one in waiting if undone.isdisjoint(one.needs)]:
+                    waiting.remove(job)
+                    running[pool.submit(prepared(job))] = job
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    job = running.pop(future)
+                    yield job, future.result()
+                    undone.remove(job)
 
     def _keep(self, job: Job, seconds: float) -> None:
         """Append the row of a job that has been trained, and delete what nobody needs."""

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -336,6 +338,36 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
     assert table_text(tmp_path, "moment") in page.read_text()
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def after(file, wanted, made):
+    """Waits for a file, if it wants one, and makes one: whether the wanted one came."""
+    until = time.monotonic() + 100
+    while wanted and not (file / wanted).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    found = not wanted or (file / wanted).exists()
+    (file / made).touch()
+    return float(found)
+
+
+def test_a_run_waits_for_what_it_needs_and_for_nothing_else(tmp_path):
+    quick, slow = (source_of(MICRO_GPT, seed) for seed in (1, 2))
+    grown = job_of(MICRO_GPT, "fpi", 1, 4e-3, 8)
+    assert grown.needs == (quick,)
+    # the slow source ends after the run that needs the quick one
+    waits_for = {slow: "grown", quick: "", grown: "quick"}
+    names = {slow: "slow", quick: "quick", grown: "grown"}
+    seen = []
+
+    def prepared(job):
+        assert job is not grown or quick in seen
+        return partial(after, tmp_path, waits_for[job], names[job])
+
+    place = runs.Workplace(tmp_path, {}, lambda line: None, workers=2)
+    for job, found in place._called([slow, quick, grown], prepared):
+        seen.append(job)
+        assert found, names[job]
+    assert seen == [quick, grown, slow]
 
 
 def test_an_untrained_bert_chooses_its_rate_past_the_plateau():
