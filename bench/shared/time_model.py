@@ -21,8 +21,9 @@ from growkern.ops.loss.linear.gemm import BALANCE, TF32_BALANCE
 from growkern.ops.loss.linear.heads import held_rows, rows_of_chunk
 
 BANDWIDTH = 4.3e12
-# bytes per logit that the row kernels read: float32 logits of both heads, twice or once
-ROW_KERNELS = {"Triton": 16, "CUDA": 8}
+# bytes per logit that the row kernels read, by the size of a number of the gradient: float32 logits
+# of both heads, twice or once. Triton reads them once more to correct a float32 gradient
+ROW_KERNELS = {"Triton": {2: 16, 4: 24}, "CUDA": {2: 8, 4: 8}}
 
 
 class Numbers(NamedTuple):
@@ -95,7 +96,7 @@ def estimate(
     moved = {
         # the rate of a GEMM includes writing as many bytes as the inputs have
         f"logits in float32 instead of {dtype}": 2 * (4 - size) * logits,
-        f"row kernel, {row_kernel}": (ROW_KERNELS[row_kernel] + size) * logits,
+        f"row kernel, {row_kernel}": (ROW_KERNELS[row_kernel][size] + size) * logits,
         "sums of dW": summed * V * H,
     }
     if bias:

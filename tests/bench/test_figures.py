@@ -318,7 +318,7 @@ def test_named_pictures_and_results_exist():
 
 
 def test_without_gpu_results_no_speed_is_claimed():
-    """Without results of a GPU no page gives no rate and no factor for one."""
+    """Without results of a GPU no page gives a rate or a factor for one."""
     if any(results.RESULTS.glob("*/*.json")):
         return
     section = TEXT.split("## On a GPU")[1].split("\n## ")[0]
@@ -347,6 +347,19 @@ def test_the_model_of_time_counts_the_passes():
     assert two.passes["sums of dW"] * time_model.BANDWIDTH == pytest.approx(16 * V * H)
 
 
+@pytest.mark.parametrize("row_kernel", time_model.ROW_KERNELS)
+@pytest.mark.parametrize("size, name", [(2, "bf16"), (4, "fp32")])
+def test_the_model_of_time_counts_the_bytes_of_the_machine_code(row_kernel, size, name):
+    prefix = "" if row_kernel == "Triton" else f"{row_kernel} "
+    kernel = f"{prefix}kl_mlm rows linear, {name} gradient"
+    (counted,) = {
+        row["bytes per element"]
+        for row in results.read(results.RESULTS / "aot.json")["rows"]
+        if (row["kernel"], row["arch"]) == (kernel, "sm_90")
+    }
+    assert time_model.ROW_KERNELS[row_kernel][size] + size == counted
+
+
 def test_the_model_of_time_counts_chunks_of_float32_heads():
     """Each chunk reads and writes float32 sums of dW; TF32 products make the chunks larger."""
     N, V, H, H_t = 8192, 1024, 4096, 2048
@@ -355,7 +368,7 @@ def test_the_model_of_time_counts_chunks_of_float32_heads():
         assert one.chunks == one.products
         moved = one.passes["sums of dW"] * time_model.BANDWIDTH
         assert moved == pytest.approx(8 * V * H * (one.chunks - 1))
-        assert one.passes["row kernel, Triton"] * time_model.BANDWIDTH == pytest.approx(20 * N * V)
+        assert one.passes["row kernel, Triton"] * time_model.BANDWIDTH == pytest.approx(28 * N * V)
         # "dW is cheap" in `chunk_size`
         assert one.passes["sums of dW"] <= 0.1 * one.gemms
     assert (found["float32"].chunks, found["tf32"].chunks) == (48, 8)

@@ -1,7 +1,9 @@
 """The interpreter that the tests use: made quicker, and converting bfloat16 as GPUs do."""
 
 import os
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,3 +97,17 @@ def test_bfloat16_is_converted_as_pytorch_does(monkeypatch):
     is_subnormal = (wide != 0) & (wide.abs() < torch.finfo(torch.bfloat16).smallest_normal)
     wrong = converted(every, torch.float32) != wide
     assert torch.equal(wrong & ~wide.isnan(), is_subnormal)
+
+
+def test_a_scalar_of_triton_bounds_a_loop_with_new_numpy(monkeypatch):
+    """As in Triton 3.5 and 3.6: scalars are arrays of one element, which NumPy refuses as int."""
+    from triton.runtime import interpreter as triton_interpreter
+
+    class Scalar:
+        handle = SimpleNamespace(data=np.array([3]))
+
+    patched = []
+    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", lambda *a: patched.append(a))
+    interpreter.allow_new_numpy()
+    triton_interpreter._patch_lang_tensor(Scalar, "scope")
+    assert patched == [(Scalar, "scope")] and list(range(Scalar())) == [0, 1, 2]

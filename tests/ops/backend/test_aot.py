@@ -68,6 +68,17 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
 
 
+def test_growth_in_bfloat16_is_bound_by_the_memory_of_an_h200():
+    rows = [row for row in read(KEPT)["rows"] if row["arch"] == "sm_90" and "bf16" in row["kernel"]]
+    shares = {
+        row["kernel"]: row["of bandwidth"]
+        for row in rows
+        # those of rows that are not aligned have no estimate
+        if row["kernel"].startswith("expand") and "no estimate" not in row
+    }
+    assert len(shares) >= 10 and min(shares.values()) >= 0.9, shares
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path):
     document = read(KEPT)

@@ -498,19 +498,24 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
 @pytest.mark.parametrize("kind", ["linear", "top-k"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("limits", [{}, {"vocab_tile": 20}, {"chunk_bytes": 10_000}], ids=str)
-def test_rows_of_logits_and_their_gradient_are_aligned(kind, dtype, limits, monkeypatch):
-    """On a GPU a GEMM takes slow paths for rows of 30522 or 50257 numbers, packed tight."""
+@pytest.mark.parametrize("width", [8, 128])
+def test_rows_of_logits_and_their_gradient_are_aligned(width, kind, dtype, limits, monkeypatch):
+    """On a GPU a GEMM takes slow paths for rows of 30522 or 50257 numbers, packed tight.
+
+    In bfloat16 and the larger width the logits of both heads lie in dW, and dz beside it.
+    """
     N, V = 24, 101
     monkeypatch.setattr(op_module, "may_ask", lambda device: False)
-    run, starts = ROW_FUNCTIONS["cpu"], []
+    run, starts, places = ROW_FUNCTIONS["cpu"], [], []
 
     def seen(rows, state, steps, drows=None, dstudent=None):
         tensors = [rows.student_NV, *rows.teachers_NV, *([] if dstudent is None else [dstudent])]
         starts.extend(x.stride(0) * x.element_size() for x in tensors)
+        places.extend(x.data_ptr() for x in tensors)
         run(rows, state, steps, drows, dstudent)
 
     monkeypatch.setitem(ROW_FUNCTIONS, "cpu", seen)
-    student, teacher = ([torch.randn(n, H).to(dtype) for n in (N, V)] for H in (8, 6))
+    student, teacher = ([torch.randn(n, H).to(dtype) for n in (N, V)] for H in (width, 6))
     given = [x.requires_grad_() for x in student]
     loss_of, beside = teacher_of(kind, N, V, teacher)
     labels = torch.randint(V, (N,))
@@ -518,6 +523,8 @@ def test_rows_of_logits_and_their_gradient_are_aligned(kind, dtype, limits, monk
     loss = loss_of(*given, *beside, labels, backend="cpu", **limits)
     torch.autograd.grad(loss, given)
     assert starts and all(start % 128 == 0 for start in starts), starts
+    # PyTorch's memory on a CPU begins at multiples of 64
+    assert all(place % 64 == 0 for place in places), places
 
 
 # ------------------------------------------------------------------------ biases

@@ -115,9 +115,10 @@ def check_columns(rank, group):
 def check_traffic(group):
     """The data that crosses the network: a check of the labels, 14 numbers per row, and dX.
 
-    Of cached teachers 8 numbers per row and the logits of their tokens.
+    Of cached teachers 8 numbers per row and the logits of their tokens. The ranks' parts of dX are
+    added up before they are rounded to bfloat16.
     """
-    sent = []
+    sent, dtypes = [], []
     gather, add_up = dist.all_gather, dist.all_reduce
     student, teachers, labels = make_heads(12, V, 8, torch.float64, "cpu", K=2)
     start, stop = BOUNDS[4][dist.get_rank() : dist.get_rank() + 2]
@@ -128,14 +129,22 @@ def check_traffic(group):
             sent.append(x.shape),
             gather(out, x, **k),
         )
-        dist.all_reduce = lambda x, **k: (sent.append(x.shape), add_up(x, **k))
+        dist.all_reduce = lambda x, **k: (
+            sent.append(x.shape),
+            dtypes.append(x.dtype),
+            add_up(x, **k),
+        )
         linear(*slices, labels, **where)
         topk(slices[0], kept_of(teachers), labels, **where)
+        whole = list(sent)
+        narrow = [[x.bfloat16() for x in head] for head in slices]
+        _, (dx, *_), _ = linear(*narrow, labels, **where)
     finally:
         dist.all_gather, dist.all_reduce = gather, add_up
     live = int((labels != IGNORED).sum())
     expected = [(2,), (14, live), (live, 8)]
-    assert sent == [*expected, (2,), (8, live), (live, 5 + 17), (live, 8)], sent
+    assert whole == [*expected, (2,), (8, live), (live, 5 + 17), (live, 8)], sent
+    assert (sent[-1], dtypes[-1], dx.dtype) == ((live, 8), torch.float32, torch.bfloat16)
 
 
 def check_dtensors():
