@@ -200,6 +200,7 @@ ALL = (
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
+    Piece("counters", "bandwidth of each kernel, read by Nsight Compute", 300, "on_gpu.counters"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
 # Entries without a file are left out. Benchmarks of disks and CPUs are run by `make bench`.

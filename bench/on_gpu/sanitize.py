@@ -21,12 +21,22 @@ CHECKS = ("check_expand", "check_loss", "check_cuda")
 FOUND = 86
 
 
-def run(recorder: Recorder) -> None:
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+def cuda_tool(name: str) -> str:
+    """The path of a tool that comes with CUDA.
+
+    Raises:
+        Skip: it is not here.
+    """
+    homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-    if sanitizer is None:
-        raise Skip("compute-sanitizer is neither under CUDA_HOME nor on the PATH")
+    found = shutil.which(name, path=os.pathsep.join(places))
+    if found is None:
+        raise Skip(f"{name} is neither under CUDA_HOME nor on the PATH")
+    return found
+
+
+def run(recorder: Recorder) -> None:
+    sanitizer = cuda_tool("compute-sanitizer")
     # PyTorch's allocator hands out parts of large blocks. Accesses next to a tensor would lie
     # inside the block, and memcheck would miss them.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

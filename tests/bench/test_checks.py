@@ -1,11 +1,21 @@
 """The checks that run on a GPU notice every kind of wrong result. Here they run on the CPU."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
 
 from bench.launches import cuda_emulator
-from bench.on_gpu import check_cuda, check_expand, check_loss, check_options, check_suite, sanitize
+from bench.on_gpu import (
+    check_cuda,
+    check_expand,
+    check_loss,
+    check_options,
+    check_suite,
+    counters,
+    sanitize,
+)
 from bench.shared import llama_growth
 from bench.shared.recorder import Recorder, Skip
 from growkern.ops.backend.launch import HAS_TRITON
@@ -210,6 +220,39 @@ def test_an_error_found_by_the_sanitizer_is_a_failure(code, recorder, tmp_path, 
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(Skip):
         sanitize.run(recorder)
+
+
+NCU_LOG = """==PROF== Connected to process 42
+"ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum"
+"","","%","ns"
+"0","expand_tile","80.5","2,000"
+"1","kl_mlm_rows","91","5,000"
+"2","expand_tile","90.5","1,000"
+"""
+
+
+@pytest.mark.parametrize(
+    "log, code, kernels, fails", [(NCU_LOG, 0, 2, False), (NCU_LOG, 1, 2, True), ("", 0, 0, True)]
+)
+def test_counters_are_read_per_kernel(log, code, kernels, fails, recorder, tmp_path, monkeypatch):
+    tool, kept = tmp_path / "ncu", tmp_path / "kept"
+    kept.write_text(log)
+    copy = 'while [ "$1" != --log-file ]; do shift; done\n' + f'{shutil.which("cp")} {kept} "$2"'
+    tool.write_text(f"#!/bin/sh\n{copy}\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    counters.run(recorder)
+    rows = recorder.document["rows"]
+    assert len(rows) == kernels * len(counters.MEASURED)
+    if rows:
+        assert rows[0] == {
+            **{"piece": counters.MEASURED[0], "kernel": "expand_tile", "launches": 2},
+            **{"us": 1.5, "of bandwidth": 0.855},
+        }
+    assert bool(recorder.document["failures"]) == fails
+    kept.write_text("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+    with pytest.raises(Skip, match="may not read"):
+        counters.run(recorder)
 
 
 def test_the_calls_of_a_growth_make_every_tensor_of_the_target():
