@@ -344,6 +344,8 @@ BLOCKS = {
     "symmetry": symmetry_table,
     "paper-table2": partial(table_text, name="table2"),
     "paper-table5": partial(table_text, name="table5"),
+    "paper-moment": partial(table_text, name="moment"),
+    "paper-depth": partial(table_text, name="depth"),
 }
 
 

@@ -92,7 +92,11 @@ def _depth(setting: Setting) -> list[Line]:
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
     for one, label in ((young, "young source"), (deep, "source trained out")):
-        lines += [Line(one, name, label) for name in ("fpi_identity", "fpi", "fpi_interleave")]
+        lines += [
+            Line(one, "fpi_identity", label),
+            Line(one, "fpi", f"stack, {label}"),
+            Line(one, "fpi_interleave", label),
+        ]
     return lines
 
 

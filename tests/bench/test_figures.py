@@ -249,7 +249,7 @@ def test_the_readmes_table_matches_its_results():
         if row["shape"].startswith("2048x")
     }
     # bench.report writes these tables
-    bert, gpt = (
+    bert, gpt, *_ = (
         {line[0]: dict(zip(head, line, strict=True)) for line in lines}
         for head, *lines in tables(TEXT)
         if head[:2] == ["system", "rate"]
@@ -293,6 +293,54 @@ def test_the_readmes_table_matches_its_results():
         f"In bfloat16 plain PyTorch gets the gradient of this loss {wrong[0]} wrong, "
         f"and growkern {wrong[1]}."
     )
+
+
+def paper_lines(first):
+    """The lines of the table of training in which `first` stands, by their systems."""
+    for head, *lines in tables(TEXT):
+        found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+        if head[0] == "system" and first in found:
+            return found
+    raise AssertionError(first)
+
+
+def test_the_sentences_on_when_to_grow_match_their_tables():
+    moments = paper_lines("FPI, padded stream, after 10 %")
+    counted = [
+        float(re.findall(r"-?[\d.]+", moments[f"FPI, padded stream, after {share} %"][column])[0])
+        for column in ("FLOPs saved", "with the source's")
+        for share in (10, 30, 100)
+    ]
+    gains, with_source = counted[:3], counted[3:]
+    assert gains == sorted(gains)
+    assert says("saved {:.0f} %, {:.0f} % and {:.0f} %".format(*gains))
+    assert says(f"counted, {min(with_source):.0f} to {max(with_source):.0f} % is saved")
+    cost = gains[2] - with_source[2]
+    assert says(f"its training costs {cost:.0f} % of that of the large model")
+    assert says(f"the small model alone has cost {4 * cost / 100:.1f} times")
+
+    depth = paper_lines("FPI, identity, young source")
+    ends = {
+        age: {
+            way: float(depth[f"FPI, {way}, {age}"]["all"])
+            for way in ("identity", "stack", "interleave")
+        }
+        for age in ("young source", "source trained out")
+    }
+    spread = {age: max(found.values()) - min(found.values()) for age, found in ends.items()}
+    assert says(f"the three ways end within {spread['young source']:.3f} of each other")
+    assert says(f"ways ended within {spread['source trained out']:.2f} of each other")
+    start = {
+        way: float(depth[f"FPI, {way}, source trained out"]["start loss"])
+        for way in ("identity", "stack")
+    }
+    old = ends["source trained out"]
+    assert min(old, key=old.get) == "stack" and max(old, key=old.get) == "identity"
+    assert says(
+        f"a stack starts {start['stack'] - start['identity']:.2f} higher than identity and ends "
+        f"{old['identity'] - old['stack']:.2f} lower"
+    )
+    assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())
 
 
 def test_figures_made_from_results_have_sources():

@@ -37,7 +37,7 @@ from bench.paper.tables import (
     write_page,
 )
 from bench.shared.results import RESULTS, read, write
-from growkern.growth.plan.advice.evidence import SAVINGS
+from growkern.growth.plan.advice.evidence import MOMENTS, SAVINGS
 
 DOMAIN = lines_of("domain", "micro")[0].setting
 WORDS = [
@@ -388,3 +388,8 @@ def test_the_forecast_knows_our_own_runs():
     assert len(grown) >= 3 and own.models.endswith(f", mean of {len(grown)} seeds")
     mean = sum(saved(runs, scratch[seed]) for seed, runs in grown.items()) / len(grown)
     assert own.share == pytest.approx(mean, abs=5e-4)
+    lines = {line.label: runs_of(line, rows) for line in lines_of("moment", "tiny")}
+    for share, gain in MOMENTS.items():
+        grown = lines[f"after {share:.0%}".replace("%", " %")]
+        found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
+        assert found and gain == pytest.approx(sum(found) / len(found), abs=5e-4)

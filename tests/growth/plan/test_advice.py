@@ -261,12 +261,19 @@ def test_a_forecast_is_the_range_of_the_published_savings_along_its_axes():
         ({"intermediate_size": 8192}, 1e12, None, "tokens per parameter; gains were largest"),
         ({"intermediate_size": 8192}, SHORT, 1e12, "the less each further token gains"),
         ({"hidden_size": 4096}, SHORT, None, "times its parameters"),
+        ({"intermediate_size": 8192}, SHORT, 0.1 * SHORT, "saw 0.1 times the tokens"),
     ],
 )
 def test_a_forecast_starts_at_0_where_a_paper_doubts_it(growth, tokens, source_tokens, reason):
     found = forecast_of(growth, tokens, source_tokens)
     assert found.low == 0 < found.high and found.saves
     assert [reason in line for line in found.reasons] == [True]
+
+
+def test_a_source_that_saw_little_is_no_doubt_for_more_layers():
+    deeper = {"num_hidden_layers": 2 * BIG["num_hidden_layers"]}
+    assert not forecast_of(deeper, SHORT, 0.1 * SHORT).reasons
+    assert not forecast_of({"intermediate_size": 8192}, SHORT, 0.5 * SHORT).reasons
 
 
 def test_a_forecast_can_be_against_growth():

@@ -1,8 +1,8 @@
 """Forecasts what a growth saves in training, from published savings.
 
 A forecast is the range of the savings that papers report for growth along the same axes. It starts
-at 0 where a paper says that gains shrink or vanish. It is no promise: few papers measure this, on
-other models and texts.
+at 0 where a paper or a run of ours says that gains shrink or vanish. It is no promise: few papers
+measure this, on other models and texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from growkern.growth.plan.advice.evidence import (
     CHINCHILLA,
+    EARLY,
     LEAST_STACKED,
+    MOMENTS,
     MOST_STACKED,
     RELIABLE_FACTOR,
     SAVINGS,
@@ -39,7 +41,7 @@ class Forecast:
         high: highest expected saving, the source not counted.
         saves: whether any publication has a gain at such a factor and number of tokens.
         papers: that report savings along these axes.
-        reasons: sentences, each from a publication.
+        reasons: sentences, each from a publication or from our own runs.
     """
 
     flops: float
@@ -85,7 +87,7 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     check_tokens("source_tokens", source_tokens)
     axes = _axes(plan)
     papers = tuple(one for one in SAVINGS if one.axis in axes)
-    doubts = tuple(_doubts(plan, tokens, source_tokens))
+    doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
     shares = [one.share for one in papers]
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
@@ -138,6 +140,19 @@ def _doubts(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iter
             f"the source saw {per:.3g} tokens per parameter; the more a source was trained, the "
             "less each further token gains (Liew and Kato, 2025)"
         )
+
+
+def _early(axes: set[str], tokens: float, source_tokens: float | None) -> Iterator[str]:
+    """A reason why a source that has seen little may save less than the published ones."""
+    if source_tokens is None or source_tokens >= EARLY * tokens or "width" not in axes:
+        return
+    *some, last = (f"{share:.0%}" for share in MOMENTS)
+    *gains, most = (f"{saved:.0%}" for saved in MOMENTS.values())
+    yield (
+        f"the source saw {source_tokens / tokens:.2g} times the tokens that the target will see; a "
+        f"small GPT-2 that grew after {', '.join(some)} and {last} of them saved "
+        f"{', '.join(gains)} and {most} (growkern's own runs)"
+    )
 
 
 def _timing(
