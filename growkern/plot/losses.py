@@ -295,7 +295,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
             linewidth=1.7,
             **kept,
         )
-        words = _saved(group, cost, reference) if number else "reference"
+        words = _saved(group, cost, reference, mark) if number else "reference"
         axes.text(
             0.055,
             number - 0.2,
@@ -320,14 +320,17 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _saved(group: Group, cost: float | None, reference: float) -> str:
+def _saved(group: Group, cost: float | None, reference: float, mark: float) -> str:
     """The share of the reference's FLOPs that a group saved, in words. (1) of `curve`"""
     if cost is None:
         return "not reached"
+    # a curve may begin below the mark, and after some training
+    early = any(one.flops[0] > 0 and one.losses[0] <= mark for one in group.curves)
+    least, most = ("at least ", "at most ") if early else ("", "")
 
     def share(spent: float) -> str:
         saved = 1 - spent / reference if reference else 0.0
-        return f"{saved:.0%} saved" if saved >= 0 else f"{-saved:.0%} more"
+        return f"{least}{saved:.0%} saved" if saved >= 0 else f"{most}{-saved:.0%} more"
 
     whole = f"; {share(cost + group.before)} counting the small model" if group.before else ""
     return f"{share(cost)}{whole}"

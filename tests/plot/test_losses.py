@@ -85,6 +85,18 @@ def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
     assert [bar.get_x() for bar in bars] == [0.0, 6.0]
 
 
+def test_a_curve_that_begins_below_the_mark_saves_at_least_that(tmp_path, monkeypatch):
+    # of runs of several lengths: the shortest is below the mark already
+    short = curve("short", [3.9, 3.5], [12.0, 30.0])
+    long = curve("long", [3.9, 3.5], [33.0, 40.0])
+    # before any training it costs nothing, and no less
+    source = curve("source", [3.9, 3.5], [0.0, 30.0])
+    curves = [SCRATCH, short, long, source]
+    figure = drawn(monkeypatch, lambda: draw(curves, tmp_path / "a.png"))
+    said = ["short: at least 60% saved", "long: at most 10% more", "source: 100% saved"]
+    assert texts(figure, "cost")[1:] == said
+
+
 def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     figure = drawn(
         monkeypatch,
