@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.launches import interpreter
+from bench.launches import interpreter, split_products
 from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
 
 pytestmark = pytest.mark.skipif(
@@ -111,3 +111,13 @@ def test_a_scalar_of_triton_bounds_a_loop_with_new_numpy(monkeypatch):
     interpreter.allow_new_numpy()
     triton_interpreter._patch_lang_tensor(Scalar, "scope")
     assert patched == [(Scalar, "scope")] and list(range(Scalar())) == [0, 1, 2]
+
+
+def test_seven_bits_are_those_of_bfloat16_and_parts_add_up():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 0.0, -1 - 2**-8])  # ties, and zero
+    assert torch.equal(split_products.rounded(x, 7), x.bfloat16().float())
+    parts = split_products.split(x, 7, 3)
+    assert all(torch.equal(part, part.bfloat16().float()) for part in parts)
+    # three times 8 bits are the 24 of float32
+    assert torch.equal(sum(part.double() for part in parts), x.double())
