@@ -343,6 +343,17 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
     assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())
 
 
+def test_the_logs_table_of_split_products_matches_its_result():
+    rows = check_source("split_products")["rows"]
+    text = (ROOT / "bench" / "LOG.md").read_text().replace("\n  |", "\n|")
+    (lines,) = [found[1:] for found in tables(text) if found[0][-1] == "TFLOP/s in the model"]
+    assert len(lines) == 5
+    for name, *errors, rate in lines:
+        own = [row for row in rows if row["products"] == name]
+        assert errors == [f"{row['error of dX']:.1e}" for row in own], name
+        assert {rate} == {f"{row['TFLOP/s']:.0f}" for row in own}, name
+
+
 def test_figures_made_from_results_have_sources():
     """bench.report writes the block of `expand`, and test_render.py compares it."""
     if "not measured yet" not in TEXT.split("<!-- cpu-expand -->")[1].split("<!-- /")[0]:
