@@ -344,6 +344,7 @@ BLOCKS = {
     "symmetry": symmetry_table,
     "paper-table2": partial(table_text, name="table2"),
     "paper-table5": partial(table_text, name="table5"),
+    "paper-symmetry": partial(table_text, name="symmetry"),
     "paper-moment": partial(table_text, name="moment"),
     "paper-depth": partial(table_text, name="depth"),
 }

@@ -161,7 +161,10 @@ TABLES = {
     "symmetry": Table(
         "How copies are told apart",
         "gpt2",
-        _systems("scratch", "fpi_none", "fpi_noise", "fpi_split", "fpi"),
+        lambda setting: [
+            *_systems("scratch", "fpi_none", "fpi_noise", "fpi_split")(setting),
+            Line(setting, "fpi", "routing"),
+        ],
     ),
     "optimizer": Table(
         "The optimizer of a grown model",

@@ -295,13 +295,26 @@ def test_the_readmes_table_matches_its_results():
     )
 
 
-def paper_lines(first):
-    """The lines of the table of training in which `first` stands, by their systems."""
+def paper_lines(name, **known):
+    """The lines by their systems of the table of training in which `name` stands with `known`."""
     for head, *lines in tables(TEXT):
         found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
-        if head[0] == "system" and first in found:
+        if head[0] == "system" and name in found and known.items() <= found[name].items():
             return found
-    raise AssertionError(first)
+    raise AssertionError(name)
+
+
+def test_the_sentences_on_copies_match_their_table():
+    found = paper_lines("FPI, routing")
+    ends = {name: float(line["all"].split()[0]) for name, line in found.items()}
+    assert says(f"FPI ends {ends['FPI, equal copies'] - ends['FPI, routing']:.2f} lower")
+    assert found["FPI, equal copies"]["FLOPs saved"].startswith("not reached")
+    # the table of GPT-2 has the same runs
+    beside = paper_lines("FPI", all=found["FPI, routing"]["all"])
+    aki, interval = map(float, beside["AKI"]["all"].split(" ± "))
+    assert abs(aki - ends["FPI, routing"]) < interval
+    assert abs(ends["FPI, unequal shares"] - ends["FPI, routing"]) < 0.005
+    assert ends["FPI, noise 0.5"] > ends["FPI, routing"] + 0.04
 
 
 def test_the_sentences_on_when_to_grow_match_their_tables():
