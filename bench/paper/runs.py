@@ -69,12 +69,16 @@ class Workplace:
         return [self.rows[job.name] for job in jobs]
 
     def classify(self, jobs: Sequence[Job]) -> None:
-        """Fine-tune the models of finished jobs, and keep their accuracies."""
+        """Fine-tune the models of finished jobs, and keep their accuracies.
+
+        A row may come from another machine. Then the job's model is trained again first.
+        """
 
         def prepared(job: Job) -> Call:
             return partial(accuracy_of, self.folder / job.name, job.setting.length, job.seed)
 
         missing = [job for job in jobs if "accuracy" not in self.rows[job.name]]
+        self._train([job for job in missing if not self._has_model(job.name)])
         for job, accuracy in self._called(missing, prepared):
             append_row(self.folder / ACCURACIES, {"name": job.name, "accuracy": accuracy})
             self.rows[job.name]["accuracy"] = accuracy

@@ -150,8 +150,8 @@ def run_of(job: Job) -> Run:
             keep_checkpoints=1,
         ),
         output=OutputSection(directory=job.name, tensorboard=False),
-        # runs that choose a rate are compared at their ends
-        trainer={"eval_on_start": job.seed != RATE_SEED},
+        # the start is the same at every length; runs that choose a rate are compared at their ends
+        trainer={"eval_on_start": job.seed != RATE_SEED and job.steps < setting.steps // 2},
     )
     if job.system == SOURCE:
         return base
