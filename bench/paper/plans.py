@@ -75,14 +75,33 @@ def _smaller_sources(setting: Setting) -> list[Line]:
 
 
 def _stages(setting: Setting) -> list[Line]:
-    """Stage 1 for 0, 2, 5, 10 and 20 of 40 parts of the steps; bert2BERT counts epochs."""
+    """Stage 1 for 0, 2, 5, 10 and 20 of 40 parts of the steps; bert2BERT counts epochs.
+
+    One more line has sub-models that are twice as deep: the shallowest one of a model of few layers
+    keeps little of what it can do.
+    """
     lines = [Line(setting, "scratch"), Line(setting, "aki", "E_b = 0")]
     for parts in (2, 5, 10, 20):
         share = parts / 40
         same = share == setting.stage1_share
         variant = setting if same else setting.variant(f"eb{parts}", stage1_share=share)
         lines.append(Line(variant, "aki_two_stage", f"E_b = {parts}"))
-    return lines
+    layers = 2 * setting.layers_per_block
+    deeper = setting.variant(f"lb{layers}", layers_per_block=layers)
+    return [*lines, Line(deeper, "aki_two_stage", f"E_b = 5, sub-models from {layers} layers")]
+
+
+def _progressive(setting: Setting) -> list[Line]:
+    """Methods that train fewer layers first, and MSLT with as many FLOPs as from scratch.
+
+    MSLT saves FLOPs in every step, so that it ends with 0.69 of those of as many steps.
+    """
+    steps = round(setting.steps * 1.45)
+    # the middle rate, which MSLT chose among three
+    middle = setting.rates[len(setting.rates) // 2]
+    longer = setting.variant("longer", steps=steps, rates=(middle,))
+    lines = [Line(setting, name) for name in ("scratch", "stackbert", "mslt", "direct_copy")]
+    return [*lines[:3], Line(longer, "mslt", "as many FLOPs as scratch"), *lines[3:]]
 
 
 def _depth(setting: Setting) -> list[Line]:
@@ -107,9 +126,14 @@ def _directions(setting: Setting) -> list[Line]:
     deep = Size(4 * source.layers, source.width, heads)
     both = Size(2 * source.layers, round(source.width * 2**0.5 / heads) * heads, heads)
     lines = []
-    for label, target in (("width", wide), ("depth", deep), ("both", both)):
+    # each at the defaults of growth, which differ from the first system where both axes grow
+    for label, target, system in (
+        ("width", wide, "fpi_padded"),
+        ("depth", deep, "fpi_identity"),
+        ("both", both, "padded_identity"),
+    ):
         one = setting if target == setting.target else setting.variant(target.name, target=target)
-        lines += [Line(one, name, label) for name in ("scratch", "fpi_identity")]
+        lines += [Line(one, name, label) for name in ("scratch", system)]
     return lines
 
 
@@ -143,9 +167,12 @@ TABLES = {
     "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
+    "progressive": Table("Fewer layers first", "bert", _progressive),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),
     "table6": Table(
-        "bert2BERT, Table 6: T5", "t5", _systems("scratch", "direct_copy", "fpi", "aki")
+        "bert2BERT, Table 6: T5",
+        "t5",
+        _systems("scratch", "direct_copy", "fpi", "aki", "fpi_padded"),
     ),
     "inheritance": Table(
         "Knowledge Inheritance: taught, and alone",
@@ -169,7 +196,7 @@ TABLES = {
     "optimizer": Table(
         "The optimizer of a grown model",
         "gpt2",
-        _systems("scratch", "fpi", "fpi_adamw", "fpi_moments"),
+        _systems("scratch", "fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed"),
     ),
     "depth": Table("Where new layers come from", "gpt2", _depth),
     "directions": Table("Width, depth or both", "gpt2", _directions),

@@ -159,6 +159,8 @@ def _gpt2(setting: Setting, size: Size, layers: int) -> Any:
         n_layer=layers,
         n_embd=size.width,
         n_head=size.heads,
+        # the function of GPT-2's own "gelu_new", in one kernel: a step takes 0.85 of the time
+        activation_function="gelu_pytorch_tanh",
         initializer_range=spread(size.width),
         bos_token_id=SEPARATOR,
         eos_token_id=SEPARATOR,

@@ -11,6 +11,7 @@ from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
 from growkern.train.config import ModelSection, OutputSection, Run, TeacherSection, TrainingSection
 from growkern.train.dataset.options import DataSection
+from growkern.train.optimizer.options import OptimizerOptions
 
 SOURCE = "source"
 # the seed on which learning rates are chosen; no other run has it
@@ -221,7 +222,14 @@ def _with_adamw(sections: Sections) -> Sections:
 def _with_moments(job: Job, source: str) -> dict[str, Any]:
     """The optimizer goes on where the source's stopped."""
     state = f"{source}/checkpoint-{job.setting.source_steps}"
-    return _grown("fpi", optimizer=state, moments="grow")(job, source)
+    how = {"optimizer": state, "moments": "grow"}
+    return _grown("fpi", stream="padded", **how)(job, source)
+
+
+def _rewarmed(job: Job, source: str) -> dict[str, Any]:
+    """The same, and new entries begin at a low rate, for as long as the schedule's warm-up."""
+    rewarm = OptimizerOptions(rewarm_steps=round(job.setting.warmup * job.steps))
+    return {**_with_moments(job, source), "optimizer": rewarm}
 
 
 def _taught(job: Job, source: str) -> dict[str, Any]:
@@ -312,14 +320,17 @@ SYSTEMS = {
     "fpi_split": System("FPI, unequal shares", _grown("fpi", symmetry="split")),
     # a stream of old entries and empty ones, in place of copies
     "fpi_padded": System("FPI, padded stream", _grown("fpi", stream="padded")),
-    "fpi_padded_adamw": System(
+    "aki_padded": System("AKI, padded stream", _grown("aki", stream="padded")),
+    "padded_adamw": System(
         "FPI, padded stream, AdamW", _with_adamw(_grown("fpi", stream="padded"))
     ),
-    "aki_padded": System("AKI, padded stream", _grown("aki", stream="padded")),
-    "fpi_adamw": System("FPI, AdamW", _with_adamw(_grown("fpi"))),
-    "fpi_moments": System("FPI, grown moments", _with_moments),
+    "padded_moments": System("FPI, padded stream, grown moments", _with_moments),
+    "padded_rewarmed": System("FPI, padded stream, grown moments, re-warm-up", _rewarmed),
     # where new layers come from
     "fpi_identity": System("FPI, identity", _grown("fpi", "identity")),
+    "padded_identity": System(
+        "FPI, padded stream, identity", _grown("fpi", "identity", stream="padded")
+    ),
     "fpi_interleave": System("FPI, interleave", _grown("fpi", "interleave")),
     # Knowledge Inheritance: a small model teaches an untrained one
     "taught": System("taught by the source", _taught, grows=False),

@@ -315,7 +315,7 @@ def test_a_table_has_a_line_for_each_setting():
         ("table5", ["scratch", "aki_two_stage_ki"]),
         ("inheritance", ["scratch", "taught_by_two", "taught_by_generations", "taught_top4"]),
         ("domain", ["adapted", "adapted_taught"]),
-        ("optimizer", ["scratch", "fpi_adamw", "fpi_moments"]),
+        ("optimizer", ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed"]),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
     ],
 )
