@@ -21,11 +21,13 @@ class Line:
         setting: of its runs.
         system: a key of `SYSTEMS`.
         label: says how the setting differs from the others of the table; empty if it does not.
+        like: another line of the same method, whose learning rate this one takes.
     """
 
     setting: Setting
     system: str
     label: str = ""
+    like: Line | None = None
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,17 @@ def _stages(setting: Setting) -> list[Line]:
     One more line has sub-models that are twice as deep: the shallowest one of a model of few layers
     keeps little of what it can do.
     """
+    method = Line(setting, "aki_two_stage")
     lines = [Line(setting, "scratch"), Line(setting, "aki", "E_b = 0")]
     for parts in (2, 5, 10, 20):
         share = parts / 40
         same = share == setting.stage1_share
         variant = setting if same else setting.variant(f"eb{parts}", stage1_share=share)
-        lines.append(Line(variant, "aki_two_stage", f"E_b = {parts}"))
+        lines.append(Line(variant, method.system, f"E_b = {parts}", method))
     layers = 2 * setting.layers_per_block
     deeper = setting.variant(f"lb{layers}", layers_per_block=layers)
-    return [*lines, Line(deeper, "aki_two_stage", f"E_b = 5, sub-models from {layers} layers")]
+    label = f"E_b = 5, sub-models from {layers} layers"
+    return [*lines, Line(deeper, method.system, label, method)]
 
 
 def _progressive(setting: Setting) -> list[Line]:
@@ -96,12 +100,10 @@ def _progressive(setting: Setting) -> list[Line]:
 
     MSLT saves FLOPs in every step, so that it ends with 0.69 of those of as many steps.
     """
-    steps = round(setting.steps * 1.45)
-    # the middle rate, which MSLT chose among three
-    middle = setting.rates[len(setting.rates) // 2]
-    longer = setting.variant("longer", steps=steps, rates=(middle,))
-    lines = [Line(setting, name) for name in ("scratch", "stackbert", "mslt", "direct_copy")]
-    return [*lines[:3], Line(longer, "mslt", "as many FLOPs as scratch"), *lines[3:]]
+    longer = setting.variant("longer", steps=round(setting.steps * 1.45))
+    scratch, stackbert, mslt = (Line(setting, one) for one in ("scratch", "stackbert", "mslt"))
+    label = "as many FLOPs as scratch"
+    return [scratch, stackbert, mslt, Line(longer, mslt.system, label, mslt)]
 
 
 def _depth(setting: Setting) -> list[Line]:
@@ -152,6 +154,15 @@ def _moment(setting: Setting) -> list[Line]:
     return lines
 
 
+def _inheritance(setting: Setting) -> list[Line]:
+    """A source that teaches in every step, others that teach with it, and kept predictions."""
+    scratch, taught, *others = _systems(
+        *("scratch", "taught", "taught_by_two", "taught_by_generations"),
+    )(setting)
+    kept = [Line(setting, f"taught_top{k}", like=taught) for k in (1, 4, 16, 64)]
+    return [scratch, taught, *others, *kept]
+
+
 def _domain(setting: Setting) -> list[Line]:
     """The trained target goes on with another kind of text, for a quarter of its steps."""
     other = setting.variant(
@@ -174,14 +185,7 @@ TABLES = {
         "t5",
         _systems("scratch", "direct_copy", "fpi", "aki", "fpi_padded"),
     ),
-    "inheritance": Table(
-        "Knowledge Inheritance: taught, and alone",
-        "gpt2",
-        _systems(
-            *("scratch", "taught", "taught_by_two", "taught_by_generations"),
-            *(f"taught_top{k}" for k in (1, 4, 16, 64)),
-        ),
-    ),
+    "inheritance": Table("Knowledge Inheritance: taught, and alone", "gpt2", _inheritance),
     "domain": Table(
         "Knowledge Inheritance: from Python to C++", "gpt2", _domain, baseline="adapted"
     ),
@@ -206,6 +210,7 @@ TABLES = {
 
 def jobs_of_rates(line: Line) -> list[Job]:
     """The runs that choose the learning rate of a line."""
+    line = line.like or line
     setting, steps = line.setting, line.setting.rate_steps
     if not SYSTEMS[line.system].grows:
         steps = setting.untrained_rate_steps or steps

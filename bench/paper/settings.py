@@ -270,7 +270,8 @@ TINY_BERT = replace(
     length=32,
     vocab=261,
 )
-TINY_T5 = replace(TINY_MASKED, name="tiny-t5", family="t5", vocab=300)
+# tokens are bytes, as for BERT; 32 more stand for spans
+TINY_T5 = replace(TINY_BERT, name="tiny-t5", family="t5", vocab=300)
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
     TINY_GPT,
