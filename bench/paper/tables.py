@@ -210,7 +210,10 @@ def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
 
 def _accuracy(found: Sequence[float | None]) -> str:
     known = [100 * one for one in found if one is not None]
-    return interval(known, 1) + " %" if len(known) == len(found) else "-"
+    if not known:
+        return "-"
+    some = "" if len(known) == len(found) else f" ({len(known)} of {len(found)} seeds)"
+    return f"{interval(known, 1)} %{some}"
 
 
 def _savings(pairs: Sequence[tuple[list[Row], list[Row]]], *, with_source: bool) -> str:
