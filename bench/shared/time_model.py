@@ -17,8 +17,7 @@ import argparse
 import sys
 from typing import NamedTuple
 
-from growkern.ops.loss.linear.gemm import BALANCE, TF32_BALANCE
-from growkern.ops.loss.linear.heads import held_rows, rows_of_chunk
+from growkern.ops.loss.linear.heads import held_rows
 
 BANDWIDTH = 4.3e12
 # bytes per logit that the row kernels read, by the size of a number of the gradient: float32 logits
@@ -32,18 +31,16 @@ class Numbers(NamedTuple):
     Attributes:
         flops: of a GEMM, per second.
         size: of a number, in bytes.
-        balance: see `growkern.ops.loss.linear.gemm.BALANCE`; None: dz of many rows is held.
     """
 
     flops: float
     size: int
-    balance: int | None
 
 
 DTYPES = {
-    "bfloat16": Numbers(788e12, 2, None),
-    "tf32": Numbers(395e12, 4, TF32_BALANCE),
-    "float32": Numbers(54e12, 4, BALANCE["cuda", 4]),
+    "bfloat16": Numbers(788e12, 2),
+    "tf32": Numbers(395e12, 4),
+    "float32": Numbers(54e12, 4),
 }
 SHAPES = ((8192, 128_256, 4096, 2048), (256, 128_256, 4096, 2048), (9830, 30_522, 768, 512))
 
@@ -79,14 +76,10 @@ def estimate(
 ) -> Estimate:
     """The time of a forward and backward pass with one teacher."""
     N, V, H, H_t = shape
-    flops, size, balance = DTYPES[dtype]
-    if balance is None:
-        # a row of logits has a multiple of 64 columns in memory
-        chunk, held = held_rows(N, [H, H_t], size * (V + -V % 64))
-        products = -(-N // (held or N))
-    else:
-        products = -(-N // rows_of_chunk(H, [H_t], balance))
-        chunk, held = -(-N // products), 0
+    flops, size = DTYPES[dtype]
+    # a row of logits has a multiple of 64 columns in memory
+    chunk, held = held_rows(N, [H, H_t], size, V + -V % 64)
+    products = -(-N // (held or N))
     logits = N * V
     # several products: the first writes float32, the others read and write it
     summed = 8 * (products - 1) if products > 1 else 0
@@ -103,7 +96,7 @@ def estimate(
         moved |= {"db": size * logits}
     dw = (4 + 2 if products > 1 and size == 2 else size) * V * H
     # logits are in the memory of dW if one product writes it, and they fit
-    in_dw = size == 2 and products == 1 and 8 * chunk * V <= dw
+    in_dw = products == 1 and 8 * chunk * V <= dw
     dz = size * V * (min(held, N) or (N if in_dw else 0))
     memory = dz + dw + (0 if in_dw else 8 * chunk * V)
     passes = {name: bytes_ / BANDWIDTH for name, bytes_ in moved.items() if bytes_ or size == 2}

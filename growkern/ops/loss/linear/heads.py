@@ -96,22 +96,32 @@ def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
     return max(1, round(80 * H * balance / (6 * H + 2 * sum(teachers))))
 
 
-def held_rows(rows: int, head_widths: Sequence[int], row_bytes: int) -> tuple[int, int]:
+def held_rows(
+    rows: int, head_widths: Sequence[int], itemsize: int, columns: int
+) -> tuple[int, int]:
     """Rows per chunk and rows whose dz is held, for one product that makes dW (0: none).
 
     Without it every chunk reads and writes float32 sums of dW, and rounds them in the end: that
-    takes as long as a third of the GEMMs for 256 rows in two chunks. dz takes 2 bytes per logit
-    and plain PyTorch 36 or more, so all rows may be held. From 4 H rows on, it would be more
-    memory than float32 sums and half as many rows: these are then taken in parts.
+    takes as long as a third of the GEMMs for 256 rows in two chunks. A dz of 16 bits takes 2 bytes
+    per logit and plain PyTorch 36 or more, so all rows may be held. From 4 H rows on, it would be
+    more memory than float32 sums and half as many rows: these are then taken in parts.
+
+    A float32 dW is its own sum. dz is then as large as dW, or has an eighth of the rows: together
+    with the logits they are within an eighth of plain PyTorch's memory from 2 H + 512 rows on.
 
     Args:
         rows: that have a term.
         head_widths: of the student and the teachers.
-        row_bytes: of a row of dz.
+        itemsize: of a number of dz, in bytes.
+        columns: of a row of dz.
     """
     if rows <= LEAST_HELD:
         return rows, 0
-    most = max(4 * head_widths[0], HELD_BYTES // row_bytes)
+    width, most = head_widths[0], HELD_BYTES // (itemsize * columns)
+    if itemsize == 2:
+        most = max(4 * width, most)
+    else:
+        most = max(LEAST_HELD, min(most, max(width, rows // 8)))
     held = -(-rows // -(-rows // most))
     # logits of all heads then take at most as much as a float32 logit for half of the rows, and
     # less than dW, whose memory serves them: see `logit_memory`

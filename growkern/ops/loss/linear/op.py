@@ -257,7 +257,7 @@ def _row_counts(
     logit, number = settings.logits_dtype.itemsize, x_NH.element_size()
     C, size = chunk_size(R, widths, x_NH, logit, sizes)
     whole, wants_dw, on_cpu = max(sizes.vocab, 1), grads[1] is not None, may_ask(x_NH.device)
-    wanted = wants_dw if on_cpu else number == 2 and any(grad is not None for grad in grads)
+    wanted = wants_dw if on_cpu else number <= 4 and any(grad is not None for grad in grads)
     if not wanted or size or sizes.chunk_bytes or gemm_dtype(x_NH) != x_NH.dtype:
         return C, size or whole, 0
     # rows of chunks whose logits take less than dW
@@ -265,7 +265,7 @@ def _row_counts(
     if on_cpu:
         chunk, held = held_rows_on_cpu(R, fitting, number, whole)
         return chunk if held else C, whole, held
-    C, held = held_rows(R, widths, number * row_columns(whole, x_NH.device))
+    C, held = held_rows(R, widths, number, row_columns(whole, x_NH.device))
     return max(C, 1), whole, held or (R if fitting >= C and wants_dw else 0)
 
 
