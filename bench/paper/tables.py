@@ -77,7 +77,10 @@ Losses are validation losses in nats per token.
   training of sources too. "≥": some of the shortest runs are below that loss already.
 - "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
   libraries a passage of code is.
-- An interval (±) is the 95 % interval of the mean over the seeds, by Student's t.
+- An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without
+  one has one seed.
+- All lines of a picture have the same seeds. It leaves out lines that have fewer, or shows only the
+  seeds that all lines have.
 
 """
 
@@ -126,13 +129,27 @@ def write_page(results: Path) -> list[Path]:
     made[0].write_text(page_text(results))
     for name, size, lines in _tables(rows, LINES_ON_PAGE):
         curves = [
-            Curve(_title(line), *points_of(seed))
-            for line in lines
-            for seed in runs_of(line, rows).values()
+            Curve(_title(line), *points_of(one))
+            for line, seeds in _drawn(lines, rows).items()
+            for one in seeds.values()
         ]
         made.append(results / _picture(name, size))
         draw(curves, made[-1], title=f"{TABLES[name].title}, {size}")
     return made
+
+
+def _drawn(lines: Sequence[Line], rows: Mapping[str, Row]) -> dict[Line, dict[int, list[Row]]]:
+    """The runs of a picture, by line and seed.
+
+    All lines have the same seeds, because a picture has one mark: the mean of the baseline's final
+    losses.
+    """
+    runs = {line: found for line in lines if (found := runs_of(line, rows))}
+    seeds = set(next(iter(runs.values())))
+    whole = {line: found for line, found in runs.items() if seeds <= found.keys()}
+    if len(whole) < LINES_ON_PAGE:
+        whole, seeds = runs, set.intersection(*map(set, runs.values()))
+    return {line: {seed: found[seed] for seed in sorted(seeds)} for line, found in whole.items()}
 
 
 def _rows_in(results: Path) -> dict[str, Row]:

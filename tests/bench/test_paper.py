@@ -13,7 +13,7 @@ import torch
 from transformers import BertForMaskedLM
 
 from bench.paper import __main__ as command
-from bench.paper import plans, runs
+from bench.paper import plans, runs, tables
 from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import MICRO_GPT
@@ -340,6 +340,21 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
     assert table_text(tmp_path, "moment") in page.read_text()
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("seeds, drawn", [((3, 3, 3, 3, 1), (3, 3, 3, 3, 0)), ((3, 1, 2, 3, 3), 1)])
+def test_all_lines_of_a_picture_have_the_same_seeds(seeds, drawn, tmp_path, monkeypatch):
+    """Else its one mark is not that of the seeds of each line."""
+    lines = lines_of("moment", "tiny")
+    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
+    rows = list(rows_for(lines, losses))
+    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+    seen = []
+    monkeypatch.setattr(tables, "draw", lambda curves, *rest, title: seen.append(curves))
+    write_page(tmp_path)
+    titles = [curve.name for curves in seen for curve in curves]
+    expected = [drawn] * 5 if isinstance(drawn, int) else drawn
+    assert [titles.count(tables._title(line)) for line in lines] == list(expected)
 
 
 def after(file, wanted, made):
