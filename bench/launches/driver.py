@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from triton.runtime import driver
 
 from bench.launches.sources import TARGETS
 from growkern.ops.backend import choose, tuned
+from growkern.ops.loss.linear import heads
 from growkern.ops.loss.linear import op as linear_op
+from growkern.ops.loss.linear.heads import check_logits_dtype
 
 
 class Launch(NamedTuple):
@@ -70,6 +73,11 @@ class _Driver:
         return TARGETS[self.arch]
 
 
+def _logits_dtype(asked: torch.dtype | None, x: torch.Tensor, has_teacher: bool) -> torch.dtype:
+    """As on a GPU, where float32 heads with a teacher have float32 logits, too."""
+    return check_logits_dtype(asked, x, has_teacher=False)
+
+
 @contextlib.contextmanager
 def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """Let the public ops launch Triton kernels on CPU tensors, as on a GPU of that architecture.
@@ -84,6 +92,7 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
         mock.patch.object(choose, "_interpreted", lambda: True),
         mock.patch.object(tuned, "_arch", lambda device: arch),
         mock.patch.object(linear_op, "may_ask", lambda device: False),
+        mock.patch.object(heads, "check_logits_dtype", _logits_dtype),
         mock.patch("torch.version.hip", "7.0" if arch.startswith("gfx") else None),
     ]
     with contextlib.ExitStack() as stack:
