@@ -6,6 +6,7 @@ reference in float64.
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +28,12 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 # rows and vocabulary. Triton makes kernels of their own for multiples of 16: here is every pair.
 # Chunks of real batches are multiples of 16, but for the last one
 SHAPES = ((6, 128_256), (6, 30_522), (16, 128_256), (16, 30_522))
+# of the calls whose options name no other
 ALPHA, T = 0.7, 2.0
+# A temperature is a constant of the kernels: 1, the default, has kernels of its own, and so have
+# calls without a teacher
+DEFAULT_T: dict[str, Any] = {"temperature": 1.0}
+LABELS_ALONE: dict[str, Any] = {"alpha": 0.0}
 Shapes: TypeAlias = Sequence[tuple[int, int]]
 
 
@@ -75,8 +81,9 @@ def _loss_case(
         wide = [x.detach().double() if backend == "reference" else x.detach() for x in inputs]
         given = [x.requires_grad_() for x in wide]
         options = {k: v for k, v in o.items() if backend != "reference" or k not in LIMITS}
+        options = {"alpha": ALPHA, "temperature": T, "backend": backend, **options}
         teachers = beside(given[0].dtype) if callable(beside) else beside
-        loss = op(*given, *teachers, y, alpha=ALPHA, temperature=T, backend=backend, **options)
+        loss = op(*given, *teachers, y, **options)
         loss = loss[0] if isinstance(loss, tuple) else loss
         return _with_gradients(loss, given)
 
@@ -96,76 +103,109 @@ def _given(options: dict[str, Any], N: int, rng: torch.Generator) -> dict[str, A
     return options | {"row_weights": torch.rand(N, generator=rng, device=rng.device) + 0.5}
 
 
+def _count(options: dict[str, Any]) -> int:
+    """The number of teachers."""
+    return len(options.get("teacher_weights", [1.0])) if options.get("alpha", ALPHA) else 0
+
+
 def _ready(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
     student, teacher = make_logits(N, V, dtype, rng)
-    count = 2 if "teacher_weights" in o else 1
-    options, labels = _given(o, N, rng), make_labels(N, V, rng)
+    options, labels = _given(o, N, rng), make_labels(N, o.get("vocab_size", V), rng)
 
-    def teachers(dtype: torch.dtype) -> tuple[list[Tensor]]:
-        return ([teacher.to(dtype)] * count,)
+    def teachers(dtype: torch.dtype) -> tuple[list[Tensor] | None]:
+        return ([teacher.to(dtype)] * _count(o) or None,)
 
     name = f"rows {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
     return _loss_case(name, kl_mlm_loss, [student], teachers, labels, options)
 
 
-def _linear(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
+def _linear(
+    N: int,
+    V: int,
+    dtype: torch.dtype,
+    o: dict[str, Any],
+    rng: torch.Generator,
+    with_biases: bool = True,
+) -> Case:
     student, teacher = make_heads(N, V, 32, 16, dtype, rng)
     bias = torch.randn(V, generator=rng, device=rng.device).to(dtype)
-    count = 2 if "teacher_weights" in o else 1
-    options, labels = _given(o, N, rng), make_labels(N, V, rng)
-
-    def op(x: Tensor, w: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
-        hidden, weight = ([part.to(x.dtype)] * count for part in teacher)
-        biases = [bias.to(x.dtype)] * count
-        both = {"student_bias": b, "teacher_bias": biases}
-        return linear_kl_mlm_loss(x, w, hidden, weight, *rest, **both, **options)
-
-    name = f"linear {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
-    return _loss_case(name, op, [*student, bias], (), labels, options)
-
-
-def _without_biases(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> Case:
-    student, teacher = make_heads(N, V, 32, 16, dtype, rng)
+    options, labels = _given(o, N, rng), make_labels(N, o.get("vocab_size", V), rng)
 
     def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
-        return linear_kl_mlm_loss(x, w, *(part.to(x.dtype) for part in teacher), *rest, **options)
+        hidden, weight, its_bias = (
+            [part.to(x.dtype)] * _count(o) or None for part in (*teacher, bias)
+        )
+        if with_biases:
+            options |= {"student_bias": rest[0], "teacher_bias": its_bias}
+        return linear_kl_mlm_loss(x, w, hidden, weight, rest[-1], **options)
 
-    name = f"linear {N}x{V} {dtype}, no bias".replace("torch.", "")
-    return _loss_case(name, op, student, (), make_labels(N, V, rng), {})
+    words = (f"linear {N}x{V} {dtype}", *["no bias"] * (not with_biases), _named(o))
+    inputs = [*student, bias] if with_biases else student
+    return _loss_case(", ".join(words).replace("torch.", ""), op, inputs, (), labels, options)
 
 
-def _topk(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Generator) -> Case:
+def _topk(
+    N: int,
+    V: int,
+    dtype: torch.dtype,
+    o: dict[str, Any],
+    rng: torch.Generator,
+    with_bias: bool = False,
+) -> Case:
     student, _ = make_heads(N, V, 32, 16, dtype, rng)
-    count, k = 2 if "teacher_weights" in o else 1, min(8, V)
-    ids = torch.rand(N, V, generator=rng, device=rng.device).topk(k).indices
+    vocab = o.get("vocab_size", V)
+    k = min(8, vocab)
+    ids = torch.rand(N, vocab, generator=rng, device=rng.device).topk(k).indices
     log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
-    options, labels = _given(o, N, rng), make_labels(N, V, rng)
+    options, labels = _given(o, N, rng), make_labels(N, vocab, rng)
     options = {key: value for key, value in options.items() if key != "teacher_softcap"}
-    name = f"top-k {N}x{V} {dtype}, {_named(o)}".replace("torch.", "")
-    beside = ([ids] * count, [log_p] * count)
-    return _loss_case(name, topk_kl_mlm_loss, student, beside, labels, options)
+    bias = torch.randn(V, generator=rng, device=rng.device).to(dtype)
+
+    def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
+        if with_bias:
+            options |= {"student_bias": rest[0]}
+        return topk_kl_mlm_loss(x, w, *rest[-3:], **options)
+
+    words = (f"top-k {N}x{V} {dtype}", *["bias"] * with_bias, _named(o))
+    beside = ([ids] * _count(o) or None, [log_p] * _count(o) or None)
+    inputs = [*student, bias] if with_bias else student
+    return _loss_case(", ".join(words).replace("torch.", ""), op, inputs, beside, labels, options)
 
 
 def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
-    """What training launches: no option but the temperature."""
+    """What training launches: with one teacher or none, and no option but the temperature."""
+    without_biases = functools.partial(_linear, with_biases=False)
     for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
-        for make in (_linear, _ready, _topk):
+        for make in (_linear, _ready, _topk, without_biases):
             yield make(N, V, dtype, {}, rng)
-        yield _without_biases(N, V, dtype, rng)
+            yield make(N, V, dtype, DEFAULT_T, rng)
+        for make in (_linear, _ready, without_biases):
+            yield make(N, V, dtype, LABELS_ALONE, rng)
 
 
 def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
-    """Every option of every loss, float32 and float64 logits, labels alone, parts."""
+    """Every option of every loss, float32 and float64 logits, padded vocabularies, parts."""
+    N, V = shapes[-1]
     more: tuple[dict[str, Any], ...] = (*OPTIONS, {"return_parts": True})
     for options in more:
         for make, dtype in ((_ready, FP32), (_linear, BF16), (_topk, BF16)):
-            yield make(*shapes[-1], dtype, options, rng)
-    for limits in ({"vocab_tile": 8192}, {"max_rows": shapes[-1][0]}, {"logits_dtype": FP64}):
-        for make in (_linear, _topk):
-            yield make(*shapes[-1], BF16, limits, rng)
-    yield _linear(*shapes[-1], FP16, {}, rng)
+            yield make(N, V, dtype, options, rng)
+    yield _topk(N, V, BF16, {"tail": "renormalise"}, rng)
+    yield _topk(N, V, BF16, {}, rng, with_bias=True)
+    # of whole rows: it takes another path than the default
+    limits: list[dict[str, Any]] = [{"chunk_bytes": 2 * 4 * N * V}]
+    limits += [{"vocab_tile": 8192}, {"max_rows": N}, {"logits_dtype": FP64}]
+    for limit, make in itertools.product(limits, (_linear, _topk)):
+        yield make(N, V, BF16, limit, rng)
+    yield _linear(N, V, FP16, {}, rng)
+    yield _linear(N, V, FP32, {"logits_dtype": FP64}, rng)
     # with an option of each kind, float32 gradients are corrected in another loop
-    yield _linear(*shapes[-1], FP32, OPTIONS[-1] | {"logits_dtype": FP32}, rng)
+    yield _linear(N, V, FP32, OPTIONS[-1] | {"logits_dtype": FP32}, rng)
+    # columns behind the vocabulary, as models have them: rows are aligned, the vocabulary is not
+    columns = -(-V // 64) * 64
+    for make, dtype in itertools.product((_ready, _linear, _topk), (BF16, FP32)):
+        yield make(N, columns, dtype, {"vocab_size": V}, rng)
+    yield _topk(N, V, BF16, LABELS_ALONE, rng)
 
 
 def edges(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:

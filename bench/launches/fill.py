@@ -44,6 +44,18 @@ def settle(directory: Path) -> int:
     return len(groups)
 
 
+def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
+    """Number of teachers, temperature, and dtypes of logits and gradient, of the row kernel."""
+    found = set()
+    for _, source, _ in launches:
+        kinds, place = source.signature, source.fn.arg_names.index
+        if "logit_ptrs" in kinds:
+            temperature = 1 / source.constants[(place("MATHS"),)][0]
+            logits = kinds["logit_ptrs"]
+            found.add((len(logits) - 1, temperature, logits[0], kinds["dstudent_ptr"]))
+    return sorted(found)
+
+
 def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str, Any]]:
     """Every step-th case from the first one on, of those whose name contains `only`."""
     import torch
@@ -71,6 +83,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
             made = launches[before:]
             row["kernels"] = sorted({launch.kernel.__name__ for launch in made})
             row["shared bytes"] = max((launch.metadata.shared for launch in made), default=0)
+            row["of the loss"] = _of_the_loss(made)
             row["in table"] = sorted(
                 {name for name, source in tables for x in made if is_same(source, x.source)}
             )

@@ -1,6 +1,9 @@
 """Every launch of every public op, specialised and compiled by Triton itself without a GPU."""
 
+import contextlib
 import importlib
+import inspect
+import itertools
 import json
 import os
 import pkgutil
@@ -10,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import growkern.ops
+from bench.launches import cases, smoke
 from bench.launches.fill import ROWS, cache_variables, settle
 from growkern.ops.backend.launch import HAS_TRITON
 
@@ -25,6 +30,8 @@ IN_TABLE = {
     "kl_mlm rows linear, bf16 gradient",
     "kl_mlm rows linear, bf16 gradient, V 30522",
     "kl_mlm rows linear, biases",
+    "kl_mlm rows linear, fp32 gradient",
+    "kl_mlm rows linear, no teacher",
     "topk_kl_mlm tail bf16 gradient",
     "topk_kl_mlm tail bf16 gradient, V 30522",
     "expand many FPI bf16",
@@ -33,6 +40,12 @@ IN_TABLE = {
     "expand many FPI, routing bf16",
     "expand FPI, routing bf16",
 }
+
+
+# options of the losses that no kernel sees: PyTorch has dealt with them before
+IN_PYTORCH = {"ignore_index", "num_items"}
+# the slices of a vocabulary that is spread over ranks are read as the tiles of `vocab_tile` are
+AS_TILES = {"group", "vocab_start"}
 
 
 def environment():
@@ -75,6 +88,37 @@ def test_the_table_of_machine_code_is_of_launches_that_happen(compiled):
     assert {name for row in compiled[1] for name in row["in table"]} >= IN_TABLE
 
 
+def test_losses_are_compiled_at_both_temperatures_and_without_a_teacher(compiled):
+    """A temperature is a constant of a kernel, and so are the number of teachers and the dtypes."""
+    found = {tuple(launch) for row in compiled[1] for launch in row["of the loss"]}
+    dtypes = [("*fp32", "*bf16"), ("*fp32", "*fp32"), ("*bf16", "*bf16")]
+    ways = [(0, 1.0), (1, 1.0), (1, cases.T)]
+    assert found >= {(*way, *pair) for way in ways for pair in dtypes}
+
+
+@pytest.mark.parametrize("name", ["kl_mlm_loss", "linear_kl_mlm_loss", "topk_kl_mlm_loss"])
+def test_the_calls_have_every_option_of_a_loss(name, monkeypatch):
+    options, given = inspect.signature(getattr(cases, name)).parameters, {}
+
+    def record(*tensors, **named):
+        for option, value in named.items():
+            given.setdefault(option, []).append(value)
+        raise LookupError
+
+    monkeypatch.setattr(cases, name, record)
+    rng = torch.Generator().manual_seed(0)
+    for case in itertools.chain(
+        *(f(rng, smoke.TOY_SHAPES) for f in (cases.headline, cases.losses))
+    ):
+        if case.name.startswith({"k": "rows", "l": "linear", "t": "top-k"}[name[0]]):
+            with contextlib.suppress(LookupError):
+                case.run("triton")
+    named = {option for option, x in options.items() if x.kind == x.KEYWORD_ONLY}
+    assert named - IN_PYTORCH - AS_TILES == given.keys()
+    assert {0.0, cases.ALPHA} <= set(given["alpha"])
+    assert {options["temperature"].default, cases.T} <= set(given["temperature"])
+
+
 def groups(directory):
     return sorted(path.parent.name for path in (directory / "triton").glob("*/__grp__*.json"))
 
@@ -94,16 +138,26 @@ def test_a_cache_that_was_moved_is_used(compiled, tmp_path):
 # a batch in one chunk, a batch whose last chunk is no multiple of 16, and the widest head
 REAL_SHAPES = ((256, 32_000), (1030, 30_522)), ((256, 128_256),)
 REAL = f"""
+from functools import partial
+from itertools import product
 import torch
+from bench import bench_linear_kl_mlm_loss as benchmark
 from bench.launches import cases
 from bench.launches.driver import absent_gpu
+from bench.shared import loss_measure
 
 rng, shapes = torch.Generator().manual_seed(0), {REAL_SHAPES}
 some = [case for case in cases.headline(rng, shapes[0]) if "bfloat16" in case.name]
-some += [cases._without_biases(N, V, torch.bfloat16, rng) for N, V in shapes[1]]
+# what the pieces of the linear loss measure, which call it with its defaults
+for module in (benchmark, loss_measure):
+    module.linear_kl_mlm_loss = partial(module.linear_kl_mlm_loss, backend="triton")
 with absent_gpu() as launches:
     for case in some:
         case.run("triton")
+    for shape, dtype in product(shapes[0][1:] + shapes[1], (torch.bfloat16, torch.float32)):
+        student, teacher, labels = benchmark.make_inputs(*shape, 32, 16, dtype)
+        benchmark.growkern(student, teacher, labels, 0.5).backward()
+        benchmark.growkern_labels(student, None, labels, 0.0).backward()
 print(len(some), sorted({{launch.kernel.__name__ for launch in launches}}))
 """
 
@@ -117,7 +171,9 @@ def test_launches_of_real_sizes_are_in_the_cache(compiled, tmp_path):
     line = [sys.executable, "-c", REAL]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("9 ", "kl_mlm_rows", "tail", "_scale")), done.stdout
+    assert all(name in done.stdout for name in ("22 ", "kl_mlm_rows", "tail", "_scale")), (
+        done.stdout
+    )
     assert sorted(set(groups(moved)) - set(before)) == []
 
 
