@@ -18,6 +18,8 @@ from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 ALPHA, T = 0.7, 2.0
+# (alpha, temperature) of calls with kernels of their own: at the default, and without a teacher
+OTHERS = ((ALPHA, 1.0), (0.0, 1.0))
 # largest allowed relative Frobenius error of a gradient, by dtype of the inputs
 BARS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
@@ -32,13 +34,15 @@ def run(recorder: Recorder) -> None:
 # ---------------------------------------------------------------------- truth
 
 
-def loss_sum(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(
+    z: Tensor, u: Tensor, labels: Tensor, alpha: float = ALPHA, temperature: float = T
+) -> Tensor:
     """Sum over the labelled rows of (1 - alpha) MLM + alpha T^2 KL, in the dtype of z."""
     live = labels != IGNORED
     mlm = F.cross_entropy(z, labels, ignore_index=IGNORED, reduction="sum")
-    log_q, log_p = ((x[live] / T).log_softmax(-1) for x in (z, u))
+    log_q, log_p = ((x[live] / temperature).log_softmax(-1) for x in (z, u))
     kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-    return (1 - ALPHA) * mlm + ALPHA * T**2 * kl
+    return (1 - alpha) * mlm + alpha * temperature**2 * kl
 
 
 # ----------------------------------------------------------------- ready logits
@@ -51,20 +55,23 @@ def check_rows(
     teacher: Tensor,
     labels: Tensor,
     backend: str = "triton",
+    alpha: float = ALPHA,
+    temperature: float = T,
 ) -> None:
-    """Check one forward and backward pass against float64."""
+    """Check one forward and backward pass against float64. With alpha 0 there is no teacher."""
     N, V = student.shape
     z = student.detach().requires_grad_()
     loss = kl_mlm_loss(
-        z, teacher, labels, alpha=ALPHA, temperature=T, reduction="sum", backend=backend
-    )
+        z, teacher if alpha else None, labels, alpha=alpha, temperature=temperature,
+        reduction="sum", backend=backend,
+    )  # fmt: skip
     (grad,) = torch.autograd.grad(loss, z)
     truth, squares, norm = 0.0, 0.0, 0.0
     step = max(1, LOGITS_PART // V)
     for i in range(0, N, step):
         part = slice(i, i + step)
         z64 = student[part].double().requires_grad_()
-        total = loss_sum(z64, teacher[part].double(), labels[part])
+        total = loss_sum(z64, teacher[part].double(), labels[part], alpha, temperature)
         (grad64,) = torch.autograd.grad(total, z64)
         truth += total.item()
         squares += (grad[part].double() - grad64).square().sum().item()
@@ -88,6 +95,9 @@ def _rows(recorder: Recorder, backend: str) -> None:
             student, teacher = make_logits(recorder.pick(256, 3), V, dtype, rng)
             labels = make_labels(len(student), V, rng)
             check_rows(recorder, "rows", student, teacher, labels, backend)
+            for alpha, temperature in OTHERS if V in vocabularies[:1] else ():
+                name = f"rows, alpha {alpha}, temperature {temperature}"
+                check_rows(recorder, name, student, teacher, labels, backend, alpha, temperature)
     for N, V in recorder.pick(((16_900, 128_256), (8_200, 262_144)), ((5, 33),)):
         student, teacher = make_logits(N, V, torch.bfloat16, rng)
         labels = make_labels(N, V, rng)

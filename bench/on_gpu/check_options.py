@@ -31,7 +31,10 @@ TOPK_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, {"teacher_weights": [0.3, 0.7]}),
     (64, OPTIONS[-1] | {"vocab_tile": 8192}),
 )
+# of the calls whose options name no other
 ALPHA, T = 0.7, 2.0
+# calls with kernels of their own: at the default temperature, and without a teacher
+OTHERS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"alpha": 0.0})
 
 
 def run(recorder: Recorder) -> None:
@@ -67,7 +70,8 @@ def _log_masses(teacher: Any, log_q: Tensor, options: Any) -> tuple[Tensor, Tens
     of the rest as one bucket. The rest is computed as 1 - sum, which is exact enough in float64.
     """
     if isinstance(teacher, Tensor):
-        return (_capped(teacher, options.get("teacher_softcap")) / T).log_softmax(-1), log_q
+        capped = _capped(teacher, options.get("teacher_softcap"))
+        return (capped / options.get("temperature", T)).log_softmax(-1), log_q
     ids, log_p = teacher[0].long(), teacher[1].double()
     log_q = log_q.gather(1, ids)
     if options.get("tail") == "renormalise":
@@ -84,7 +88,8 @@ def truth_of(z: Tensor, teachers: Sequence[Any], labels: Tensor, options: Any) -
     mlm = F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing)
     mlm = mlm + live * options.get("z_loss", 0.0) * z.logsumexp(-1) ** 2
     with_kl = torch.ones_like(live) if options.get("kl_rows") == "all" else live
-    log_q = (z / T).log_softmax(-1)
+    alpha, temperature = options.get("alpha", ALPHA), options.get("temperature", T)
+    log_q = (z / temperature).log_softmax(-1)
     weights = options.get("teacher_weights") or [1 / len(teachers)] * len(teachers)
     kl = sum(
         weight
@@ -96,7 +101,8 @@ def truth_of(z: Tensor, teachers: Sequence[Any], labels: Tensor, options: Any) -
         for weight, teacher in zip(weights, teachers, strict=True)
     )
     counts = (1.0, 1.0) if options.get("reduction") == "none" else (live.sum(), with_kl.sum())
-    rows = (1 - ALPHA) * mlm / counts[0] + ALPHA * T**2 * torch.where(with_kl, kl, 0) / counts[1]
+    kl = temperature**2 * torch.where(with_kl, kl, 0)
+    rows = (1 - alpha) * mlm / counts[0] + alpha * kl / counts[1]
     return rows if options.get("row_weights") is None else rows * options["row_weights"]
 
 
@@ -144,7 +150,10 @@ def _compare(
 
 def _named(options: dict[str, Any], N: int, rng: torch.Generator) -> tuple[str, dict[str, Any]]:
     """A name for the options, and the options with tensors for `row_weights`."""
-    words = [key if value in (True, "none") else f"{key} {value}" for key, value in options.items()]
+    words = [
+        key if value is True or value == "none" else f"{key} {value}"
+        for key, value in options.items()
+    ]
     if "row_weights" in options:
         drawn = torch.rand(N, generator=rng, device=rng.device) + 0.5
         options = options | {"row_weights": drawn}
@@ -158,12 +167,13 @@ def ready_logits(recorder: Recorder) -> None:
     for dtype in recorder.pick(tuple(BARS), (torch.float32,)):
         student, teacher = make_logits(N, V, dtype, rng)
         teachers, labels = [teacher, make_logits(N, V, dtype, rng)[1]], make_labels(N, V, rng)
-        for options in OPTIONS:
+        for options in (*OTHERS, *OPTIONS):
             name, options = _named(options, N, rng)
             us = teachers[: 2 if "teacher_weights" in options else 1]
 
             def ours(z: Tensor, o: Any = options, us: Any = us, y: Tensor = labels) -> Tensor:
-                return kl_mlm_loss(z, us, y, alpha=ALPHA, temperature=T, backend="triton", **o)
+                asked = {"alpha": ALPHA, "temperature": T, "backend": "triton", **o}
+                return kl_mlm_loss(z, us, y, **asked)
 
             def truth(z: Tensor, o: Any = options, us: Any = us, y: Tensor = labels) -> Tensor:
                 return truth_of(z, [u.double() for u in us], y, o)
@@ -186,20 +196,18 @@ def _linear(recorder: Recorder) -> None:
         second = make_heads(N, V, H, H_t, dtype, rng)[1]
         labels = make_labels(N, V, rng)
         # `ready_logits` checks each option by itself; toy sizes take all of them at once
-        for options in recorder.pick(({}, *OPTIONS), OPTIONS[-1:]):
+        for options in recorder.pick(({}, *OTHERS, *OPTIONS), OPTIONS[-1:]):
             name, options = _named(options, N, rng)
             heads = [first, second][: 2 if "teacher_weights" in options else 1]
             for way, limits in tiles.items():
-                asked = options | limits | digits(dtype)
+                asked = {"alpha": ALPHA, "temperature": T, "backend": "triton"}
+                asked |= options | limits | digits(dtype)
 
                 def ours(
                     x: Tensor, w: Tensor, o: Any = asked, hs: Any = heads, y: Any = labels
                 ) -> Tensor:
                     hidden, weight = ([h[i] for h in hs] for i in range(2))
-                    return linear_kl_mlm_loss(
-                        x, w, hidden, weight, y, alpha=ALPHA, temperature=T,
-                        backend="triton", **o,
-                    )  # fmt: skip
+                    return linear_kl_mlm_loss(x, w, hidden, weight, y, **o)
 
                 def truth(
                     x: Tensor, w: Tensor, o: Any = options, hs: Any = heads, y: Any = labels

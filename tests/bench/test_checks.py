@@ -125,6 +125,28 @@ def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeyp
 
 
 @needs_triton
+@pytest.mark.parametrize("option, value", [("temperature", 1.0), ("alpha", 0.0)])
+@pytest.mark.parametrize("module", [check_loss, check_options])
+def test_checks_have_the_default_temperature_and_labels_alone(
+    option, value, module, recorder, monkeypatch
+):
+    """Kernels are compiled for a temperature and for a number of teachers."""
+    right = module.kl_mlm_loss
+
+    def wrong(*args, **options):
+        loss = right(*args, **options)
+        return loss * 1.001 if options[option] == value else loss
+
+    monkeypatch.setattr(module, "kl_mlm_loss", wrong)
+    if module is check_loss:
+        check_loss._rows(recorder, "triton")
+    else:
+        check_options.ready_logits(recorder)
+    failures = recorder.document["failures"]
+    assert failures and all(f"{option} {value}" in failure for failure in failures), failures
+
+
+@needs_triton
 def test_check_of_the_work_list_sees_a_tensor_that_is_left_out(recorder, monkeypatch):
     right = check_expand.expand_many
     monkeypatch.setattr(check_expand, "expand_many", lambda jobs: right(jobs[:-1]))
