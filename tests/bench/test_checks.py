@@ -1,6 +1,10 @@
 """The checks that run on a GPU notice every kind of wrong result. Here they run on the CPU."""
 
+import contextlib
+import functools
+import itertools
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -205,6 +209,95 @@ def test_smoke_sees_a_wrong_result_and_a_launch_that_fails(recorder, monkeypatch
 
     smoke._check(recorder, case._replace(run=wrong))
     assert len(recorder.document["failures"]) == 1
+
+
+class Graph:
+    """A CUDA graph on a CPU: outputs of captured calls are NaN until it is replayed."""
+
+    capturing = None
+
+    def __init__(self):
+        self.outputs = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def capture(cls, graph):
+        cls.capturing = graph
+        yield
+        cls.capturing = None
+
+    @classmethod
+    def captured(cls, case):
+        def run(backend):
+            values = case.run(backend)
+            if cls.capturing is None:
+                return values
+            cls.capturing.outputs += zip([x * float("nan") for x in values], values, strict=True)
+            return [x for x, _ in cls.capturing.outputs]
+
+        return case._replace(run=run)
+
+    def replay(self):
+        for x, value in self.outputs:
+            x.copy_(value)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Let the smoke piece take its steps for GPUs on a CPU, with two cases of each kind."""
+    from bench.launches import smoke
+
+    def two(right, *given):
+        return map(Graph.captured, itertools.islice(right(*given), 2))
+
+    make = torch.Generator
+    monkeypatch.setattr(torch, "Generator", mock.Mock(side_effect=lambda device: make()))
+    for name in ("captured", "headline", "all_cases"):
+        monkeypatch.setattr(smoke, name, functools.partial(two, getattr(smoke, name)))
+    for name in ("multiplies_wide", "adds_wide"):
+        monkeypatch.setattr(smoke, name, lambda device, dtype: (device.type, device.index))
+    stream = functools.partial(mock.Mock, spec=torch.cuda.Stream)
+    given = {"Stream": stream, "stream": contextlib.nullcontext, "CUDAGraph": Graph}
+    given |= {"current_stream": stream, "graph": Graph.capture, "device_count": lambda: 2}
+    for name, value in given.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return smoke
+
+
+@needs_triton
+def test_smoke_takes_its_steps_for_gpus(two_gpus, recorder):
+    recorder.device = "cuda"
+    two_gpus.run(recorder)
+    assert not recorder.document["failures"]
+    names = [row["case"] for row in recorder.document["rows"] if row.get("ok")]
+    # at toy sizes one of the twelve first cases is taken
+    expected = {"NaN in the": 1, "CUDA graph, linear": 2, "on cuda:1, linear": 2, "linear": 1}
+    assert expected == {start: sum(x.startswith(start) for x in names) for start in expected}
+    torch.Generator.assert_any_call("cuda:1")
+    wide = [row for row in recorder.document["rows"] if "addmm" in row]
+    assert len(wide) == 2 and all(row["mm"] == ("cuda", 0) for row in wide)
+
+
+@needs_triton
+@pytest.mark.parametrize("harm", ["no replay", "wrong replay", "one device"])
+def test_smoke_sees_a_graph_that_is_wrong_and_says_that_there_is_one_device(
+    harm, two_gpus, recorder, monkeypatch
+):
+    if harm == "one device":
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        two_gpus._second_device(recorder, two_gpus.TOY_SHAPES)
+        assert recorder.document["rows"][-1]["why not"] == "there is one device"
+        return
+
+    def wrong(graph):
+        for x, value in graph.outputs if harm == "wrong replay" else ():
+            x.copy_(value * 1.001)
+
+    monkeypatch.setattr(Graph, "replay", wrong)
+    (case, _) = two_gpus.captured(torch.Generator("cuda"), two_gpus.TOY_SHAPES)
+    two_gpus._graph(recorder, case)
+    (failure,) = recorder.document["failures"]
+    assert failure.startswith("CUDA graph, linear")
 
 
 def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
