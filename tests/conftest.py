@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     walks.start = config.getoption("--seed")
     interpreter.make_quick()
     interpreter.convert_as_gpus()
+    interpreter.allow_new_numpy()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a script that runs the tests in the background hands down a SIGINT that is ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)

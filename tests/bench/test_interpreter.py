@@ -113,6 +113,12 @@ def test_a_scalar_of_triton_bounds_a_loop_with_new_numpy(monkeypatch):
     assert patched == [(Scalar, "scope")] and list(range(Scalar())) == [0, 1, 2]
 
 
+def test_the_tests_run_with_new_numpy():
+    from triton.runtime import interpreter as triton_interpreter
+
+    assert getattr(triton_interpreter._patch_lang_tensor, "allows_new_numpy", False)
+
+
 def test_seven_bits_are_those_of_bfloat16_and_parts_add_up():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 0.0, -1 - 2**-8])  # ties, and zero
