@@ -68,15 +68,22 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
 
 
+# in CUDA C++, AKI with noise issues 20 instructions per element, and its issue is the limit
+BELOW_NINE_TENTHS = {"CUDA expand AKI, noise bf16": 0.85}
+
+
 def test_growth_in_bfloat16_is_bound_by_the_memory_of_an_h200():
     rows = [row for row in read(KEPT)["rows"] if row["arch"] == "sm_90" and "bf16" in row["kernel"]]
     shares = {
         row["kernel"]: row["of bandwidth"]
         for row in rows
         # those of rows that are not aligned have no estimate
-        if row["kernel"].startswith("expand") and "no estimate" not in row
+        if "expand" in row["kernel"] and "no estimate" not in row
     }
-    assert len(shares) >= 10 and min(shares.values()) >= 0.9, shares
+    cuda = {name for name in shares if name.startswith("CUDA ")}
+    assert len(shares.keys() - cuda) >= 10 and len(cuda) >= 5 and cuda >= BELOW_NINE_TENTHS.keys()
+    low = {k: v for k, v in shares.items() if v < BELOW_NINE_TENTHS.get(k, 0.9)}
+    assert not low
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
