@@ -77,6 +77,16 @@ def test_every_night_grows_2000_models_from_a_seed_of_the_day():
     assert len(set(parts)) * int(found[2]) == 2000
 
 
+def test_every_night_compiles_and_runs_the_kernels_with_the_versions_of_gpu_machines():
+    job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["gpu_versions"]
+    (version,) = (x["with"]["python-version"] for x in job["steps"] if "setup-python" in str(x))
+    setup, install, dry_run, launches = (x["run"] for x in job["steps"] if "run" in x)
+    assert (version, setup) == ("3.12", "make setup")
+    assert re.findall(r"(\w+)==(\d+\.\d+)", install) == [("torch", "2.11"), ("triton", "3.6")]
+    module, file = re.search(r"-m (\S+) --dry-run", dry_run)[1], launches.split()[-1]
+    assert importlib.util.find_spec(module) is not None and (ROOT / file).is_file()
+
+
 def test_every_supported_python_is_tested():
     classified = [line.rpartition(":: ")[2] for line in PROJECT["classifiers"]]
     supported = [version for version in classified if re.fullmatch(r"3\.\d+", version)]
