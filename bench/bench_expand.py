@@ -114,7 +114,7 @@ def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], An
         there.random_(-128, 127)
         return {"copy": lambda: back.copy_(there)}
     one_row = torch.zeros(len(out), dtype=torch.long)
-    tiled = torch.arange(len(out)) % len(weight)
+    tiled = torch.arange(out.shape[1]) % weight.shape[1]
     return {
         "fill": lambda: out.fill_(1),
         "stream": lambda: expand(weight, rows=one_row, cols=tiled, out=out),

@@ -48,7 +48,7 @@ void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* belo
     }
 }
 
-// `convert` and `add_noise` from one dtype to itself, with one scale and one factor for all n elements
+// `convert` and `add_noise` from one dtype to itself, with one scale and one factor for all
 inline void add_noise(const bf16* x, int64_t n, float scale, float factor, bf16* above,
                       bf16* below) {
     const float size = std::fabs(factor);
@@ -79,7 +79,7 @@ inline void add_noise(const float* x, int64_t n, float scale, float factor, floa
 }
 
 // `add_noise` of bfloat16 with one scale and one factor, as integers that are added to the bits. As
-// long as nothing overflows or gets subnormal, (4) for 2**k x is 2**k times that for x, so that they
+// long as nothing overflows or gets subnormal, (4) for 2**k x is 2**k times that for x, so they
 // depend on the 7 bits of the mantissa only. Random signs, +-x and at most a bit, need few steps:
 //     result = bits + base + (mantissa >= at[0] ? add[0] : 0) + (mantissa >= at[1] ? add[1] : 0)
 struct SignSteps {

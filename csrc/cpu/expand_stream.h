@@ -56,7 +56,8 @@ struct ChosenLanes {
 
     template <class Out>
     ChosenLanes(const ChosenRow<Out>* row, const ChosenColumns& of, int64_t j, int lanes) {
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i lane =
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             factor[r] = _mm512_set1_epi32(row[r].factor);
