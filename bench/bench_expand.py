@@ -73,7 +73,8 @@ def padded_read(weight: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
 
 def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], Any]]:
     """The ways to do the same without the library, by name."""
-    weight, rows, cols = (case.get(name) for name in ("weight", "rows", "cols"))
+    weight: torch.Tensor = case["weight"]
+    rows, cols = case.get("rows"), case.get("cols")
     scale, noise, routing = (case.get(name) for name in ("col_scale", "col_noise", "routing"))
     row_scale = case.get("row_scale")
 
