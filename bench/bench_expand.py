@@ -8,7 +8,7 @@ Columns of the table:
 - "reused" writes to memory that exists (`out=`).
 - "limit" is the fastest possible time. On a GPU it is a copy that moves as many bytes. On a CPU
   it is the faster of two ways to write the output without reading: `fill_`, and the library's
-  streaming stores fed from one source row in the cache.
+  streaming stores fed from a few source rows in the cache.
 - "of limit" is the median over the turns.
 """
 
@@ -31,16 +31,19 @@ from bench.shared.harness import (
     turns_ms,
 )
 from bench.shared.inputs import routing_of, truth_rows
+from growkern.growth.plan.axes import RANDOM_SIGN
 from growkern.ops.expand.op import expand
 
 SOURCE, TARGET = 4096, 8192
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# calls of a padded hidden state, the default of growth where it is exact
+PADDED = ("padded", "routing, scaled")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def bytes_moved(source: int, target: int, element: int) -> int:
+def bytes_moved(weight: torch.Tensor, out: torch.Tensor) -> int:
     """Least bytes possible: read every source element once, write every target element once."""
-    return (source * source + target * target) * element
+    return weight.nbytes + out.nbytes
 
 
 def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
@@ -52,13 +55,38 @@ def index_maps(source: int, target: int) -> dict[str, torch.Tensor]:
     return {"contiguous": halves, "tiled": torch.arange(target) % source, "arbitrary": mixed}
 
 
+def padded_read(weight: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Fill `out` as growth fills a weight that reads a padded hidden state.
+
+    Half of the columns read what they read before. The others read nothing yet and get the weights
+    with random signs, in calls of their own.
+    """
+    source = weight.shape[1]
+    expand(weight, rows=rows, out=out[:, :source])
+    for first in range(source, out.shape[1], source):
+        free = out[:, first : first + source]
+        scale = torch.full((free.shape[1],), 1 / RANDOM_SIGN, device=out.device)
+        noise = torch.full_like(scale, RANDOM_SIGN)
+        expand(weight, rows=rows, col_scale=scale, col_noise=noise, seed=first, out=free)
+    return out
+
+
 def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], Any]]:
     """The ways to do the same without the library, by name."""
-    weight, index = case["weight"], case["rows"]
+    weight: torch.Tensor = case["weight"]
+    rows, cols = case.get("rows"), case.get("cols")
     scale, noise, routing = (case.get(name) for name in ("col_scale", "col_noise", "routing"))
+    row_scale = case.get("row_scale")
 
     def eager() -> torch.Tensor:
-        wide = weight[index][:, index]
+        wide = weight if rows is None else weight[rows]
+        if cols is None:
+            # a random sign per element, beside the copies
+            signs = torch.empty_like(wide).bernoulli_().mul_(2).sub_(1)
+            return torch.cat([wide, wide * signs], 1)
+        wide = wide[:, cols]
+        if row_scale is not None:
+            wide = wide * row_scale.to(weight.dtype)[:, None]
         if scale is not None:
             wide = wide * scale.to(weight.dtype)
         if noise is not None:
@@ -72,9 +100,9 @@ def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], An
     named: dict[str, Callable[[], Any]] = {"eager": eager}
     if with_compile:
         named["compiled"] = compiled(eager)
-    if DEVICE == "cpu" and scale is None and routing is None:
+    if DEVICE == "cpu" and scale is None and routing is None and cols is not None:
         bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
-        as_numpy, index_numpy = bits.numpy(), index.numpy()
+        as_numpy, index_numpy = bits.numpy(), cols.numpy()
         named["numpy"] = lambda: as_numpy.take(index_numpy, 0).take(index_numpy, 1)
     return named
 
@@ -82,15 +110,16 @@ def peers(case: dict[str, Any], with_compile: bool) -> dict[str, Callable[[], An
 def limits(out: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """The fastest known ways to move the bytes that must move."""
     if DEVICE == "cuda":
-        half = bytes_moved(weight.shape[0], out.shape[0], weight.element_size()) // 2
+        half = bytes_moved(weight, out) // 2
         there, back = (torch.empty(half, dtype=torch.int8, device=DEVICE) for _ in range(2))
         there.random_(-128, 127)
         return {"copy": lambda: back.copy_(there)}
-    one_row = torch.zeros(len(out), dtype=torch.long)
-    tiled = torch.arange(len(out)) % len(weight)
+    # a thread takes 4 source rows at a time: of a single row, one thread would write everything
+    few_rows = torch.arange(len(out)) % 32
+    tiled = torch.arange(out.shape[1]) % weight.shape[1]
     return {
         "fill": lambda: out.fill_(1),
-        "stream": lambda: expand(weight, rows=one_row, cols=tiled, out=out),
+        "stream": lambda: expand(weight, rows=few_rows, cols=tiled, out=out),
     }
 
 
@@ -104,7 +133,8 @@ def measure(
         kind: name of the index map.
         index: the map, used for rows and columns.
         scaled: "no", "halved", "yes" (halves and sixths), or as growth does it: "noise", halves
-            with noise on them, or "routing", every weight whole in one of the copies.
+            with noise on them, "routing", every weight whole in one of the copies, and for a padded
+            hidden state "padded" (`padded_read`) or "routing, scaled", with a factor on every row.
         args: the command line.
     """
     source, target = SOURCE, len(index)
@@ -115,17 +145,26 @@ def measure(
         scale[::3] /= 3
     weight, index = weight.to(DEVICE), index.to(DEVICE)
     case: dict[str, Any] = {"weight": weight, "rows": index, "cols": index}
-    if scaled not in ("no", "routing"):
+    if scaled in ("halved", "yes", "noise"):
         case["col_scale"] = scale
     if scaled == "noise":
         half = torch.full((target // 2,), 0.5, device=DEVICE)
         case["col_noise"] = torch.cat([half, -half])
-    if scaled == "routing":
+    if scaled.startswith("routing"):
         case["routing"] = routing_of(index, 1)
-    out = torch.zeros(target, target, dtype=dtype, device=DEVICE)
+    if scaled == "routing, scaled":
+        # into a padded hidden state: rows are no copies, and new ones are 0
+        del case["rows"]
+        case["row_scale"] = torch.full((source,), 2**0.5, device=DEVICE)
+    if scaled == "padded":
+        del case["cols"]
+    out = torch.zeros(len(case.get("rows", weight)), target, dtype=dtype, device=DEVICE)
 
-    def ours(**kwargs: Any) -> torch.Tensor:
-        return expand(**case, **kwargs)
+    def ours(out: torch.Tensor | None = None) -> torch.Tensor:
+        if scaled == "padded":
+            wide = weight.new_empty(target, target) if out is None else out
+            return padded_read(weight, index, wide)
+        return expand(**case, out=out)
 
     bounds = limits(out, weight)
     others = peers(case, args.compile)
@@ -146,11 +185,12 @@ def measure(
         "reused ms": median(reused),
         "limit ms": median(limit),
         "of limit": median(least / own for least, own in zip(limit, reused, strict=True)),
-        "GB/s": bytes_moved(source, target, weight.element_size()) / median(reused) / 1e6,
-        "error": relative_error(ours()[part], truth),
+        "GB/s": bytes_moved(weight, out) / median(reused) / 1e6,
+        # of a padded read, the error of the copies
+        "error": relative_error(ours()[part, : truth.shape[1]], truth),
         # eager draws other random numbers
         "eager error": relative_error(others["eager"]()[part], truth)
-        if scaled not in ("noise", "routing")
+        if scaled in ("no", "halved", "yes")
         else None,
     }
 
@@ -167,7 +207,7 @@ def main() -> None:
     rows = Rows()
     for dtype in DTYPES:
         for kind, index in index_maps(SOURCE, TARGET).items():
-            for scaled in ("no", "halved", "yes", "noise", "routing"):
+            for scaled in ("no", "halved", "yes", "noise", "routing", *PADDED):
                 rows.append(measure(dtype, kind, index, scaled, args))
     print(show_and_save("expand", facts, rows))
 

@@ -47,11 +47,15 @@ def cpu_expand(results: Path) -> str:
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         every, plain = ("contiguous", "tiled", "arbitrary"), ("no", "halved", "yes")
+        runs, written = every[:2], ("routing, scaled",)
         for words, kinds, scaled in (
-            ("contiguous and tiled maps", ("contiguous", "tiled"), plain),
+            ("contiguous and tiled maps", runs, plain),
             ("arbitrary maps", ("arbitrary",), plain),
             ("any maps, with noise", every, ("noise",)),
-            ("any maps, with routing, the default of growth", every, ("routing",)),
+            ('any maps, with routing: growth with `stream="copies"`', every, ("routing",)),
+            ("any maps: reads a padded hidden state", every, ("padded",)),
+            ("contiguous and tiled maps: writes a padded hidden state", runs, written),
+            ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
         ):
             same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
             found = [row for row in same if row["scaled"] in scaled]

@@ -80,7 +80,7 @@ def _expand_case(
 ) -> CudaCase:
     """A weight with half the rows and columns of the result; both axes are gathered.
 
-    `how` is "noise" or "routing", on the columns, or "" for none.
+    `how` is "noise" or "routing", on the columns, "routing, scaled" or "" for none.
     """
     R, C = N // 2, N // 2
     weight, vector = _shape(R, C, dtype=dtype), _shape(N, dtype=FP32)
@@ -91,9 +91,9 @@ def _expand_case(
         rows=_shape(N),
         cols=_shape(N),
         row_scale=None if how == "routing" else vector,
-        col_scale=None if how == "routing" else vector,
+        col_scale=None if how.startswith("routing") else vector,
         col_noise=vector if how == "noise" else None,
-        routing=Routing(1, _shape(N, 2)) if how == "routing" else None,
+        routing=Routing(1, _shape(N, 2)) if how.startswith("routing") else None,
     )
     made = expand_on_cuda.plan(call, limit=limit)
     narrow = ALIKE if dict(made.kernel.macros)["ALIGNED"] else RAGGED
@@ -110,8 +110,10 @@ def cuda_cases(arch: str) -> list[CudaCase]:
         _expand_case("FPI bf16", limit, 64, BF16, False, "", 8192),
         _expand_case("FPI, noise bf16", limit, 80, BF16, False, "noise", 8192),
         _expand_case("FPI, routing bf16", limit, 80, BF16, False, "routing", 8192),
+        _expand_case("FPI, routing, scaled bf16", limit, 80, BF16, False, "routing, scaled", 8192),
         _expand_case("AKI, noise bf16", limit, 80, BF16, True, "noise", 8192),
         _expand_case("AKI, routing bf16", limit, 80, BF16, True, "routing", 8192),
+        _expand_case("AKI, routing, scaled bf16", limit, 80, BF16, True, "routing, scaled", 8192),
         _expand_case("FPI fp32", limit, 64, FP32, False, "", 8192),
         _expand_case("AKI, noise bf16, ragged", limit, 80, BF16, True, "noise", 8190),
     ]

@@ -96,6 +96,47 @@ void find_intervals(const ExpandArgs& a, Storage& s) {
     }
 }
 
+template <class Acc>
+bool has_alike_scales(const ExpandArgs& a, const Storage& s) {
+    const Acc* scale = static_cast<const Acc*>(a.row_scale);
+    for (size_t k = 0; k + 1 < s.first.size(); ++k) {
+        const int64_t first = s.target[s.first[k]];
+        for (int64_t at = s.first[k]; at < s.first[k + 1]; ++at) {
+            if (scale[s.target[at]] != scale[first]) return false;
+        }
+    }
+    return true;
+}
+
+// Whether products are taken once for each element of the source: the only factors are those of
+// rows, and all copies of a row have the same. With few columns most of a row is not read.
+bool scales_sources(const ExpandArgs& a, const Storage& s, int64_t virtual_columns) {
+    if (!a.row_scale || a.col_scale || a.row_factor || a.col_factor) return false;
+    if (a.in_type != a.out_type || a.N < virtual_columns) return false;
+    return a.in_type == F64 ? has_alike_scales<double>(a, s) : has_alike_scales<float>(a, s);
+}
+
+bool has_alike_columns(const ExpandArgs& a) {
+    if (a.in_type != a.out_type || (a.in_type != BF16 && a.in_type != F32)) return false;
+    for (const void* factors : {a.col_scale, a.col_factor}) {
+        const float* x = static_cast<const float*>(factors);
+        for (int64_t j = 1; x && j < a.N; ++j) {
+            if (x[j] != x[0]) return false;
+        }
+    }
+    return true;
+}
+
+bool has_signs_in_runs(const ExpandArgs& a, const Storage& s) {
+    for (const Run& run : s.runs) {
+        const int32_t* source = a.noise_source + run.from;
+        for (int64_t j = 1; j < run.n; ++j) {
+            if (source[j] != source[j - 1] + 1) return false;
+        }
+    }
+    return true;
+}
+
 void run(const ExpandPlan& plan, int isa) {
 #if defined(GROWKERN_X86)
     if (isa >= AVX512) return expand_avx512(plan);
@@ -115,12 +156,13 @@ int expand(const ExpandArgs& a) {
     find_intervals(a, s);
     const bool by_runs = a.N >= MIN_MEAN_RUN * static_cast<int64_t>(s.runs.size());
     const bool streaming = a.M * a.N * TYPE_BYTES[a.out_type] >= STREAMING_BYTES;
-    const int64_t last = *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
+    const int64_t read = 1 + *std::max_element(s.cols.begin(), s.cols.begin() + a.N);
     run({&a, static_cast<int64_t>(s.source.size()), s.source.data(), s.first.data(),
          s.target.data(), s.cols.data(), by_runs ? s.runs.data() : nullptr,
-         static_cast<int64_t>(s.runs.size()), last + 1,
+         static_cast<int64_t>(s.runs.size()), read,
          find_steps(a, s) ? s.col_steps.data() : nullptr,
-         s.chosen_first.data(), s.chosen_last.data(), streaming},
+         s.chosen_first.data(), s.chosen_last.data(), streaming, scales_sources(a, s, read),
+         has_alike_columns(a), a.col_factor && has_signs_in_runs(a, s)},
         a.isa);
     return 0;
 }

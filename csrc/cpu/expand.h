@@ -59,6 +59,9 @@ struct ExpandPlan {
     const uint32_t* chosen_first; // (N,) `Interval` of every column, with routing on the columns
     const uint32_t* chosen_last;
     bool streaming;           // write past the caches
+    bool scales_sources;      // no factors but a row scale, alike for all copies of a row
+    bool alike_columns;       // bfloat16 or float32: all have one column scale and noise factor
+    bool signs_in_runs;       // `noise_source` counts on with the columns of a run
 };
 
 // without external linkage: every instruction set gets its own copy

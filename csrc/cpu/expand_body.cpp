@@ -4,127 +4,14 @@
 // or 1024 at a time: find the source elements, convert and scale them once, and write them to every
 // output row that reads this source row. The source elements are runs in the weight itself, or are
 // gathered into a tile that stays in the L1 cache.
+#include "expand_noise.h"
 #include "expand_routing.h"
+#include "expand_scale.h"
 #include "expand_source.h"
+#include "expand_stream.h"
 
 namespace growkern {
 namespace {
-
-template <class A, class B>
-constexpr bool same = false;
-template <class A>
-constexpr bool same<A, A> = true;
-
-// ----------------------------------------------------------------- scaling
-
-// (1) in its order: element, row scale, column scale. `col` null: 1.
-template <class In, class Out, class Acc>
-void convert(const In* x, int64_t n, Acc row, const Acc* col, Out* y) {
-    if constexpr (same<In, f16>) {
-        float floats[MAX_COLUMNS];
-        decode_halves(x, n, floats);
-        return convert<float, Out, Acc>(floats, n, row, col, y);
-    } else if constexpr (same<Out, f16> && same<Acc, float>) {
-        float floats[MAX_COLUMNS];
-        convert<In, float, Acc>(x, n, row, col, floats);
-        return encode_halves(floats, n, y);
-    }
-    if (col) {
-        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row * col[j]);
-    } else {
-        for (int64_t j = 0; j < n; ++j) y[j] = encode<Out>(decode(x[j]) * row);
-    }
-}
-
-// `convert` for bfloat16 with a single factor 2**k: adds k to the exponents, in 16 bits instead of
-// the 32 that products take. `row` and `col` are `power_step`s. Every number must be 0, or normal
-// before and after. Otherwise the result is false and y is undefined: subnormal numbers, infinities
-// and NaN need the product.
-inline bool add_steps(const bf16* x, int64_t n, int16_t row, const int16_t* col, bf16* y) {
-    uint16_t odd = 0;
-    for (int64_t j = 0; j < n; ++j) {
-        const uint16_t bits = x[j].bits, rest = bits & 0x7fff;
-        const uint16_t step = static_cast<uint16_t>(col ? col[j] : row), moved = rest + step;
-        const bool normal = (static_cast<uint16_t>(rest - 0x80) < 0x7f00) &
-                            (static_cast<uint16_t>(moved - 0x80) < 0x7f00);
-        y[j].bits = rest ? bits + step : bits;
-        odd |= static_cast<uint16_t>(!normal & (rest != 0));
-    }
-    return !odd;
-}
-template <class In, class Out>
-bool add_steps(const In*, int64_t, int16_t, const int16_t*, Out*) {
-    return false;
-}
-
-// ------------------------------------------------------------------- noise
-
-// x with its sign turned round if the top bit of `sign` is set
-inline float turned(float x, uint32_t sign) {
-    return bit_cast<float>(bit_cast<uint32_t>(x) ^ (sign & TOP_BIT));
-}
-inline double turned(double x, uint32_t sign) {
-    return bit_cast<double>(bit_cast<uint64_t>(x) ^ static_cast<uint64_t>(sign & TOP_BIT) << 32);
-}
-inline uint32_t top_word(float x) { return bit_cast<uint32_t>(x); }
-inline uint32_t top_word(double x) { return bit_cast<uint64_t>(x) >> 32; }
-
-// (4) for n products x and both signs, which are alike where noise has size 0: a negative factor
-template <class Out, class Acc>
-void add_noise(const Acc* x, int64_t n, const Acc* factor, Out* above, Out* below) {
-    Acc larger[MAX_COLUMNS];
-    for (int64_t j = 0; j < n; ++j) larger[j] = x[j] * std::fabs(factor[j]);
-    if constexpr (same<Out, f16> && same<Acc, float>) {
-        float sum[MAX_COLUMNS];
-        encode_halves(larger, n, above);
-        decode_halves(above, n, larger);
-        for (int64_t j = 0; j < n; ++j) sum[j] = x[j] + (larger[j] - x[j]);
-        encode_halves(sum, n, above);
-        for (int64_t j = 0; j < n; ++j) {
-            sum[j] = x[j] + turned(larger[j] - x[j], ~top_word(factor[j]));
-        }
-        return encode_halves(sum, n, below);
-    }
-    for (int64_t j = 0; j < n; ++j) {
-        const Acc rest = static_cast<Acc>(decode(encode<Out>(larger[j]))) - x[j];
-        above[j] = encode<Out>(x[j] + rest);
-        below[j] = encode<Out>(x[j] + turned(rest, ~top_word(factor[j])));
-    }
-}
-
-// calls f(j, h) with h of hashes.py for output row i and column j0 + j, for j in [0, n)
-template <class F>
-inline void for_hashes(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, F f) {
-    if (a.col_factor) {
-        const int32_t* source = a.noise_source + j0;
-        const uint32_t key = a.line_key[i], mult = a.line_mult[i];
-        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key, mult, source[j]));
-    } else {
-        const int32_t* key = a.line_key + j0;
-        const int32_t* mult = a.line_mult + j0;
-        const uint32_t source = a.noise_source[i];
-        for (int64_t j = 0; j < n; ++j) f(j, line_hash(key[j], mult[j], source));
-    }
-}
-
-// chooses by (3) for output row i, columns j0 .. j0 + n - 1
-template <class Out>
-void choose_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Out* above,
-                  const Out* below, Out* __restrict y) {
-    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
-        y[j] = one_of(below[j], above[j], hash >= TOP_BIT);
-    });
-}
-
-// `add_noise` and `choose_signs` in one pass, where nothing is rounded to a narrower type
-template <class Acc>
-void add_wide_noise(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Acc* x,
-                    const Acc* factor, Acc* __restrict y) {
-    for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {
-        const Acc rest = x[j] * std::fabs(factor[j]) - x[j];
-        y[j] = x[j] + turned(rest, hash & ~top_word(factor[j]));
-    });
-}
 
 // ------------------------------------------------------------------- output
 
@@ -142,11 +29,11 @@ void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from)
     }
 }
 
-// Whether routed elements are written as they are computed. Runs route with fewer loads.
-inline bool routes_past_caches(const ExpandPlan& p) {
+// whether elements with noise, or routed with amplitude 1, are written as they are chosen
+inline bool writes_past_caches(const ExpandPlan& p) {
     const ExpandArgs& a = *p.args;
-    const bool whole = (a.row_copies || a.col_copies) && a.larger_share == 1;
-    return whole && p.streaming && a.out_stride_n == 1 && !p.runs;
+    const bool chosen = a.row_factor || a.col_factor || a.row_copies || a.col_copies;
+    return chosen && a.larger_share == 1 && p.streaming && a.out_stride_n == 1;
 }
 
 // whether output elements are source elements, or 0
@@ -155,86 +42,148 @@ inline bool copies_elements(const ExpandArgs& a) {
     return same<In, Out> && !a.row_scale && !a.col_scale && !a.row_factor && !a.col_factor;
 }
 
-// computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
-// reads the s-th source row
+// What output columns j0 .. j0 + n - 1 of a source row's copies are chosen from: `y`, or `larger`
+// and `rest`
+template <class Out>
+struct Values {
+    alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS];
+};
+
+// computes the products, and the results of both signs, of output row i
+template <class In, class Out, class Acc>
+void find_values(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Piece<In>* pieces,
+                 int64_t n_pieces, const SignSteps& signs, Values<Out>& values) {
+    const ExpandArgs& a = *p.args;
+    const bool noisy = a.row_factor || a.col_factor;
+    const Acc row = a.row_scale ? static_cast<const Acc*>(a.row_scale)[i] : 1;
+    const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
+    const Acc* col_factor = static_cast<const Acc*>(a.col_factor);
+    const Acc row_factor = a.row_factor ? static_cast<const Acc*>(a.row_factor)[i] : 0;
+    if constexpr (same<In, Out> && (same<In, bf16> || same<In, float>)) {
+        if (noisy && p.alike_columns && (row == 1 || !col_scale)) {
+            const float scale = col_scale ? *col_scale : row;
+            const float factor = col_factor ? *col_factor : row_factor;
+            for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
+                Out *above = values.larger + (q->from - j0), *below = values.rest + (q->from - j0);
+                if (add_steps(q->x, q->n, signs, above, below)) continue;
+                add_noise(q->x, q->n, scale, factor, above, below);
+            }
+            return;
+        }
+    }
+    int16_t step = 0;
+    const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
+    const bool stepped = one_factor && !noisy;
+    alignas(64) Acc product[MAX_COLUMNS], of_row[MAX_COLUMNS];
+    for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
+        const int64_t at = q->from - j0;
+        const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
+        const Acc* col = col_scale ? col_scale + q->from : nullptr;
+        if (stepped && add_steps(q->x, q->n, step, steps, values.y + at)) continue;
+        if (noisy) {
+            convert<In, Acc, Acc>(q->x, q->n, row, col, product + at);
+        } else {
+            convert<In, Out, Acc>(q->x, q->n, row, col, values.y + at);
+        }
+    }
+    if (!noisy) return;
+    for (int64_t j = 0; j < n && !col_factor; ++j) of_row[j] = row_factor;
+    add_noise(product, n, col_factor ? col_factor + j0 : of_row, values.larger, values.rest);
+}
+
+// the steps of noise on columns that are all alike
+inline SignSteps find_signs(const ExpandPlan& p) {
+    const ExpandArgs& a = *p.args;
+    if (a.in_type != BF16 || !p.alike_columns || !a.col_factor || a.row_scale) {
+        return SignSteps(0, 0);
+    }
+    const float* scale = static_cast<const float*>(a.col_scale);
+    return SignSteps(scale ? *scale : 1, *static_cast<const float*>(a.col_factor));
+}
+
+// Computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
+// reads the s-th source row. With `copies` output elements are elements of the pieces, or 0.
 template <class In, class Out, class Acc>
 void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>* pieces,
-          int64_t n_pieces) {
+          int64_t n_pieces, const SignSteps& signs, bool copies) {
     const ExpandArgs& a = *p.args;
     const Acc* row_scale = static_cast<const Acc*>(a.row_scale);
-    const Acc* col_scale = static_cast<const Acc*>(a.col_scale);
-    const bool noisy = a.row_factor || a.col_factor, routed = a.row_copies || a.col_copies;
-    const bool copies = copies_elements<In, Out>(a);
-    const bool halves = routed && a.larger_share != 1;
-    const bool past_caches = routes_past_caches(p);
-    alignas(64) Out y[MAX_COLUMNS], larger[MAX_COLUMNS], rest[MAX_COLUMNS], share[MAX_COLUMNS];
-    const Shares<Out> shares = {y, halves ? larger : nullptr, rest};
     const Acc* row_factor = static_cast<const Acc*>(a.row_factor);
-    alignas(64) Acc product[MAX_COLUMNS], of_row[MAX_COLUMNS];
-    const Acc* factor = a.col_factor ? static_cast<const Acc*>(a.col_factor) + j0 : of_row;
-    for (int64_t k = p.first[s]; k < p.first[s + 1]; ++k) {
+    const bool noisy = a.row_factor || a.col_factor, routed = a.row_copies || a.col_copies;
+    const bool halves = routed && a.larger_share != 1, is_run = p.runs && n_pieces == 1;
+    Values<Out> values;
+    alignas(64) Out share[MAX_COLUMNS];
+    const Out* y = values.y;
+    for (int64_t k = p.first[s], end; k < p.first[s + 1]; k = end) {
         const int64_t i = p.target[k];
+        const auto is_alike = [&](int64_t other) {
+            return (copies || !row_scale || row_scale[i] == row_scale[other]) &&
+                   (!row_factor || row_factor[i] == row_factor[other]);
+        };
+        // rows with the same factors have the same values: convert them once
+        for (end = k + 1; end < p.first[s + 1] && is_alike(p.target[end]);) ++end;
         if (copies && !routed) {
+            for (; k < end; ++k) {
+                for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
+                    put(p, p.target[k], q->from, q->n, reinterpret_cast<const Out*>(q->x));
+                }
+            }
+            continue;
+        }
+        if (copies && n_pieces == 1) {
+            y = reinterpret_cast<const Out*>(pieces->x);
+        } else if (copies) {
             for (const Piece<In>* q = pieces; q < pieces + n_pieces; ++q) {
-                put(p, i, q->from, q->n, reinterpret_cast<const Out*>(q->x));
+                std::memcpy(values.y + (q->from - j0), q->x, q->n * sizeof(Out));
+            }
+        } else {
+            find_values<In, Out, Acc>(p, i, j0, n, pieces, n_pieces, signs, values);
+        }
+        if (writes_past_caches(p)) {
+            const Out *whole = noisy ? values.larger : y, *other = noisy ? values.rest : nullptr;
+            constexpr int64_t MOST = 4;
+            RowToWrite<Out> rows[MOST];
+            while (k < end) {
+                const int64_t held = smaller(MOST, end - k);
+                for (int64_t r = 0; r < held; ++r) {
+                    rows[r] = {p.target[k + r], p.source[s], whole, other};
+                }
+                write_past_caches(p, rows, held, j0, n, is_run);
+                k += held;
             }
             continue;
         }
-        const Acc row = row_scale ? row_scale[i] : 1;
-        int16_t step = 0;
-        const bool one_factor = p.col_steps ? row == 1 : !col_scale && power_step(row, step);
-        const bool stepped = one_factor && !noisy;
-        // copies with the same factors have the same values: convert them once
-        const int64_t before = k > p.first[s] ? p.target[k - 1] : i;
-        const bool repeated = before != i && (!row_scale || row == row_scale[before]) &&
-                              (!row_factor || row_factor[i] == row_factor[before]);
-        for (const Piece<In>* q = pieces; q < pieces + n_pieces && !repeated; ++q) {
-            const int64_t at = q->from - j0;
-            const int16_t* steps = p.col_steps ? p.col_steps + q->from : nullptr;
-            if (copies) {
-                std::memcpy(y + at, q->x, q->n * sizeof(Out));
-                continue;
-            }
-            if (stepped && add_steps(q->x, q->n, step, steps, y + at)) continue;
-            const Acc* col = col_scale ? col_scale + q->from : nullptr;
-            if (noisy) {
-                convert<In, Acc, Acc>(q->x, q->n, row, col, product + at);
-            } else {
-                convert<In, Out, Acc>(q->x, q->n, row, col, y + at);
-            }
-        }
-        if (noisy) {
-            for (int64_t j = 0; j < n && row_factor; ++j) of_row[j] = row_factor[i];
-            if constexpr (same<Out, Acc>) {
-                add_wide_noise(a, i, j0, n, product, factor, y);
-            } else {
-                if (!repeated) add_noise(product, n, factor, larger, rest);
-                choose_signs(a, i, j0, n, larger, rest, y);
-            }
-        }
-        if (past_caches) {
-            const RowToRoute<Out> one = {i, p.source[s], y};
-            route_past_caches(p, &one, 1, j0, n);
-            continue;
-        }
-        if (routed) {
-            if (halves && !repeated) find_shares<Out, Acc>(y, n, a.larger_share, larger, rest);
+        if (halves) find_shares<Out, Acc>(y, n, a.larger_share, values.larger, values.rest);
+        const Shares<Out> shares = {y, halves ? values.larger : nullptr, values.rest};
+        for (; k < end; ++k) {
+            const int64_t target = p.target[k];
             const bool by_runs = p.runs && a.col_copies && !halves;
             for (const Piece<In>* q = pieces; by_runs && q < pieces + n_pieces; ++q) {
-                route_run(p, i, q->from, q->n, y + (q->from - j0), share + (q->from - j0));
+                const int64_t at = q->from - j0;
+                route_run(p, target, q->from, q->n, y + at, share + at);
             }
-            if (!by_runs) route(p, i, p.source[s], j0, n, shares, share);
+            if (noisy) {
+                choose_signs(a, target, j0, n, values.larger, values.rest, share);
+            } else if (routed && !by_runs) {
+                route(p, target, p.source[s], j0, n, shares, share);
+            }
+            put(p, target, j0, n, noisy || routed ? share : y);
         }
-        put(p, i, j0, n, routed ? share : y);
     }
 }
 
 // -------------------------------------------------------------------- rows
 
 template <class In, class Out, class Acc>
-void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
+void expand_runs(const ExpandPlan& p, int64_t s, const SignSteps& signs, Scratch<In>& scratch) {
     const ExpandArgs& a = *p.args;
-    const Source<In> source(a, p.source[s]);
+    Source<In> source(a, p.source[s]);
+    if (scratch.scaled) scale_source<In, Acc>(p, s, source, scratch.scaled);
+    const bool copies = scratch.scaled || copies_elements<In, Out>(a);
+    const bool has_next = s + 1 < p.n_sources;
+    const Source<In> next(a, p.source[s + has_next]);
+    constexpr int64_t LINE = Scratch<In>::LINE;
+    Piece<In>* pieces = scratch.pieces;
     int64_t run = 0;
     for (int64_t j0 = 0; j0 < a.N; j0 += RUN_COLUMNS) {
         const int64_t end = smaller(a.N, j0 + RUN_COLUMNS);
@@ -246,7 +195,12 @@ void expand_runs(const ExpandPlan& p, int64_t s, Piece<In>* pieces) {
             j += n;
             if (j == r.from + r.n) ++run;
         }
-        emit<In, Out, Acc>(p, s, j0, end - j0, pieces, n_pieces);
+        // the next source row comes from memory while this one is written
+        const int64_t columns = p.virtual_columns;
+        for (int64_t c = j0 * columns / a.N; has_next && c < end * columns / a.N; c += LINE) {
+            __builtin_prefetch(next.at(c, a.C), 0, 2);
+        }
+        emit<In, Out, Acc>(p, s, j0, end - j0, pieces, n_pieces, signs, copies);
     }
 }
 
@@ -255,32 +209,40 @@ template <class Out>
 void route_tile(const ExpandPlan& p, int64_t s, int64_t n_rows, int64_t j0, int64_t n,
                 const Out* tile) {
     constexpr int64_t MOST = 64;
-    RowToRoute<Out> rows[MOST];
+    RowToWrite<Out> rows[MOST];
     int64_t held = 0;
     for (int64_t q = 0; q < n_rows; ++q) {
         for (int64_t k = p.first[s + q]; k < p.first[s + q + 1]; ++k) {
-            rows[held++] = {p.target[k], p.source[s + q], tile + q * GATHERED_COLUMNS};
+            const Out* whole = tile + q * GATHERED_COLUMNS;
+            rows[held++] = {p.target[k], p.source[s + q], whole, nullptr};
             if (held < MOST) continue;
-            route_past_caches(p, rows, held, j0, n);
+            write_past_caches(p, rows, held, j0, n, false);
             held = 0;
         }
     }
-    route_past_caches(p, rows, held, j0, n);
+    write_past_caches(p, rows, held, j0, n, false);
 }
 
 // computes source rows s .. s + n_rows - 1; there are at most LINE of them
 template <class In, class Out, class Acc>
-void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>& scratch) {
+void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, const SignSteps& signs,
+                     Scratch<In>& scratch) {
     using Bits = typename Scratch<In>::Bits;
     constexpr int64_t LINE = Scratch<In>::LINE;
     const ExpandArgs& a = *p.args;
     const Bits* low[LINE];
     const Bits* high[LINE];
     for (int64_t q = 0; q < LINE; ++q) {
-        const Source<In> source(a, p.source[s + smaller(q, n_rows - 1)]);
+        const int64_t of = s + smaller(q, n_rows - 1);
+        Source<In> source(a, p.source[of]);
+        if (scratch.scaled) {
+            In* scaled = scratch.scaled + smaller(q, n_rows - 1) * p.virtual_columns;
+            scale_source<In, Acc>(p, of, source, scaled);
+        }
         low[q] = reinterpret_cast<const Bits*>(source.low);
         high[q] = reinterpret_cast<const Bits*>(source.high);
     }
+    const bool copies = scratch.scaled || copies_elements<In, Out>(a);
     bool packed = false;
 #if defined(__AVX2__)
     // packing takes as long for one row as for LINE rows
@@ -304,14 +266,14 @@ void expand_gathered(const ExpandPlan& p, int64_t s, int64_t n_rows, Scratch<In>
                 tile[j] = c < a.C ? low[q][c] : high[q][c - a.C];
             }
         }
-        if (copies_elements<In, Out>(a) && routes_past_caches(p)) {
+        if (copies && writes_past_caches(p)) {
             route_tile(p, s, n_rows, j0, n, reinterpret_cast<const Out*>(scratch.tile));
             continue;
         }
         for (int64_t q = 0; q < n_rows; ++q) {
             const Bits* tile = scratch.tile + q * GATHERED_COLUMNS;
             const Piece<In> piece = {reinterpret_cast<const In*>(tile), j0, n};
-            emit<In, Out, Acc>(p, s + q, j0, n, &piece, 1);
+            emit<In, Out, Acc>(p, s + q, j0, n, &piece, 1, signs, copies);
         }
     }
 }
@@ -321,15 +283,16 @@ void expand_typed(const ExpandPlan& p) {
     constexpr int64_t LINE = Scratch<In>::LINE;
     const int64_t step = p.runs ? 4 : LINE;
     const int64_t n_blocks = (p.n_sources + step - 1) / step;
+    const SignSteps signs = find_signs(p);
 #pragma omp parallel num_threads(p.args->threads)
     {
         Scratch<In> scratch(p);
 #pragma omp for schedule(dynamic)
         for (int64_t block = 0; block < n_blocks; ++block) {
             const int64_t s = block * step, n_rows = smaller(step, p.n_sources - s);
-            if (!p.runs) expand_gathered<In, Out, Acc>(p, s, n_rows, scratch);
+            if (!p.runs) expand_gathered<In, Out, Acc>(p, s, n_rows, signs, scratch);
             for (int64_t q = 0; q < n_rows && p.runs; ++q) {
-                expand_runs<In, Out, Acc>(p, s + q, scratch.pieces);
+                expand_runs<In, Out, Acc>(p, s + q, signs, scratch);
             }
         }
         if (p.streaming) end_of_streaming();

@@ -33,6 +33,18 @@ struct BitsOf<f16> {
     using type = uint16_t;
 };
 
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
+template <class Out>
+inline Out one_of(Out x, Out y, bool is_x) {
+    using Bits = typename BitsOf<Out>::type;
+    const Bits a = bit_cast<Bits>(x), b = bit_cast<Bits>(y);
+    return bit_cast<Out>(static_cast<Bits>(is_x ? a : b));
+}
+
 // n source elements that lie together in memory and go to output columns from .. from + n - 1
 template <class In>
 struct Piece {
@@ -62,14 +74,23 @@ struct Scratch {
     alignas(64) Bits tile[LINE * GATHERED_COLUMNS];
     Piece<In> pieces[MAX_COLUMNS];
     Bits* packed;  // (virtual columns, LINE); null (no AVX2, no memory): gather one by one
+    In* scaled;    // (rows, virtual columns), rows read together; null: scale gathered columns
 
-    explicit Scratch(const ExpandPlan& p) : packed(nullptr) {
+    explicit Scratch(const ExpandPlan& p) : packed(nullptr), scaled(nullptr) {
+        if (p.scales_sources) {
+            const size_t row = sizeof(In) * p.virtual_columns, rows = p.runs ? 1 : LINE;
+            const size_t all = (row * rows + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+            scaled = static_cast<In*>(std::aligned_alloc(LINE_BYTES, all));
+        }
 #if defined(__AVX2__)
         const size_t bytes = LINE_BYTES * p.virtual_columns;
         if (!p.runs) packed = static_cast<Bits*>(std::aligned_alloc(LINE_BYTES, bytes));
 #endif
     }
-    ~Scratch() { std::free(packed); }
+    ~Scratch() {
+        std::free(packed);
+        std::free(scaled);
+    }
 };
 
 #if defined(__AVX2__)

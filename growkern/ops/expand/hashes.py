@@ -41,7 +41,7 @@ is all that separating copies needs: the gradients that two copies get are sums 
 again would take at least five more operations per element.
 
 (3) to (5) are in four places: for PyTorch in this file, for Triton in `on_triton.py`, for CPUs in
-csrc/cpu/expand_body.cpp and csrc/cpu/expand_routing.h, and for GPUs in csrc/cuda/expand_rows.cu.
+csrc/cpu (expand_noise.h, expand_routing.h, expand_stream.h), for GPUs in csrc/cuda/expand_rows.cu.
 Both kinds of C++ have h and (4) from csrc/line_hash.h.
 """
 

@@ -348,7 +348,9 @@ def aot_cases() -> list[AotCase]:
         )
         for name, upper, noise, scaled in (
             ("FPI", False, NO_NOISE, True),
+            ("FPI, noise", False, COL_NOISE, True),
             ("FPI, routing", False, COL_ROUTING, False),
+            ("FPI, routing, scaled", False, COL_ROUTING, True),
             ("AKI, noise", True, COL_NOISE, True),
             ("AKI, routing", True, COL_ROUTING, False),
         )

@@ -267,7 +267,7 @@ def expand_on_triton(call: ExpandCall) -> None:
 
 
 def aot_cases() -> list[AotCase]:
-    """The launches of growing a large model: FPI, AKI with noise, routing, and rows alone."""
+    """The launches of growing a large model: FPI and AKI, with noise or routing; rows alone."""
     cases = []
     for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         x, index, factor = f"*{dtype}", "*i64", f"*{acc}"
@@ -291,6 +291,7 @@ def aot_cases() -> list[AotCase]:
             ("FPI", fpi, NO_NOISE),
             ("FPI, noise", fpi | noisy, COL_NOISE),
             ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
+            ("FPI, routing, row scale", fpi | {"scales": (factor, None)} | routed, COL_ROUTING),
             ("AKI, noise", fpi | aki | noisy, COL_NOISE),
             ("AKI, routing", fpi | aki | {"scales": (None, None)} | routed, COL_ROUTING),
             ("rows", fpi | rows, NO_NOISE),
