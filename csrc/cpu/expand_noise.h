@@ -87,30 +87,30 @@ struct SignSteps {
         uint16_t base, add[2];
         int16_t at[2];
     };
+    static constexpr int COUNT = 128;
     Steps above, below;
     bool exist;
 
     SignSteps(float scale, float factor) : exist(true) {
         const auto is_medium = [](float x) { return x >= 0x1p-32f && x <= 0x1p32f; };
         exist &= is_medium(std::fabs(scale)) && is_medium(std::fabs(factor));
-        constexpr int COUNT = 128;
-        bf16 x[2 * COUNT], results[2][2 * COUNT];
-        for (int k = 0; k < 2 * COUNT; ++k) x[k].bits = (k < COUNT ? 0x3f80 : 0x3c80) + k % COUNT;
-        add_noise(x, 2 * COUNT, scale, factor, results[0], results[1]);
+        bf16 x[COUNT], results[2][COUNT];
+        for (int k = 0; k < COUNT; ++k) x[k].bits = 0x3f80 + k;  // from 1 to 2
+        add_noise(x, COUNT, scale, factor, results[0], results[1]);
         find(x, results[0], above);
         find(x, results[1], below);
     }
-    // reads the steps from results for every mantissa, at two exponents
+    // reads the steps from the results for every mantissa
     void find(const bf16* x, const bf16* result, Steps& steps) {
-        constexpr int COUNT = 128;
         const auto added = [=](int k) { return static_cast<uint16_t>(result[k].bits - x[k].bits); };
         steps = {added(0), {0, 0}, {COUNT, COUNT}};
         int n = 0;
         for (int k = 0; k < COUNT; ++k) {
-            exist &= added(k) == added(k + COUNT);
             if (!k || added(k) == added(k - 1)) continue;
-            if (n == 2) exist = false;
-            if (!exist) return;
+            if (n == 2) {
+                exist = false;
+                return;
+            }
             steps.at[n] = static_cast<int16_t>(k);
             steps.add[n++] = static_cast<uint16_t>(added(k) - added(k - 1));
         }
