@@ -191,6 +191,28 @@ def test_the_sentences_on_labels_alone_match_their_results():
     )
 
 
+def test_the_sentence_on_another_processor_matches_its_result():
+    document = check_source("linear_kl_mlm_loss-intel")
+    assert "AMD" in check_source("linear_kl_mlm_loss")["machine"]["cpu"]
+    assert "Intel" in document["machine"]["cpu"]
+    found = {(row["dtype"], row["provider"]): row.get("x compile") for row in document["rows"]}
+    teacher, logits, narrow, labels, narrow_labels = (
+        f"{found[key]:.2f}"
+        for key in (
+            ("float32", "growkern"),
+            ("float32", "growkern, float32 logits"),
+            ("bfloat16", "growkern"),
+            ("float32", "growkern, labels alone"),
+            ("bfloat16", "growkern, labels alone"),
+        )
+    )
+    assert says(
+        f"256 rows with a teacher take {teacher} times the time of `torch.compile` in float32, "
+        f"{logits} with float32 logits, and {narrow} in bfloat16; with labels alone {labels} and "
+        f"{narrow_labels}"
+    )
+
+
 def test_the_table_of_grow_checkpoint_matches_its_result():
     small, medium, large, cold = check_source("grow_checkpoint")["rows"]
     assert [row["cache"] for row in (small, medium, large, cold)] == ["warm"] * 3 + ["cold"]
