@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.paper.tables import table_text, write_page
+from bench.paper.tables import IN_DOCS, table_text, write_page
 from bench.shared.loss_measure import beside_compile, range_of
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
@@ -346,11 +346,7 @@ BLOCKS = {
     "beside-compile": beside_compile,
     "growth-adamw": growth_adamw,
     "symmetry": symmetry_table,
-    "paper-table2": partial(table_text, name="table2"),
-    "paper-table5": partial(table_text, name="table5"),
-    "paper-symmetry": partial(table_text, name="symmetry"),
-    "paper-moment": partial(table_text, name="moment"),
-    "paper-depth": partial(table_text, name="depth"),
+    **{f"paper-{name}": partial(table_text, name=name) for name in IN_DOCS},
 }
 
 

@@ -22,6 +22,8 @@ TITLES = (
     *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below it"),
     *("FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
+# those that pages of the documentation show
+IN_DOCS = ("table2", "progressive", "table5", "symmetry", "optimizer", "moment", "depth")
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LINES_ON_PAGE = 4
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"

@@ -271,11 +271,8 @@ def test_the_readmes_table_matches_its_results():
         if row["shape"].startswith("2048x")
     }
     # bench.report writes these tables
-    bert, gpt, *_ = (
-        {line[0]: dict(zip(head, line, strict=True)) for line in lines}
-        for head, *lines in tables(TEXT)
-        if head[:2] == ["system", "rate"]
-    )
+    bert = paper_lines("FPI + two stages", rate="0.002")
+    gpt = paper_lines("FPI, padded stream", rate="0.003")
     padded, scratch = gpt["FPI, padded stream"], gpt["scratch"]
     assert padded["seeds"] == scratch["seeds"] == "3"
     shares = [re.findall(r"[\d.]+", line["FLOPs saved"]) for line in (padded, gpt["FPI"])]
@@ -337,6 +334,51 @@ def test_the_sentences_on_copies_match_their_table():
     assert abs(aki - ends["FPI, routing"]) < interval
     assert abs(ends["FPI, unequal shares"] - ends["FPI, routing"]) < 0.005
     assert ends["FPI, noise 0.5"] > ends["FPI, routing"] + 0.04
+
+
+def first(cell):
+    """The mean in a cell of a table, without its interval."""
+    return float(cell.split()[0])
+
+
+def test_the_sentences_on_bert_match_their_table():
+    found = paper_lines("FPI + two stages", rate="0.002")
+    shares = {name: first(line["FLOPs saved"]) for name, line in found.items() if name != "MSLT"}
+    ranks = ["FPI", "AKI", "AKI + two stages", "StackBERT"]
+    assert sorted(ranks, key=shares.get, reverse=True) == ranks
+    assert {found[name]["seeds"] for name in found} == {"3"}
+    assert min(shares[name] for name in ("FPI", "AKI", "DirectCopy")) > 45
+    staged = found["AKI + two stages"]
+    assert says(f"Two stages save {shares['AKI'] - shares['AKI + two stages']:.0f} points less")
+    higher = first(staged["all"]) - first(found["AKI"]["all"])
+    assert says(f"but the model ends {higher:.2f} higher")
+    taught = shares["AKI + two stages + inheritance"]
+    assert abs(taught - shares["AKI + two stages"]) < 1
+    stacked, copied = (found[name]["with the source's"] for name in ("StackBERT", "DirectCopy"))
+    assert says(f"{first(stacked):.0f} %, beside {first(copied):.0f} % for DirectCopy")
+    assert found["MSLT"]["FLOPs saved"] == "not reached by 3 of 3"
+    rows = {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
+    mslt, scratch = (
+        rows[f"tiny-bert/{name}-2000-0.002-seed1"]["flops"][-1] for name in ("mslt", "scratch")
+    )
+    assert says(f"in as many steps it spends {mslt / scratch:.2f} of the FLOPs")
+    longer = paper_lines("MSLT, as many FLOPs as scratch")["MSLT, as many FLOPs as scratch"]
+    assert says(f"MSLT ends {-first(longer['below it']):.2f} above training from scratch")
+    spent = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["flops"][-1]
+    assert spent == pytest.approx(scratch, rel=0.005)
+
+
+def test_the_sentences_on_the_optimizer_match_their_table():
+    found = paper_lines("FPI, padded stream, AdamW")
+    rows = {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
+    default = rows["tiny-gpt/fpi_padded-2000-0.003-seed1"]["losses"][-1]
+    assert says(f"the default ends at {default:.3f}")
+    padded = "FPI, padded stream, "
+    for name in ("AdamW", "grown moments"):
+        assert abs(first(found[padded + name]["all"]) - default) <= 0.0105
+    rewarmed = found[padded + "grown moments, re-warm-up"]
+    assert float(rewarmed["rate"]) < float(found["FPI, padded stream"]["rate"])
+    assert says(f"the long run ends {first(rewarmed['all']) - default:.2f} higher")
 
 
 def test_the_sentences_on_when_to_grow_match_their_tables():
