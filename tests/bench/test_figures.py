@@ -207,9 +207,9 @@ def test_the_sentence_on_another_processor_matches_its_result():
         )
     )
     assert says(
-        f"256 rows with a teacher take {teacher} times the time of `torch.compile` in float32, "
-        f"{logits} with float32 logits, and {narrow} in bfloat16; with labels alone {labels} and "
-        f"{narrow_labels}"
+        f"the same 256 rows with a teacher take {teacher} times the time of `torch.compile` in "
+        f"float32, {logits} with float32 logits, and {narrow} in bfloat16; with labels alone "
+        f"{labels} and {narrow_labels}"
     )
 
 
