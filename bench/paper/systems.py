@@ -93,6 +93,13 @@ def _middle(setting: Setting, seed: int) -> tuple[Job, ...]:
     return (job_of(middle, "taught", seed, setting.source_rate, setting.source_steps),)
 
 
+def _first_stage(setting: Setting, seed: int) -> tuple[Job, ...]:
+    """A stage 1 whose learning rate falls to 0, as long as that of the longest run."""
+    steps = round(setting.stage1_share * setting.steps)
+    rate = setting.rates[len(setting.rates) // 2]
+    return (job_of(setting, "stage1", seed, rate, steps),)
+
+
 def _general(setting: Setting, seed: int) -> tuple[Job, ...]:
     """The target, trained on the text of the origin."""
     origin = setting.origin or setting
@@ -271,6 +278,12 @@ def _two_stage(method: str) -> Sections:
     return sections
 
 
+def _stage1(job: Job, source: str) -> dict[str, Any]:
+    """AKI and stage 1 alone."""
+    stages = TwoStageConfig(job.setting.layers_per_block, stage1_steps=job.steps, seed=job.seed)
+    return {**_grown("aki")(job, source), "two_stage": stages}
+
+
 def _inheriting(job: Job, source: str) -> dict[str, Any]:
     end = round(job.setting.inheritance_share * job.steps)
     return {
@@ -314,6 +327,10 @@ SYSTEMS = {
     "aki_two_stage": System("AKI + two stages", _two_stage("aki")),
     "aki_two_stage_ki": System("AKI + two stages + inheritance", _inheriting),
     "fpi_two_stage": System("FPI + two stages", _two_stage("fpi")),
+    # stage 1 as a run of its own; what goes on from a run is trained with AdamW
+    "stage1": System("stage 1 alone", _stage1),
+    "aki_adamw": System("AKI, AdamW", _with_adamw(_grown("aki"))),
+    "aki_after_stage1": System("AKI, AdamW, after stage 1", _going_on, _first_stage),
     # how copies are told apart, and which optimizer trains them
     "fpi_none": System("FPI, equal copies", _grown("fpi", symmetry="none")),
     "fpi_noise": System("FPI, noise 0.5", _grown("fpi", symmetry="noise")),

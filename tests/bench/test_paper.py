@@ -223,6 +223,20 @@ def test_a_middle_size_is_taught_by_the_source_before_it_teaches():
     assert middle.setting.config(middle.setting.target).n_head == 3
 
 
+def test_a_stage_1_before_takes_no_steps_from_the_rest():
+    setting = lines_of("table4", "tiny")[-1].setting
+    job = job_of(setting, "aki_after_stage1", 1, 1e-3, 500)
+    (first,) = job.needs
+    assert all_needs(job) == {first, source_of(setting, 1)}
+    stages = run_of(first).two_stage
+    assert (first.steps, stages.stage1_steps, stages.layers_per_block) == (250, 250, 2)
+    after = run_of(job)
+    assert (after.model.path, after.training.steps) == (first.name, 500)
+    assert after.two_stage is None and after.growth is None
+    # a run that goes on from another trains with AdamW, so this is what it is compared with
+    assert run_of(job_of(setting, "aki_adamw", 1, 1e-3, 500)).training.optimizer == "adamw"
+
+
 def test_models_of_one_text_go_on_with_another():
     job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
     general, expert = job.needs
@@ -238,7 +252,7 @@ def test_models_of_one_text_go_on_with_another():
 
 @pytest.mark.parametrize(
     "name, sources, scratches",
-    [("table3", 4, 1), ("table4", 1, 1), ("depth", 2, 1), ("directions", 1, 3), ("moment", 4, 1)],
+    [("table3", 4, 1), ("table4", 3, 1), ("depth", 2, 1), ("directions", 1, 3), ("moment", 4, 1)],
 )
 def test_lines_share_what_does_not_differ(name, sources, scratches):
     lines = lines_of(name, "tiny")
@@ -324,6 +338,7 @@ def test_a_table_has_a_line_for_each_setting():
         ("domain", ["adapted", "adapted_taught"]),
         ("optimizer", ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed"]),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
+        ("table4", ["scratch", "aki", "aki_adamw", "aki_after_stage1"]),
     ],
 )
 def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
