@@ -23,7 +23,10 @@ TITLES = (
     *("FLOPs saved", "with the source's", "accuracy", "seeds"),
 )
 # those that pages of the documentation show
-IN_DOCS = ("table2", "progressive", "table5", "symmetry", "optimizer", "moment", "depth")
+IN_DOCS = (
+    *("table2", "progressive", "table4", "table5", "inheritance"),
+    *("symmetry", "optimizer", "moment", "depth"),
+)
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LINES_ON_PAGE = 4
 HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
@@ -75,8 +78,9 @@ Losses are validation losses in nats per token.
 - The first line is the baseline. "below it" is how far the loss after all steps is below the
   baseline's of the same seed.
 - "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
-  lengths the loss is interpolated. A teacher's FLOPs are counted. The next column counts the
-  training of sources too. "≥": some of the shortest runs are below that loss already.
+  lengths the loss is interpolated. A teacher's FLOPs are counted, but not those of predictions that
+  are kept once, for any number of runs. The next column counts the training of sources too. "≥":
+  some of the shortest runs are below that loss already.
 - "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
   libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without

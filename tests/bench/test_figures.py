@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.paper.tables import saved
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
 from growkern.ops.loss.linear import gemm
@@ -357,7 +358,7 @@ def test_the_sentences_on_bert_match_their_table():
     stacked, copied = (found[name]["with the source's"] for name in ("StackBERT", "DirectCopy"))
     assert says(f"{first(stacked):.0f} %, beside {first(copied):.0f} % for DirectCopy")
     assert found["MSLT"]["FLOPs saved"] == "not reached by 3 of 3"
-    rows = {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
+    rows = training_rows()
     mslt, scratch = (
         rows[f"tiny-bert/{name}-2000-0.002-seed1"]["flops"][-1] for name in ("mslt", "scratch")
     )
@@ -368,9 +369,105 @@ def test_the_sentences_on_bert_match_their_table():
     assert spent == pytest.approx(scratch, rel=0.005)
 
 
+def training_rows():
+    return {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
+
+
+def runs_of(name, rate="0.002"):
+    """The runs of a setting and system with seed 1, after 500, 1000 and 2000 steps."""
+    rows = training_rows()
+    return [rows[f"{name}-{steps}-{rate}-seed1"] for steps in (500, 1000, 2000)]
+
+
+def test_the_sentences_on_stage_1_match_their_table():
+    scratch, aki = runs_of("tiny-bert/scratch"), runs_of("tiny-bert/aki")
+    stages = [runs_of(f"tiny-bert{part}/aki_two_stage") for part in ("-eb2", "", "-eb10", "-eb20")]
+    ends = [one[-1]["losses"][-1] for one in (aki, *stages)]
+    assert ends == sorted(ends)
+    assert says(f"AKI alone ends at {ends[0]:.3f} and saves {100 * saved(aki, scratch):.1f} %")
+    deeper = runs_of("tiny-bert-lb2/aki_two_stage")[-1]["losses"][-1]
+    assert abs(deeper - ends[2]) < 0.001
+
+    alone, after, deeper = (
+        100 * saved(runs_of(name), scratch)
+        for name in (
+            "tiny-bert/aki_adamw",
+            "tiny-bert/aki_after_stage1",
+            "tiny-bert-lb2/aki_after_stage1",
+        )
+    )
+    assert says(f"adds {after - alone:.1f} points") and says(
+        f"or {deeper - alone:.1f} with sub-mod"
+    )
+    rows, whole = training_rows(), scratch[-1]["flops"][-1]
+    cost, more = (
+        100 * rows[f"tiny-bert{part}/stage1-250-0.002-seed1"]["flops"][-1] / whole
+        for part in ("", "-lb2")
+    )
+    assert says(f"costs {8 * cost / 100:.2f} of a whole step")
+    assert says(f"it costs {cost:.1f} or {more:.1f} % of the FLOPs from scratch")
+    assert after - alone < cost and deeper - alone < more
+
+
+def test_the_sentences_on_smaller_sources_match_their_table():
+    scratch = runs_of("tiny-bert/scratch")
+    short, whole = (
+        [100 * saved(runs_of(name), scratch, with_source=counted) for counted in (False, True)]
+        for name in ("tiny-bert-from2x64/aki", "tiny-bert/aki")
+    )
+    assert says("saves {:.1f} % with AKI, and {:.1f} % with its own".format(*short))
+    assert says("one of 4 x 64 saves {:.1f} and {:.1f} %".format(*whole))
+    narrow = runs_of("tiny-bert-from4x32/aki", "0.004")
+    ahead = [
+        base["losses"][-1] - own["losses"][-1] for own, base in zip(narrow, scratch, strict=True)
+    ]
+    assert ahead[1] > 0 and says(f"after half of the steps, and ends {-ahead[2]:.2f} above it")
+
+
+def test_the_sentences_on_inheritance_match_their_tables():
+    found = paper_lines("taught by the source")
+    lines = [
+        found[name]
+        for name in (
+            "taught by the source",
+            "taught by two sources",
+            "taught by a middle size, that by the source",
+        )
+    ]
+    below = [line["below it"] for line in lines]
+    assert says("by {:.2f}, two by {:.2f}, and one that was".format(*map(float, below)))
+    gains = [first(line["FLOPs saved"]) for line in lines]
+    assert says("they save {:.0f}, {:.0f} and {:.0f} % of the FLOPs".format(*gains))
+    kept = [float(found[f"taught, {k} tokens kept"]["below it"]) for k in (1, 4, 16, 64)]
+    assert [*kept, float(below[0])] == sorted([*kept, float(below[0])])
+    assert says(f"ends {float(below[0]) - kept[-1]:.3f} above the one beside the teacher")
+    taught = {name: line for name, line in found.items() if name != "scratch"}
+    assert {line["seeds"] for line in taught.values()} == {"1"}
+    assert max(first(line["with the source's"]) for line in taught.values()) < 0
+
+    rows = training_rows()
+    flops = {
+        name: rows[f"tiny-gpt/{name}-2000-0.003-seed1"]["flops"][-1]
+        for name in ("scratch", "taught", "taught_top64")
+    }
+    # the runs of kept predictions count no teacher
+    assert flops["scratch"] == flops["taught_top64"]
+    assert says(f"it is {flops['taught'] / flops['scratch'] - 1:.0%}".replace("%", " %"))
+    grown = saved(runs_of("tiny-gpt/fpi_padded", "0.003"), runs_of("tiny-gpt/scratch", "0.003"))
+    assert says(f"saves more, {100 * grown:.0f} % with the same seed") and 100 * grown > max(gains)
+
+    ends = {
+        name: rows[f"tiny-gpt-domain/{name}-0.003-seed1"]["losses"][-1]
+        for name in ("adapted_taught-500", "adapted-500", "source_adapted-500", "adapted-250")
+    }
+    taught, alone, teacher, half = ends.values()
+    assert says(f"with it the model ends at {taught:.3f}, alone at {alone:.3f}")
+    assert says(f"This one ends at {teacher:.3f}. Alone, the model has {half:.3f} after half")
+
+
 def test_the_sentences_on_the_optimizer_match_their_table():
     found = paper_lines("FPI, padded stream, AdamW")
-    rows = {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
+    rows = training_rows()
     default = rows["tiny-gpt/fpi_padded-2000-0.003-seed1"]["losses"][-1]
     assert says(f"the default ends at {default:.3f}")
     padded = "FPI, padded stream, "
