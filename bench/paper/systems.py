@@ -268,20 +268,16 @@ def kept_folder(job: Job) -> str:
     return f"{job.needs[0].name}-top{job.kept}"
 
 
-def _two_stage(method: str) -> Sections:
+def _two_stage(method: str, share: float | None = None) -> Sections:
+    """Two stages; `share` of the steps are stage 1, or that of the setting."""
+
     def sections(job: Job, source: str) -> dict[str, Any]:
         setting = job.setting
-        steps = round(setting.stage1_share * job.steps)
+        steps = round((setting.stage1_share if share is None else share) * job.steps)
         stages = TwoStageConfig(setting.layers_per_block, stage1_steps=steps, seed=job.seed)
         return {**_grown(method)(job, source), "two_stage": stages}
 
     return sections
-
-
-def _stage1(job: Job, source: str) -> dict[str, Any]:
-    """AKI and stage 1 alone."""
-    stages = TwoStageConfig(job.setting.layers_per_block, stage1_steps=job.steps, seed=job.seed)
-    return {**_grown("aki")(job, source), "two_stage": stages}
 
 
 def _inheriting(job: Job, source: str) -> dict[str, Any]:
@@ -328,7 +324,7 @@ SYSTEMS = {
     "aki_two_stage_ki": System("AKI + two stages + inheritance", _inheriting),
     "fpi_two_stage": System("FPI + two stages", _two_stage("fpi")),
     # stage 1 as a run of its own; what goes on from a run is trained with AdamW
-    "stage1": System("stage 1 alone", _stage1),
+    "stage1": System("stage 1 alone", _two_stage("aki", share=1.0)),
     "aki_adamw": System("AKI, AdamW", _with_adamw(_grown("aki"))),
     "aki_after_stage1": System("AKI, AdamW, after stage 1", _going_on, _first_stage),
     # how copies are told apart, and which optimizer trains them
