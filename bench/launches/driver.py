@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from bench.launches.sources import TARGETS
 from growkern.ops.backend import choose, tuned
-from growkern.ops.loss.linear import heads
+from growkern.ops.loss.linear import gemm, heads
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import check_logits_dtype
 
@@ -78,11 +78,20 @@ def _logits_dtype(asked: torch.dtype | None, x: torch.Tensor, has_teacher: bool)
     return check_logits_dtype(asked, x, has_teacher=False)
 
 
+def _gemm_dtype(x: torch.Tensor) -> torch.dtype:
+    """As on a GPU, which multiplies 16-bit factors into float32 sums. A CPU may not."""
+    return x.dtype
+
+
+def _multiply_nothing(*factors: Any, **options: Any) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """Let the public ops launch Triton kernels on CPU tensors, as on a GPU of that architecture.
 
-    Results are whatever was in memory.
+    Results are whatever was in memory, and PyTorch does not multiply by heads.
 
     Yields:
         the launches so far.
@@ -93,6 +102,10 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
         mock.patch.object(tuned, "_arch", lambda device: arch),
         mock.patch.object(linear_op, "may_ask", lambda device: False),
         mock.patch.object(heads, "check_logits_dtype", _logits_dtype),
+        *(mock.patch.object(module, "gemm_dtype", _gemm_dtype) for module in (gemm, linear_op)),
+        mock.patch.object(linear_op, "project", _multiply_nothing),
+        mock.patch.object(gemm, "add_dx", _multiply_nothing),
+        mock.patch.object(gemm, "add_dw", _multiply_nothing),
         mock.patch("torch.version.hip", "7.0" if arch.startswith("gfx") else None),
     ]
     with contextlib.ExitStack() as stack:

@@ -133,7 +133,8 @@ def _directions(setting: Setting) -> list[Line]:
     source, heads = setting.source, setting.source.heads
     wide = Size(source.layers, 2 * source.width, 2 * heads)
     deep = Size(4 * source.layers, source.width, heads)
-    both = Size(2 * source.layers, round(source.width * 2**0.5 / heads) * heads, heads)
+    more = round(heads * 2**0.5)
+    both = Size(2 * source.layers, source.width // heads * more, more)
     lines = []
     # each at the defaults of growth, which differ from the first system where both axes grow
     for label, target, system in (

@@ -16,7 +16,7 @@ from bench.paper import __main__ as command
 from bench.paper import plans, runs, tables
 from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.settings import MICRO_GPT
+from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import (
     RATE_SEED,
     SOURCE,
@@ -275,6 +275,15 @@ def test_every_table_is_made_of_runs(name):
         assert line.system == TABLES[name].baseline or line.setting.target_sizes()
     assert lines[0].system == TABLES[name].baseline and len(jobs) > 1
     assert lines_of(name, "base") is None or TABLES[name].family == "bert"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_targets_have_heads_as_wide_as_the_sources(name):
+    """Growth copies whole heads. Widths that no head divides would fail after hours of training."""
+    for setting in {line.setting for size in SIZES[1:] for line in lines_of(name, size) or ()}:
+        small, large = setting.source, setting.target
+        assert small.width % small.heads == large.width % large.heads == 0
+        assert small.width // small.heads == large.width // large.heads
 
 
 def rows_for(lines, losses):

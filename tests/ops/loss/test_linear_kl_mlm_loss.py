@@ -221,8 +221,8 @@ def test_float32_logits_miss_the_bar_at_a_small_drift():
         _, actual = loss_and_grads(student, [teacher], labels, **options)
         return [relative_error(a, t) for a, t in zip(actual[1:], truth[1:], strict=True)]
 
-    assert 1e-5 < max(errors(0.01)) <= 8e-5
-    assert max(errors(0.05)) <= 1e-5
+    assert 1e-5 < max(errors(0.01)) <= 1e-4
+    assert max(errors(0.1)) <= 1e-5
 
 
 @pytest.mark.parametrize("where, dtype", [("cpu", torch.float64), ("meta", torch.float32)])

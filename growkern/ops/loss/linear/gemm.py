@@ -200,7 +200,7 @@ def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
         yield slice(0, V), weight_VH
         return
     held = TILE_BYTES if weight_VH.is_cpu else GPU_TILE_BYTES
-    size = min(V, max(1, held // (H * dtype.itemsize)))
+    size = max(1, min(V, held // (H * dtype.itemsize)))
     buffer = weight_VH.new_empty(size, H, dtype=dtype)
     for start in range(0, V, size):
         tile = slice(start, min(V, start + size))
