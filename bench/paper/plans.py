@@ -61,7 +61,11 @@ def _systems(*names: str) -> Callable[[Setting], list[Line]]:
 
 
 def _smaller_sources(setting: Setting) -> list[Line]:
-    """Sources of a half and a quarter of the width, and of half the layers."""
+    """Sources of a half and a quarter of the width, and of half the layers.
+
+    The paper has DirectCopy and AKI. A padded hidden state asks whether copies are what fails where
+    many are made of one.
+    """
     own = setting.source
     others = (
         own,
@@ -72,7 +76,8 @@ def _smaller_sources(setting: Setting) -> list[Line]:
     lines = [Line(setting, "scratch")]
     for size in others:
         variant = setting if size == own else setting.variant(f"from{size.name}", source=size)
-        lines += [Line(variant, name, f"source {size.name}") for name in ("direct_copy", "aki")]
+        names = ("direct_copy", "aki", "fpi_padded")
+        lines += [Line(variant, name, f"source {size.name}") for name in names]
     return lines
 
 
