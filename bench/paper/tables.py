@@ -25,7 +25,7 @@ TITLES = (
 # those that pages of the documentation show
 IN_DOCS = (
     *("table2", "progressive", "table4", "table5", "inheritance"),
-    *("symmetry", "optimizer", "moment", "depth"),
+    *("symmetry", "optimizer", "moment", "depth", "directions"),
 )
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LINES_ON_PAGE = 4

@@ -465,6 +465,30 @@ def test_the_sentences_on_inheritance_match_their_tables():
     assert says(f"This one ends at {teacher:.3f}. Alone, the model has {half:.3f} after half")
 
 
+def test_the_sentences_on_directions_match_their_table():
+    wide, deep, both = (
+        [runs_of(f"{name}/{system}", "0.003") for system in ("scratch", grown)]
+        for name, grown in (
+            ("tiny-gpt", "fpi_padded"),
+            ("tiny-gpt-16x64", "fpi_identity"),
+            ("tiny-gpt-8x96", "padded_identity"),
+        )
+    )
+    flops = [runs[0][-1]["flops"][-1] for runs in (wide, deep, both)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.005)
+    assert says(f"a step of the last {flops[2] / flops[0]:.2f} times as much")
+    for start in (0, 1):
+        ends = [runs[start][-1]["losses"][-1] for runs in (wide, both, deep)]
+        assert ends == sorted(ends)
+    shares = [100 * saved(runs[1], wide[0]) for runs in (wide, both, deep)]
+    assert says(
+        "{:.0f} % fewer than the wide model from scratch, growth in both {:.0f} %, and in "
+        "depth {:.0f} %".format(*shares)
+    )
+    gains = [runs[0][-1]["losses"][-1] - runs[1][-1]["losses"][-1] for runs in (deep, both, wide)]
+    assert gains == sorted(gains, reverse=True)
+
+
 def test_the_sentences_on_the_optimizer_match_their_table():
     found = paper_lines("FPI, padded stream, AdamW")
     rows = training_rows()
