@@ -63,13 +63,14 @@ def _systems(*names: str) -> Callable[[Setting], list[Line]]:
 def _smaller_sources(setting: Setting) -> list[Line]:
     """Sources of a half and a quarter of the width, and of half the layers.
 
-    The paper has DirectCopy and AKI. A padded hidden state asks whether copies are what fails where
-    many are made of one.
+    The paper has DirectCopy and AKI. More lines ask why narrow sources save less here: a padded
+    hidden state has no copies, and the source of the last line was trained for four times as long.
     """
     own = setting.source
+    half = replace(own, width=own.width // 2, heads=own.heads // 2)
     others = (
         own,
-        replace(own, width=own.width // 2, heads=own.heads // 2),
+        half,
         replace(own, width=own.width // 4, heads=own.heads // 4),
         replace(own, layers=own.layers // 2),
     )
@@ -78,7 +79,9 @@ def _smaller_sources(setting: Setting) -> list[Line]:
         variant = setting if size == own else setting.variant(f"from{size.name}", source=size)
         names = ("direct_copy", "aki", "fpi_padded")
         lines += [Line(variant, name, f"source {size.name}") for name in names]
-    return lines
+    steps = 4 * setting.source_steps
+    longer = setting.variant(f"from{half.name}-longer", source=half, source_steps=steps)
+    return [*lines, Line(longer, "aki", f"source {half.name} of {steps:,} steps")]
 
 
 def _stages(setting: Setting) -> list[Line]:
