@@ -127,7 +127,8 @@ def _depth(setting: Setting) -> list[Line]:
     deep = setting.variant("deep", target=target)
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
-    for one, label in ((young, "young source"), (deep, "source trained out")):
+    for one in (young, deep):
+        label = f"source of {one.source_steps:,} steps"
         lines += [
             Line(one, "fpi_identity", label),
             Line(one, "fpi", f"stack, {label}"),

@@ -18,9 +18,11 @@ from growkern.plot.losses import draw
 from growkern.train.evaluation.interval import ratio_interval
 
 Row = dict[str, Any]
+# seed -> runs of a line and of its baseline
+Pairs = dict[int, tuple[list[Row], list[Row]]]
 TITLES = (
     *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below it"),
-    *("FLOPs saved", "with the source's", "accuracy", "seeds"),
+    *("FLOPs saved", "with the source's", "seeds"),
 )
 # those that pages of the documentation show
 IN_DOCS = (
@@ -29,7 +31,6 @@ IN_DOCS = (
 )
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LINES_ON_PAGE = 4
-HEAD = f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}"
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
@@ -84,7 +85,8 @@ Losses are validation losses in nats per token.
 - "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
   libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without
-  one has one seed.
+  one has one seed. Lines with fewer seeds than the baseline are in a second table, where all lines
+  have the same seeds.
 - All lines of a picture have the same seeds. It leaves out lines that have fewer, or shows only the
   seeds that all lines have.
 
@@ -103,8 +105,8 @@ def report(rows: Iterable[Row], *, page: bool = False) -> str:
     parts = []
     for name, size, lines in _tables(by_name, LINES_ON_PAGE if page else 2):
         title = f"{TABLES[name].title}, {size}"
-        cells = _cells(lines, TABLES[name].baseline, by_name)
-        parts += [f"## {title}", "", HEAD, *cells, ""]
+        parts += [f"## {title}", "", _markdown(_compared(lines, name, by_name)), ""]
+        parts += [_command(name, size), ""]
         if page:
             parts += [f"![{title}]({_picture(name, size)})", ""]
     return "\n".join(parts)
@@ -121,9 +123,8 @@ def page_text(results: Path) -> str:
 
 def table_text(results: Path, name: str, size: str = "tiny") -> str:
     """One table of the runs in a folder of results, in markdown, or that there is none yet."""
-    lines, rows = lines_of(name, size) or [], _rows_in(results)
-    cells = _cells(lines, TABLES[name].baseline, rows)
-    return "\n".join([HEAD, *cells]) if cells else "not measured yet"
+    found = _compared(lines_of(name, size) or [], name, _rows_in(results))
+    return f"{_markdown(found)}\n\n{_command(name, size)}" if found else "not measured yet"
 
 
 def write_page(results: Path) -> list[Path]:
@@ -167,9 +168,13 @@ def _tables(rows: Mapping[str, Row], least: int) -> Iterator[tuple[str, str, lis
     for name in TABLES:
         for size in SIZES:
             lines = lines_of(name, size) or []
-            done = len(_cells(lines, TABLES[name].baseline, rows))
+            done = len(_compared(lines, name, rows))
             if done and done >= min(least, len(lines)):
                 yield name, size, lines
+
+
+def _command(name: str, size: str) -> str:
+    return f"`python -m bench.paper {name} --size {size} --known`"
 
 
 def _picture(name: str, size: str) -> str:
@@ -180,32 +185,62 @@ def _title(line: Line) -> str:
     return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")
 
 
-def _cells(lines: Sequence[Line], system: str, rows: Mapping[str, Row]) -> list[str]:
-    """The lines of a table. Each is compared with the last line of a system before it."""
-    found, baseline = [], dict[int, list[Row]]()
+def _compared(lines: Sequence[Line], name: str, rows: Mapping[str, Row]) -> dict[Line, Pairs]:
+    """The runs of a table's lines. Each is beside the last line of the baseline before it."""
+    found, baseline = {}, dict[int, list[Row]]()
     for line in lines:
         runs = runs_of(line, rows)
-        if line.system == system:
+        if line.system == TABLES[name].baseline:
             baseline = runs
-        seeds = sorted(runs.keys() & baseline.keys())
-        if not seeds:
-            continue
-        pairs = [(runs[seed], baseline[seed]) for seed in seeds]
-        ends = [points_of(own)[2] for own, _ in pairs]
-        of_baseline = [points_of(base)[2][-1] for _, base in pairs]
-        cells = [
-            _title(line),
-            f"{runs[seeds[0]][0]['rate']:g}",
-            interval([own[0]["losses"][0] for own, _ in pairs]),
-            *(interval(losses) for losses in zip(*ends, strict=True)),
-            interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
-            _savings(pairs, with_source=False),
-            _savings(pairs, with_source=True),
-            _accuracy([own[-1].get("accuracy") for own, _ in pairs]),
-            str(len(seeds)),
-        ]
-        found.append("| " + " | ".join(cells) + " |")
+        if seeds := sorted(runs.keys() & baseline.keys()):
+            found[line] = {seed: (runs[seed], baseline[seed]) for seed in seeds}
     return found
+
+
+def _markdown(found: Mapping[Line, Pairs]) -> str:
+    """A table of the lines that have all seeds, and if there are others, one with equal seeds.
+
+    Lines of different seeds cannot be compared: losses and savings of seeds differ by more than
+    those of most methods.
+    """
+    all_seeds = next(iter(found.values())).keys()
+    whole = {line: pairs for line, pairs in found.items() if pairs.keys() >= all_seeds}
+    same = sorted(set.intersection(*(set(pairs) for pairs in found.values())))
+    if len(whole) == len(found) or not same:
+        return _table(whole)
+    some = {line: {seed: pairs[seed] for seed in same} for line, pairs in found.items()}
+    named = f"seed{'s' * (len(same) > 1)} {' and '.join(map(str, same))}"
+    parts = [_table(whole), ""] if len(whole) > 1 else []
+    return "\n".join([*parts, f"All lines, with {named} alone:", "", _table(some)])
+
+
+def _table(found: Mapping[Line, Pairs]) -> str:
+    """Lines in markdown, with the accuracies of classifiers if there are any."""
+    accuracies = [
+        [own[-1].get("accuracy") for own, _ in pairs.values()] for pairs in found.values()
+    ]
+    lines = [list(TITLES), *(_cells(line, list(found[line].values())) for line in found)]
+    if any(one is not None for accuracy in accuracies for one in accuracy):
+        for cells, text in zip(lines, ["accuracy", *map(_accuracy, accuracies)], strict=True):
+            cells.insert(-1, text)
+    head, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([head, f"|{'---|' * len(lines[0])}", *rest])
+
+
+def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str]:
+    """The columns of `TITLES` of one line."""
+    ends = [points_of(own)[2] for own, _ in pairs]
+    of_baseline = [points_of(base)[2][-1] for _, base in pairs]
+    return [
+        _title(line),
+        f"{pairs[0][0][0]['rate']:g}",
+        interval([own[0]["losses"][0] for own, _ in pairs]),
+        *(interval(losses) for losses in zip(*ends, strict=True)),
+        interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
+        _savings(pairs, with_source=False),
+        _savings(pairs, with_source=True),
+        str(len(pairs)),
+    ]
 
 
 def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
