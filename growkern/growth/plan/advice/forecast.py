@@ -160,8 +160,8 @@ def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str
         return "train from scratch: method='random' is a baseline that takes nothing over"
     if plan.options.method == "direct_copy":
         return (
-            "unknown: method='direct_copy' is a baseline, and no paper recommends it; a small "
-            f"GPT-2 saved {DIRECT_COPY.text} with it (measured by us)"
+            "unknown: method='direct_copy' is a baseline, so the papers' figures are not its; "
+            f"a small GPT-2 saved {DIRECT_COPY.text} with it (measured by us)"
         )
     if source_tokens is not None and source_tokens < LEAST_SEEN * plan.parameters("source"):
         return (
@@ -176,8 +176,8 @@ def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str
         )
     if deepening(plan) > FAR_LAYERS:
         return (
-            f"train from scratch: the layers grow {deepening(plan):.0f} times, and no published "
-            f"gain is above {FAR_LAYERS:g} times (Bu, 2025)"
+            f"train from scratch: the layers grow {deepening(plan):.0f} times, and the "
+            f"farthest gain in our evidence is {FAR_LAYERS:g} times (Bu, 2025)"
         )
     if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
         return (
