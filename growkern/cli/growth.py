@@ -31,6 +31,18 @@ from growkern.units import human
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+def token_count(text: str | float) -> float:
+    """A number of tokens from the command line.
+
+    Raises:
+        typer.BadParameter: `text` is no number.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number: write 100 billion as 1e11") from None
+
+
 @app.command()
 @takes_growth
 def plan(
@@ -40,22 +52,34 @@ def plan(
     as_json: AsJson = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that will share the model.")] = 1,
     source_tokens: Annotated[
-        float | None, typer.Option(help="Tokens that SRC was trained on; for advice on depth.")
+        float | None,
+        typer.Option(
+            help="Tokens that SRC was trained on, such as 2e10: for advice on depth and, with "
+            "--tokens, for the forecast.",
+            parser=token_count,
+            metavar="FLOAT",
+        ),
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(help="Tokens to train the target on: forecasts what growth may save."),
+        typer.Option(
+            help="Tokens to train the target on, such as 1e11: forecasts what growth may save.",
+            parser=token_count,
+            metavar="FLOAT",
+        ),
     ] = None,
 ) -> None:
     """Show what growing would do. Reads the config and the file headers.
 
     Where it must measure a bound, it also runs SRC on random texts, and reads its weights.
     """
+    from growkern.growth.plan.advice.recommend import recommendation
     from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, revision=revision, **growth)
     if as_json:
         more = {"estimate": made.estimate(ranks), "advice": made.advice(source_tokens)}
+        more["recommended"] = recommendation(made)
         if tokens is not None:
             more["forecast"] = asdict(made.forecast(tokens, source_tokens))
         print_json({**made.to_dict(), **more})

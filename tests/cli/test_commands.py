@@ -329,6 +329,16 @@ def test_plan_as_table_and_as_json(run, checkpoint):
     assert code == 0 and "what growth may save" in out, err
 
 
+def test_plan_shows_how_to_write_tokens_and_recommends_a_method(run, checkpoint):
+    for option in ("--tokens", "--source-tokens"):
+        refused = run("plan", checkpoint, *SIZES, option, "100B")
+        assert_bad_input(refused, "'100B' is no number: write 100 billion as 1e11")
+    code, out, err = run("plan", checkpoint, *SIZES)
+    assert code == 0 and "recommended: method fpi" in out, err
+    code, out, err = run("plan", checkpoint, *SIZES, "--json")
+    assert code == 0 and json.loads(out)["recommended"].startswith("method fpi"), err
+
+
 def test_grow_then_verify(run, checkpoint, tmp_path):
     target, text = tmp_path / "large", tmp_path / "text"
     text.write_text("a small model grows\n" * 20)

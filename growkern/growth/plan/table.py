@@ -9,7 +9,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from growkern.growth.plan.advice.forecast import Forecast
+from growkern.growth.plan.advice.evidence import OURS
+from growkern.growth.plan.advice.forecast import Forecast, span
+from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
 from growkern.units import human
@@ -87,8 +89,9 @@ def plan_table(
     )
     cost.add_row(f"growing into a model: memory{each}", filled)
     warnings = [Text(f"note: {line}", "yellow") for line in advice]
+    advised = Text(f"recommended: {recommendation(plan)}")
     saving = [] if forecast is None else _forecast_parts(forecast)
-    return Group(sizes, roles, *layers, kept, cost, *saving, *warnings)
+    return Group(sizes, roles, *layers, kept, cost, *saving, advised, *warnings)
 
 
 def _forecast_parts(forecast: Forecast) -> list[Any]:
@@ -98,12 +101,12 @@ def _forecast_parts(forecast: Forecast) -> list[Any]:
     table.add_row("training the target from scratch, FLOPs", human(forecast.flops))
     if forecast.source_flops is not None:
         table.add_row("training the source, FLOPs", human(forecast.source_flops))
-    table.add_row("saved at equal loss", f"{forecast.low:.0%} to {forecast.high:.0%}")
+    table.add_row("saved at equal loss", forecast.range)
     if forecast.with_source is not None:
-        low, high = forecast.with_source
-        table.add_row("saved, the source's training counted", f"{low:.0%} to {high:.0%}")
-    for paper in forecast.papers:
-        table.add_row(f"published: {paper.paper}, {paper.models}", f"{paper.share:.0%}")
+        table.add_row("saved, the source's training counted", span(*forecast.with_source))
+    for one in forecast.papers:
+        origin = "measured by us" if one.paper == OURS else f"published: {one.paper}"
+        table.add_row(f"{origin}, {one.models}", one.text)
     style = "green" if forecast.saves else "red"
     return [
         table,

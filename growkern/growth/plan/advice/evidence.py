@@ -1,6 +1,7 @@
-"""Facts that advice and forecasts rest on: statements of papers' abstracts, and our own runs.
+"""Facts that advice and forecasts rest on: statements of papers, and our own runs.
 
-Our own runs are those of bench/results/paper.md.
+Our own runs are those of bench/results/paper.md. The papers' figures are those of their abstracts,
+with two exceptions: bert2BERT's FPI alone, and G_stack's comparison at 1.1 billion parameters.
 
 | short name | paper |
 |---|---|
@@ -8,6 +9,8 @@ Our own runs are those of bench/results/paper.md.
 | G_stack | Du et al., 2024, arXiv 2405.15319 |
 | SPARKLING | Yu et al., 2026, arXiv 2602.02472 |
 | growth factors | Mallik et al., 2026, arXiv 2605.13405 |
+| progressive depth | Bu, 2025, arXiv 2511.04981 |
+| orthogonal growth | Wang et al., 2025, arXiv 2510.08008 |
 | overtrained sources | Liew and Kato, 2025, arXiv 2510.06548 |
 | Chinchilla | Hoffmann et al., 2022, arXiv 2203.15556 |
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from growkern.errors import GrowthError
 
@@ -27,36 +31,120 @@ CHINCHILLA = 20
 RELIABLE_FACTOR = 2.0
 # how many times G_stack multiplies layers at most
 MOST_STACKED = 4.0
+# Growth of the parameters, with more width, from which on training from scratch is better. The
+# growth factors have such a limit, but the abstract has no number. A small BERT of ours that grew
+# to 14 times its parameters, by AKI or by direct copy, did not reach the loss from scratch.
+FAR_FACTOR = 13.0
+# how many times the layers grow at most in a published gain: from 1 to 60 (progressive depth)
+FAR_LAYERS = 60.0
+# Tokens per parameter of the source below which it has nothing to pass on. Our youngest source had
+# seen 0.8, and saved 11 % of the training. This is an eighth of that.
+LEAST_SEEN = 0.1
+# Tokens per parameter of the target above which a source should not be trained for the growth:
+# gains shrink above 20 (growth factors), and G_stack's 7B still gained at 43.
+FREE_ABOVE = 100
 # parameters of the smallest target that the law of `stacking_tokens` is used for
 LEAST_STACKED = 400_000_000
+# parameters above which a decoder is large: G_stack lost by width from 400 million to 1.1 billion
+LARGE_DECODER = 1_000_000_000
+
+# the short name of our own runs
+OURS = "growkern"
 
 
 @dataclass(frozen=True)
 class Saving:
-    """The cost that a paper saved to reach the loss of training from scratch, source not counted.
+    """The cost that was saved to reach the loss of training from scratch, source not counted.
 
     Attributes:
-        paper: short name.
-        axis: "width" or "depth".
-        share: of the cost from scratch, 0 to 1.
+        paper: short name, or `OURS`.
+        axis: "width", "depth" or "both".
+        share: of the cost from scratch; negative where growth cost more.
         models: that it was measured on.
+        ways: words of `growkern.growth.plan.advice.kind.ways_of`. It is evidence only for a growth
+            that has all of them.
+        margin: half of the 95 % interval of `share`; 0 if not known.
+        bound: "up to" if it is the largest of several savings, "at least" if it may be larger.
     """
 
     paper: str
     axis: str
     share: float
     models: str
+    ways: tuple[str, ...]
+    margin: float = 0.0
+    bound: Literal["", "up to ", "at least "] = ""
+
+    @property
+    def low(self) -> float:
+        """The lowest share that it stands for."""
+        return 0.0 if self.bound == "up to " else self.share - self.margin
+
+    @property
+    def high(self) -> float:
+        """The highest share that it stands for."""
+        return self.share + self.margin
+
+    @property
+    def text(self) -> str:
+        """The share in percent, with its interval or its bound."""
+        margin = f" ± {percent(self.margin)}" if self.margin else ""
+        return f"{self.bound}{percent(self.share)}{margin}"
+
+
+def percent(share: float) -> str:
+    """A share in whole percent, never as -0%."""
+    return f"{round(100 * share)}%"
+
+
+def _from_speed_up(gain: float) -> float:
+    """The saving of a run that is `gain` faster: G_stack counts FLOPs(scratch)/FLOPs(grown) - 1."""
+    return 1 - 1 / (1 + gain)
 
 
 # Our runs of BERT are left out: from scratch, so small a BERT spends much of its training on a
 # plateau. A large one may not.
+_TINY = "GPT-2 of 4 x 64"
 SAVINGS = (
-    Saving("bert2BERT", "width", 0.45, "BERT-base, grown from about half its size"),
-    Saving("bert2BERT", "width", 0.47, "GPT-base, grown from about half its size"),
-    Saving("SPARKLING", "width", 0.35, "twice the width, the largest of several savings"),
-    Saving("growkern", "width", 0.378, "GPT-2 of 4 x 64 to 4 x 128, mean of 3 seeds"),
-    Saving("G_stack", "depth", 1 - 194 / 300, "7B, 194 in place of 300 billion tokens"),
+    Saving("bert2BERT", "width", 0.304, "BERT-base from 512, FPI alone", ("fpi", "copies")),
+    Saving("bert2BERT", "width", 0.45, "BERT-base from half its size", ("aki", "copies")),
+    Saving("bert2BERT", "width", 0.47, "GPT-base from half its size", ("aki", "copies")),
+    Saving("SPARKLING", "width", 0.35, "twice the width", ("fpi", "copies"), bound="up to "),
+    Saving(OURS, "width", 0.378, f"{_TINY} to 4 x 128, 3 seeds", ("fpi", "padded"), 0.170),
+    Saving(OURS, "width", 0.172, f"{_TINY} to 4 x 128, 3 seeds", ("fpi", "copies"), 0.203),
+    Saving(OURS, "width", 0.183, f"{_TINY} to 4 x 128, 3 seeds", ("aki", "copies"), 0.186),
+    # the best and the worst of its four ways to widen. Ours resemble both, so both count
+    *(
+        Saving("G_stack", axis, _from_speed_up(gain), f"400M to 1.1B in {axis}, {way}", (only,))
+        for axis, gain, way, only in (
+            ("width", -0.007, "by copies", "large decoder"),
+            ("width", -0.179, "by zeros", "large decoder"),
+            ("depth", 0.491, "by copies", "stack"),
+            ("depth", 0.466, "by zeros", "identity"),
+        )
+    ),
+    Saving("G_stack", "depth", 1 - 194 / 300, "7B, 194 for 300 billion tokens", ("stack",)),
+    *(
+        Saving(
+            OURS, "depth", share, f"{_TINY} to 8 x 64, source after 10 %, 1 seed", (way, "young")
+        )
+        for way, share in (("identity", 0.236), ("stack", 0.212), ("interleave", 0.223))
+    ),
+    *(
+        Saving(
+            *(OURS, "depth", 0.75, f"{_TINY} to 8 x 64, source trained out, 1 seed"),
+            ways=(way, "trained"),
+            bound="at least ",
+        )
+        for way in ("identity", "stack", "interleave")
+    ),
+    Saving(
+        *(OURS, "both", 0.563, f"{_TINY} to 8 x 96, source trained out, 1 seed"),
+        ways=("fpi", "padded", "identity", "trained"),
+    ),
 )
+# a baseline, so no forecast is made from it
+DIRECT_COPY = Saving(OURS, "width", 0.387, f"{_TINY} to 4 x 128, 3 seeds", ("direct_copy",), 0.147)
 
 # tokens that a small GPT-2 had seen when it grew, as a share of those that the target was to see ->
 # the cost it saved, source not counted: the table "When to grow" of our own runs, mean of the seeds
@@ -76,7 +164,8 @@ def check_tokens(name: str, tokens: float | None) -> None:
         GrowthError: it is not positive or not finite.
     """
     if tokens is not None and not 0 < tokens < math.inf:
-        raise GrowthError(f"{name}={tokens:g}: give the number of tokens, for example 3e9")
+        example = "for example 1e11 for 100 billion"
+        raise GrowthError(f"{name}={tokens:g}: give the number of tokens, {example}")
 
 
 def is_past_chinchilla(tokens: float, parameters: int) -> bool:

@@ -1,8 +1,8 @@
-"""Forecasts what a growth saves in training, from published savings.
+"""Forecasts what a growth saves in training, from published savings and from our own runs.
 
-A forecast is the range of the savings that papers report for growth along the same axes. It starts
-at 0 where a paper or a run of ours says that gains shrink or vanish. It is no promise: few papers
-measure this, on other models and texts.
+A forecast is the range of the savings that were measured for growth along the same axes, in the
+same way. It starts at 0 where a paper or a run of ours says that gains shrink or vanish. It is no
+promise: few papers measure this, on other models and texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from growkern.growth.plan.advice.evidence import (
     CHINCHILLA,
+    DIRECT_COPY,
     EARLY,
+    FAR_FACTOR,
+    FAR_LAYERS,
+    FREE_ABOVE,
+    LEAST_SEEN,
     LEAST_STACKED,
     MOMENTS,
     MOST_STACKED,
@@ -21,7 +26,15 @@ from growkern.growth.plan.advice.evidence import (
     Saving,
     check_tokens,
     is_past_chinchilla,
+    percent,
     stacking_tokens,
+)
+from growkern.growth.plan.advice.kind import (
+    axes_of,
+    deepening,
+    factor_of,
+    has_equal_copies,
+    ways_of,
 )
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.units import human
@@ -37,10 +50,13 @@ class Forecast:
     Attributes:
         flops: of training the target on all tokens, from scratch.
         source_flops: of training the source; None if its tokens are not known.
-        low: lowest expected saving, the source not counted.
-        high: highest expected saving, the source not counted.
-        saves: whether any publication has a gain at such a factor and number of tokens.
-        papers: that report savings along these axes.
+        low: lowest expected saving, the source not counted; 0 without evidence.
+        high: highest expected saving, the source not counted; 0 without evidence.
+        saves: whether any evidence has a gain for such a growth.
+        against: why not to grow so, in one sentence; empty if nothing forbids it.
+        must_be_free: whether the target sees so many tokens that no source should be trained for
+            it.
+        papers: the savings that the forecast rests on.
         reasons: sentences, each from a publication or from our own runs.
     """
 
@@ -49,27 +65,56 @@ class Forecast:
     low: float
     high: float
     saves: bool
+    against: str
+    must_be_free: bool
     papers: tuple[Saving, ...]
     reasons: tuple[str, ...]
 
     @property
     def with_source(self) -> tuple[float, float] | None:
-        """`low` and `high` if the source is trained for this growth alone; None: cost unknown."""
-        if self.source_flops is None:
+        """`low` and `high` if the source is trained for this growth alone; None: not known."""
+        if self.source_flops is None or not self.papers:
             return None
         share = self.source_flops / self.flops
         return self.low - share, self.high - share
 
     @property
+    def range(self) -> str:
+        """The expected saving in percent, or that there is no evidence."""
+        if not self.papers:
+            return "no evidence"
+        found = span(self.low, self.high)
+        if len(self.papers) > 1:
+            return found
+        (one,) = self.papers
+        is_its_own = one.bound and self.low == one.low
+        return f"{one.text if is_its_own else found}, one measurement"
+
+    @property
     def verdict(self) -> str:
         """What to do, in one sentence."""
+        if self.against:
+            return self.against
         if not self.papers:
-            return "unknown: no publication measures growth of these sizes alone"
+            return "unknown: no paper and no run of ours measures growth of these sizes in this way"
         if not self.saves:
-            return "train from scratch: so large a growth for so long a training gained nowhere"
+            return "train from scratch: in every measurement such growth cost more than it saved"
+        if self.must_be_free:
+            return f"train from scratch, unless the source exists already: then {self._gain}"
         if self.with_source is not None and self.with_source[1] <= 0:
-            return "grow if the source exists already; do not train one for this"
-        return f"grow: {self.low:.0%} to {self.high:.0%} of the training FLOPs may be saved"
+            return f"grow if the source exists already ({self.range}); do not train one for this"
+        return f"grow: {self._gain}"
+
+    @property
+    def _gain(self) -> str:
+        loses = "; below 0% it costs more" if round(100 * self.low) < 0 else ""
+        return f"{self.range} of the training FLOPs may be saved{loses}"
+
+
+def span(low: float, high: float) -> str:
+    """Two shares as a range in percent, or as one number if they round to the same."""
+    ends = percent(low), percent(high)
+    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
 
 
 def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None) -> Forecast:
@@ -85,44 +130,72 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     """
     check_tokens("tokens", tokens)
     check_tokens("source_tokens", source_tokens)
-    axes = _axes(plan)
-    papers = tuple(one for one in SAVINGS if one.axis in axes)
+    axes, against = axes_of(plan), _against(plan, tokens, source_tokens)
+    ways = set() if against else ways_of(plan, tokens, source_tokens)
+    papers = tuple(one for one in SAVINGS if one.axis in axes and ways.issuperset(one.ways))
     doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
-    shares = [one.share for one in papers]
+    ends = [0.0] if doubts or not papers else []
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
-    reasons = doubts + tuple(_timing(plan, axes, flops, source_tokens))
+    timing = () if against else _timing(plan, axes, tokens, source_tokens)
+    high = max((one.high for one in papers), default=0.0)
     return Forecast(
         flops=flops,
         source_flops=spent,
-        low=0.0 if doubts or not papers else min(shares),
-        high=max(shares, default=0.0),
-        saves=bool(papers) and not _is_beyond(plan, tokens),
+        low=min([*ends, *(one.low for one in papers)]),
+        high=high,
+        saves=high > 0,
+        against=against,
+        must_be_free=tokens > FREE_ABOVE * plan.parameters(),
         papers=papers,
-        reasons=reasons,
+        # a baseline and equal copies lose for reasons of their own
+        reasons=(*doubts, *timing) if papers else (),
     )
 
 
-def _axes(plan: Blueprint) -> set[str]:
-    """The axes along which the target is larger: "width", "depth"."""
-    family = plan.small.family
-    is_deeper = any(plan.large.size(key) > plan.small.size(key) for key in family.stacks.values())
-    is_wider = any(new > old for old, new in map(plan.layout.sizes, ("stream", *family.unit_sizes)))
-    return {name for name, grows in (("width", is_wider), ("depth", is_deeper)) if grows}
-
-
-def _factor(plan: Blueprint) -> float:
-    return plan.parameters() / plan.parameters("source")
-
-
-def _is_beyond(plan: Blueprint, tokens: float) -> bool:
-    """Whether the factor is above all published ones, and the training long as well."""
-    return _factor(plan) > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters())
+def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str:
+    """Why not to grow so, in one sentence, or an empty string."""
+    factor, axes = factor_of(plan), axes_of(plan)
+    if plan.options.method == "random":
+        return "train from scratch: method='random' is a baseline that takes nothing over"
+    if plan.options.method == "direct_copy":
+        return (
+            "unknown: method='direct_copy' is a baseline, so the papers' figures are not its; "
+            f"a small GPT-2 saved {DIRECT_COPY.text} with it (measured by us)"
+        )
+    if source_tokens is not None and source_tokens < LEAST_SEEN * plan.parameters("source"):
+        return (
+            f"train from scratch: the source saw fewer than {LEAST_SEEN:g} tokens per parameter, "
+            "far fewer than any source that saved something (measured by us)"
+        )
+    if "width" in axes and factor > FAR_FACTOR:
+        return (
+            f"train from scratch: the model grows to {factor:,.0f} times its parameters; there is "
+            "a factor above which that is better (Mallik et al., 2026), and a small BERT that grew "
+            "to 14 times did not reach the loss from scratch (measured by us)"
+        )
+    if deepening(plan) > FAR_LAYERS:
+        return (
+            f"train from scratch: the layers grow {deepening(plan):.0f} times, and the "
+            f"farthest gain in our evidence is {FAR_LAYERS:g} times (Bu, 2025)"
+        )
+    if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
+        return (
+            f"train from scratch: the model grows to {factor:.1f} times its parameters and sees "
+            f"more than {CHINCHILLA} tokens per parameter, and gains shrink with both (Mallik et "
+            "al., 2026)"
+        )
+    if has_equal_copies(plan):
+        return (
+            "choose symmetry='routing': with equal copies a small GPT-2 did not reach the loss "
+            "from scratch (measured by us, one seed)"
+        )
+    return ""
 
 
 def _doubts(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iterator[str]:
     """Reasons why this growth may save less than the published ones."""
-    factor, per = _factor(plan), tokens / plan.parameters()
+    factor, per = factor_of(plan), tokens / plan.parameters()
     if is_past_chinchilla(tokens, plan.parameters()):
         yield (
             f"the target sees {per:.3g} tokens per parameter; gains were largest below "
@@ -151,15 +224,22 @@ def _early(axes: set[str], tokens: float, source_tokens: float | None) -> Iterat
     yield (
         f"the source saw {source_tokens / tokens:.2g} times the tokens that the target will see; a "
         f"small GPT-2 that grew after {', '.join(some)} and {last} of them saved "
-        f"{', '.join(gains)} and {most} (growkern's own runs)"
+        f"{', '.join(gains)} and {most} (measured by us)"
     )
 
 
 def _timing(
-    plan: Blueprint, axes: set[str], flops: float, source_tokens: float | None
+    plan: Blueprint, axes: set[str], tokens: float, source_tokens: float | None
 ) -> Iterator[str]:
     is_known = plan.parameters() >= LEAST_STACKED
     if "depth" in axes and plan.options.depth == "stack" and is_known:
-        best = stacking_tokens(plan.parameters(), flops)
+        law = "(Du et al., 2024)"
+        best = stacking_tokens(plan.parameters(), plan.flops_per_token() * tokens)
         seen = "" if source_tokens is None else f"; yours saw {human(source_tokens)}"
-        yield f"stacking is best after {human(best)} tokens of the source (Du et al., 2024){seen}"
+        if best < tokens:
+            yield f"stacking is best after {human(best)} tokens of the source {law}{seen}"
+        else:
+            yield (
+                f"the law of when to stack {law} does not hold for so short a training: it names "
+                f"more than the {human(tokens)} tokens of the target"
+            )

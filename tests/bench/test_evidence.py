@@ -1,0 +1,89 @@
+"""What the planner says of our own runs is what is stored of them."""
+
+import math
+
+import pytest
+
+from bench.paper.plans import TABLES, lines_of
+from bench.paper.settings import TINY_BERT, Size
+from bench.paper.tables import interval, runs_of, saved
+from bench.shared.results import RESULTS, read
+from growkern.growth.plan.advice.evidence import DIRECT_COPY, FAR_FACTOR, OURS, SAVINGS
+
+# the ways of a saving -> table, system and label of its runs, and the label of the baseline's
+LINES = {
+    ("fpi", "padded"): ("table5", "fpi_padded", "", ""),
+    ("fpi", "copies"): ("table5", "fpi", "", ""),
+    ("aki", "copies"): ("table5", "aki", "", ""),
+    ("direct_copy",): ("table5", "direct_copy", "", ""),
+    ("identity", "young"): ("depth", "fpi_identity", "young source", ""),
+    ("stack", "young"): ("depth", "fpi", "stack, young source", ""),
+    ("interleave", "young"): ("depth", "fpi_interleave", "young source", ""),
+    ("identity", "trained"): ("depth", "fpi_identity", "source trained out", ""),
+    ("stack", "trained"): ("depth", "fpi", "stack, source trained out", ""),
+    ("interleave", "trained"): ("depth", "fpi_interleave", "source trained out", ""),
+    ("fpi", "padded", "identity", "trained"): ("directions", "padded_identity", "both", "both"),
+}
+OWN = [one for one in (*SAVINGS, DIRECT_COPY) if one.paper == OURS]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
+
+
+def runs_named(rows, table, system, label):
+    """Seed -> the runs of one line of a table."""
+    wanted = (system, label)
+    (line,) = [one for one in lines_of(table, "tiny") if (one.system, one.label) == wanted]
+    return runs_of(line, rows)
+
+
+def savings(rows, table, system, label="", of_scratch=""):
+    """What each seed of a line saved; NaN where it did not reach the loss from scratch."""
+    scratch = runs_named(rows, table, TABLES[table].baseline, of_scratch)
+    return [saved(runs, scratch[i]) for i, runs in runs_named(rows, table, system, label).items()]
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: "-".join(own.ways))
+def test_a_saving_of_ours_is_that_of_its_runs(rows, own):
+    found = savings(rows, *LINES[own.ways])
+    seeds = f"{len(found)} seed" + ("s" if len(found) > 1 else "")
+    assert own.models.endswith(seeds)
+    if own.margin:
+        assert interval(found) == f"{own.share:.3f} ± {own.margin:.3f}"
+    else:
+        assert len(found) == 1 and own.share == pytest.approx(found[0], abs=5e-4)
+
+
+def test_every_line_is_evidence_once():
+    assert sorted(LINES) == sorted(one.ways for one in OWN)
+
+
+def test_equal_copies_did_not_reach_the_loss_from_scratch(rows):
+    assert all(map(math.isnan, savings(rows, "symmetry", "fpi_none")))
+
+
+def test_a_far_growth_did_not_reach_the_loss_from_scratch(rows):
+    for width, factor in ((32, 14), (16, 46)):
+        small, large = (
+            sum(p.numel() for p in TINY_BERT.untrained(size, 0).parameters())
+            for size in (Size(4, width, width // 16), TINY_BERT.target)
+        )
+        assert large / small == pytest.approx(factor, abs=0.5) and large / small > FAR_FACTOR
+        for system in ("aki", "direct_copy"):
+            found = savings(rows, "table3", system, f"source 4x{width}")
+            assert found and all(map(math.isnan, found))
+
+
+def test_fpi_is_ahead_of_aki_in_every_seed_of_a_small_bert(rows):
+    fpi, aki = (savings(rows, "table2", system) for system in ("fpi", "aki"))
+    assert len(fpi) == len(aki) == 3
+    assert all(one > other for one, other in zip(fpi, aki, strict=True))
+
+
+def test_ways_to_add_layers_end_close_to_each_other(rows):
+    for label in ("young source", "source trained out"):
+        lines = (("fpi_identity", label), ("fpi", f"stack, {label}"), ("fpi_interleave", label))
+        ends = [runs_named(rows, "depth", *one)[1][-1]["losses"][-1] for one in lines]
+        assert round(max(ends) - min(ends), 2) <= 0.03
