@@ -16,12 +16,12 @@ LINES = {
     ("fpi", "copies"): ("table5", "fpi", "", ""),
     ("aki", "copies"): ("table5", "aki", "", ""),
     ("direct_copy",): ("table5", "direct_copy", "", ""),
-    ("identity", "young"): ("depth", "fpi_identity", "young source", ""),
-    ("stack", "young"): ("depth", "fpi", "stack, young source", ""),
-    ("interleave", "young"): ("depth", "fpi_interleave", "young source", ""),
-    ("identity", "trained"): ("depth", "fpi_identity", "source trained out", ""),
-    ("stack", "trained"): ("depth", "fpi", "stack, source trained out", ""),
-    ("interleave", "trained"): ("depth", "fpi_interleave", "source trained out", ""),
+    ("identity", "young"): ("depth", "fpi_identity", "source of 200 steps", ""),
+    ("stack", "young"): ("depth", "fpi", "stack, source of 200 steps", ""),
+    ("interleave", "young"): ("depth", "fpi_interleave", "source of 200 steps", ""),
+    ("identity", "trained"): ("depth", "fpi_identity", "source of 2,000 steps", ""),
+    ("stack", "trained"): ("depth", "fpi", "stack, source of 2,000 steps", ""),
+    ("interleave", "trained"): ("depth", "fpi_interleave", "source of 2,000 steps", ""),
     ("fpi", "padded", "identity", "trained"): ("directions", "padded_identity", "both", "both"),
 }
 OWN = [one for one in (*SAVINGS, DIRECT_COPY) if one.paper == OURS]
@@ -83,7 +83,7 @@ def test_fpi_is_ahead_of_aki_in_every_seed_of_a_small_bert(rows):
 
 
 def test_ways_to_add_layers_end_close_to_each_other(rows):
-    for label in ("young source", "source trained out"):
+    for label in ("source of 200 steps", "source of 2,000 steps"):
         lines = (("fpi_identity", label), ("fpi", f"stack, {label}"), ("fpi_interleave", label))
         ends = [runs_named(rows, "depth", *one)[1][-1]["losses"][-1] for one in lines]
         assert round(max(ends) - min(ends), 2) <= 0.03

@@ -132,14 +132,14 @@ SAVINGS = (
     ),
     *(
         Saving(
-            *(OURS, "depth", 0.75, f"{_TINY} to 8 x 64, source trained out, 1 seed"),
+            *(OURS, "depth", 0.75, f"{_TINY} to 8 x 64, source after 100 %, 1 seed"),
             ways=(way, "trained"),
             bound="at least ",
         )
         for way in ("identity", "stack", "interleave")
     ),
     Saving(
-        *(OURS, "both", 0.563, f"{_TINY} to 8 x 96, source trained out, 1 seed"),
+        *(OURS, "both", 0.563, f"{_TINY} to 8 x 96, source after 100 %, 1 seed"),
         ways=("fpi", "padded", "identity", "trained"),
     ),
 )
