@@ -31,7 +31,7 @@ from bench.paper.systems import (
     untrained_models,
     write_run_file,
 )
-from bench.shared.results import append_row, git_facts, machine, read, read_rows
+from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import read_curve
@@ -214,13 +214,12 @@ def _begin_worker(threads: int) -> None:
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def take_over(folder: Path, results: Path) -> None:
-    """Begin the rows of a folder that has none with the rows in a file of results."""
-    if (folder / ROWS).is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in read(results).get("rows", []):
-        append_row(folder / ROWS, row)
+def take_over(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to those of a folder, but not of jobs that are done there."""
+    there = rows_of(folder)
+    for row in rows:
+        if row["name"] not in there:
+            append_row(folder / ROWS, row)
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:

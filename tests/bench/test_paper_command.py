@@ -1,0 +1,218 @@
+"""Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
+
+import json
+
+import pytest
+
+from bench.paper import __main__ as command
+from bench.paper import tables
+from bench.paper.committed import of_text, save
+from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
+from bench.paper.plans import TABLES, lines_of
+from bench.paper.runs import ROWS, rows_of, take_over
+from bench.paper.settings import MICRO_GPT, SIZES
+from bench.paper.systems import all_needs, job_of
+from bench.shared.results import RESULTS, append_row, read, write
+from growkern.errors import GrowthError
+
+OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
+
+
+def called(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["paper", *map(str, arguments)])
+    command.main()
+
+
+def refused(monkeypatch, capsys, *arguments):
+    """The last line of a call that ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        called(monkeypatch, *arguments)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder with the committed paper.json, in place of bench/results."""
+    folder = tmp_path / "results"
+    write(folder / "paper.json", read(RESULTS / "paper.json"))
+    monkeypatch.setattr(command, "RESULTS", folder)
+    return folder
+
+
+@pytest.fixture
+def lines(tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_text("".join(f"line {i} of the text, times {i * i}\n" for i in range(2000)))
+    return file
+
+
+def row(name, loss=2.0, **more):
+    return {"name": name, "losses": [loss], **more}
+
+
+def test_saving_drops_no_row(results, tmp_path, monkeypatch, capsys):
+    """Neither without runs, nor with runs of another size."""
+    monkeypatch.setattr(tables, "draw", lambda *curves, title: drawn.append(title))
+    before, drawn = (results / "paper.json").read_bytes(), []
+    called(monkeypatch, "report", "--dir", tmp_path / "none")
+    shown = capsys.readouterr().out
+    assert "bert2BERT, Table 5: GPT-2, tiny" in shown
+    called(monkeypatch, "report", "--save", "--dir", tmp_path / "none")
+    assert capsys.readouterr().out == shown
+    assert (results / "paper.json").read_bytes() == before
+    assert "Table 5" in (results / "paper.md").read_text()
+    assert "bert2BERT, Table 5: GPT-2, tiny" in drawn
+
+    known = read(results / "paper.json")["rows"]
+    micro, small = row("micro-gpt/fpi-8", text=OLD), row("small-gpt/fpi-8", text=OLD)
+    again = {**known[0], "losses": [9.0, 1.0]}
+    for one in (micro, small, again):
+        append_row(tmp_path / "runs" / ROWS, one)
+    called(monkeypatch, "report", "--save", "--dir", tmp_path / "runs")
+    assert read(results / "paper.json")["rows"] == [again, *known[1:], small]
+    # only the few that are there
+    assert "Table 5" not in capsys.readouterr().out
+    called(monkeypatch, "report", "--known", "--dir", tmp_path / "runs")
+    assert "Table 5" in capsys.readouterr().out
+
+
+def test_a_row_that_is_saved_again_keeps_its_accuracy(tmp_path):
+    save(tmp_path, [row("tiny-gpt/a", accuracy=0.5), row("tiny-gpt/b")])
+    save(tmp_path, [row("tiny-gpt/a", 1.0), row("tiny-gpt/b", accuracy=0.25)])
+    assert read(tmp_path / "paper.json")["rows"] == [
+        row("tiny-gpt/a", 1.0, accuracy=0.5),
+        row("tiny-gpt/b", accuracy=0.25),
+    ]
+    (tmp_path / "paper.json").write_text("{")
+    with pytest.raises(GrowthError, match="not JSON"):
+        save(tmp_path, [row("tiny-gpt/a")])
+
+
+@pytest.mark.parametrize("table", ["table5", "maps", "report"])
+def test_rows_for_tests_are_not_saved(table, results, tmp_path, monkeypatch, capsys):
+    call = (table, "--size", "micro", "--save", "--dir", tmp_path / "runs")
+    assert "are never saved" in refused(monkeypatch, capsys, *call)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_of_another_text_are_neither_taken_over_nor_saved(tmp_path):
+    """Old rows are compared by the bytes of their text, new ones by its hash."""
+    old, hashed = row("tiny-gpt/a", text=OLD), row("tiny-gpt/b", text={**OLD, HASH: "abc"})
+    other = row("tiny-gpt-domain/a", text=NEW)
+    save(tmp_path, [old, hashed, other])
+    text = {**OLD, HASH: "abc", "validation_bytes": 9}
+    # rows of a text that is not known here are left
+    assert of_text(tmp_path, {"corpus": text}, "tiny") == [old, hashed]
+    assert of_text(tmp_path, {"corpus": text, "domain": NEW}, "tiny") == [old, hashed, other]
+    assert of_text(tmp_path, {"corpus": NEW}, "small") == []
+    for wrong in (NEW, {**OLD, HASH: "abd"}):
+        with pytest.raises(GrowthError, match=r"tiny-gpt/[ab] was trained on 1,000 bytes"):
+            of_text(tmp_path, {"corpus": wrong}, "tiny")
+    before = (tmp_path / "paper.json").read_bytes()
+    with pytest.raises(GrowthError, match="tiny-bert/a was trained on 900 bytes"):
+        save(tmp_path, [row("tiny-bert/a", text=NEW)])
+    assert (tmp_path / "paper.json").read_bytes() == before
+
+
+def test_known_rows_of_another_text_are_refused(results, lines, tmp_path, monkeypatch, capsys):
+    for option in ("--known", "--save"):
+        call = ("table5", "--dir", tmp_path / "runs", "--text", lines, option)
+        said = refused(monkeypatch, capsys, *call)
+        assert "10,261,696 bytes" in said and "cannot be compared" in said
+    assert rows_of(tmp_path / "runs") == {}
+
+
+def test_known_rows_join_those_of_a_folder(tmp_path):
+    append_row(tmp_path / ROWS, row("tiny-gpt/a", 1.0))
+    take_over(tmp_path, [row("tiny-gpt/a", 2.0), row("tiny-gpt/b", 2.0)])
+    assert {name: one["losses"] for name, one in rows_of(tmp_path).items()} == {
+        "tiny-gpt/a": [1.0],
+        "tiny-gpt/b": [2.0],
+    }
+
+
+def test_settings_with_another_text_are_named_after_it():
+    """Rows say so in no other way."""
+    for name in TABLES:
+        for line in (one for size in SIZES for one in lines_of(name, size) or ()):
+            job = job_of(line.setting, line.system, 1, 1e-3, 8)
+            for setting in (one.setting for one in (job, *all_needs(job))):
+                labels = [text for text in TEXTS if text in setting.name.split("-")]
+                assert labels == [text for text in (setting.text,) if text != "corpus"]
+
+
+def test_a_single_file_is_split_by_blocks(lines, tmp_path):
+    corpus = split([lines])
+    whole = lines.read_text()
+    assert sum(map(len, (*corpus.train, *corpus.validation))) == len(whole)
+    assert 0.04 < sum(map(len, corpus.validation)) / len(whole) < 0.06
+    assert whole.startswith(corpus.train[0] + corpus.validation[0])
+    assert all(part.endswith("\n") for part in (*corpus.train, *corpus.validation))
+    # one line without an end
+    lines.write_text("word " * 2000)
+    assert "".join(a + b for a, b in zip(*split([lines]), strict=True)) in "word " * 2000
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(GrowthError, match=r"short.txt: 9 characters"):
+        split([tmp_path / "short.txt"])
+
+
+def test_many_files_are_split_by_files(tmp_path):
+    files = [tmp_path / f"{i}.txt" for i in range(2 * LEAST_FILES)]
+    for i, file in enumerate(files):
+        file.write_text(f"file {i}")
+    corpus = split(files)
+    assert {*corpus.train, *corpus.validation} == {file.read_text() for file in files}
+    # a block may come from several files, a file is in one set
+    few = split(files[: LEAST_FILES - 1])
+    assert "\n\n".join(file.read_text() for file in files).startswith(few.train[0])
+
+
+def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "runs"
+    facts = prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"]
+    assert facts["train_bytes"] == (folder / "corpus" / "train.txt").stat().st_size
+    assert prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"] == facts
+    origin = json.loads((folder / "corpus" / "origin.json").read_text())
+    assert origin == {"origin": [str(lines.resolve())], HASH: facts[HASH]}
+    # folders of before have no such file
+    (folder / "corpus" / "origin.json").unlink()
+    prepare(folder, MICRO_GPT, {"corpus": [lines]})
+    call = ("table5", "--size", "micro", "--dir", folder)
+    said = refused(monkeypatch, capsys, *call)
+    assert facts[HASH] in said and str(lines.resolve()) in said and "another --dir" in said
+    lines.write_text(lines.read_text() + "more\n")
+    assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
+
+
+def test_a_pattern_that_matches_nothing_is_named(lines, tmp_path, monkeypatch, capsys):
+    call = ("table5", "--size", "micro", "--dir", tmp_path / "runs")
+    wrong = str(tmp_path / "*.nothing")
+    for option in (("--text", lines, wrong), ("--text", lines, "--domain", wrong)):
+        assert wrong in refused(monkeypatch, capsys, *call, *option)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(GrowthError, match="no such file"):
+        files_of([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "table, options, option",
+    [("table2", (), "--text"), ("domain", ("--text", "one.txt"), "--domain")],
+)
+def test_the_base_size_needs_a_text(table, options, option, tmp_path, monkeypatch, capsys):
+    call = (table, "--size", "base", "--dir", tmp_path / "runs", *options)
+    assert f"--size base needs {option}:" in refused(monkeypatch, capsys, *call)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys):
+    for name in ("taught", "nothing"):
+        call = ("table5", "--dir", tmp_path / "runs", "--systems", "fpi", name)
+        said = refused(monkeypatch, capsys, *call)
+        assert f"{name}: no system of table5. It has: scratch, direct_copy," in said
+    with pytest.raises(SystemExit):
+        called(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    assert "--systems SYSTEM" in shown and "padded_rewarmed" not in shown
