@@ -30,6 +30,8 @@ Facts = dict[str, Text]
 SIZES, HASH = ("train_bytes", "validation_bytes"), "train_sha256"
 # with fewer files, one in 20 may be none at all, or half of the text
 LEAST_FILES = 100
+# characters of a token, on average and by far at most
+MOST_CHARACTERS = 20
 # characters of a block where a text is split by blocks; a short text has shorter ones
 BLOCK, LEAST_BLOCKS = 4096, 5 * VALIDATION_PARTS
 
@@ -127,6 +129,8 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
     if not used.is_file():
         text = (place / "validation.txt").read_text(encoding="utf-8")
         if setting.validation_tokens is not None:
+            # enough of a large text, whose tokens would take long to count
+            text = text[: MOST_CHARACTERS * setting.validation_tokens]
             tokens = len(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
             text = text[: len(text) * setting.validation_tokens // tokens]
         _write(used, "\n\n".join([text] * setting.validation_passes))

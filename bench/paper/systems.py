@@ -151,6 +151,7 @@ def run_of(job: Job) -> Run:
             learning_rate=job.rate,
             warmup_steps=round(setting.warmup * job.steps),
             schedule="linear",
+            precision=setting.precision,
             seed=job.seed,
             log_every=job.steps,
             eval_every=job.steps,

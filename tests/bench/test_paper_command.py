@@ -1,20 +1,25 @@
 """Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from bench.paper import __main__ as command
-from bench.paper import tables
+from bench.paper import corpus, tables
 from bench.paper.committed import of_text, save
 from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
-from bench.paper.plans import TABLES, lines_of
+from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import ROWS, rows_of, take_over
-from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import all_needs, job_of
+from bench.paper.settings import FAMILIES, MICRO_GPT, SETTINGS, SIZES
+from bench.paper.systems import SOURCE, all_needs, job_of, run_of
 from bench.shared.results import RESULTS, append_row, read, write
 from growkern.errors import GrowthError
 
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate")
+DROPOUTS += ("hidden_dropout_prob", "attention_probs_dropout_prob")
 OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
 
 
@@ -144,13 +149,62 @@ def test_settings_with_another_text_are_named_after_it():
                 assert labels == [text for text in (setting.text,) if text != "corpus"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_larger_sizes_train_in_bf16_and_the_largest_with_dropout(family):
+    """As one modern GPU can, and as in the papers. The settings of committed runs stay."""
+    for size, dropout in (("tiny", 0.0), ("small", 0.0), ("base", 0.1)):
+        setting = SETTINGS[size, family]
+        run = run_of(job_of(setting, "fpi", 1, 1e-3, setting.steps))
+        assert run.training.precision == ("fp32" if size == "tiny" else "bf16")
+        config = setting.config(setting.source).to_dict()
+        found = {value for name, value in config.items() if name in DROPOUTS}
+        assert found == {dropout}, size
+
+
+def test_the_small_size_takes_the_flops_that_it_says():
+    """Weights of matrices and attention, as `growkern train` counts them."""
+    jobs = set()
+    for line in lines_of("table5", "small"):
+        tried = jobs_of_rates(line) + jobs_of_seed(line, 1, line.setting.rates[1])
+        jobs |= {one for job in tried for one in (job, *all_needs(job))}
+    total = 0
+    for job in jobs:
+        setting = job.setting
+        size = setting.source if job.system == SOURCE else setting.target
+        weights = 12 * size.layers * size.width**2 + setting.vocab * size.width
+        attention = 12 * size.layers * size.width * setting.length
+        total += job.steps * setting.batch * setting.length * (6 * weights + attention)
+    # some systems train fewer layers at times
+    assert len(jobs) == 62 and total == pytest.approx(1.2e17, rel=0.1)
+
+
+def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
+    """Its validation text would be a part of gigabytes."""
+    monkeypatch.setattr(corpus, "MOST_CHARACTERS", 8)
+    file = tmp_path / "one.txt"
+    file.write_text("some text that repeats\n" * 20_000)
+    setting = replace(MICRO_GPT, validation_tokens=100)
+    counted = []
+
+    def from_pretrained(path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return lambda text: counted.append(text) or tokenizer(text)
+
+    monkeypatch.setattr(corpus, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained))
+    prepare(tmp_path, setting, {"corpus": [file]})
+    assert [len(text) for text in counted] == [800]
+    text = (tmp_path / setting.validation).read_text()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / setting.tokenizer)
+    assert 80 <= len(tokenizer(text).input_ids) <= 120
+
+
 def test_a_single_file_is_split_by_blocks(lines, tmp_path):
-    corpus = split([lines])
+    made = split([lines])
     whole = lines.read_text()
-    assert sum(map(len, (*corpus.train, *corpus.validation))) == len(whole)
-    assert 0.04 < sum(map(len, corpus.validation)) / len(whole) < 0.06
-    assert whole.startswith(corpus.train[0] + corpus.validation[0])
-    assert all(part.endswith("\n") for part in (*corpus.train, *corpus.validation))
+    assert sum(map(len, (*made.train, *made.validation))) == len(whole)
+    assert 0.04 < sum(map(len, made.validation)) / len(whole) < 0.06
+    assert whole.startswith(made.train[0] + made.validation[0])
+    assert all(part.endswith("\n") for part in (*made.train, *made.validation))
     # one line without an end
     lines.write_text("word " * 2000)
     assert "".join(a + b for a, b in zip(*split([lines]), strict=True)) in "word " * 2000
@@ -163,8 +217,8 @@ def test_many_files_are_split_by_files(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(2 * LEAST_FILES)]
     for i, file in enumerate(files):
         file.write_text(f"file {i}")
-    corpus = split(files)
-    assert {*corpus.train, *corpus.validation} == {file.read_text() for file in files}
+    made = split(files)
+    assert {*made.train, *made.validation} == {file.read_text() for file in files}
     # a block may come from several files, a file is in one set
     few = split(files[: LEAST_FILES - 1])
     assert "\n\n".join(file.read_text() for file in files).startswith(few.train[0])
