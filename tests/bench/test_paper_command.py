@@ -1,6 +1,10 @@
 """Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +19,7 @@ from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import ROWS, rows_of, take_over
 from bench.paper.settings import FAMILIES, MICRO_GPT, SETTINGS, SIZES
 from bench.paper.systems import SOURCE, all_needs, job_of, run_of
-from bench.shared.results import RESULTS, append_row, read, write
+from bench.shared.results import RESULTS, ROOT, append_row, read, write
 from growkern.errors import GrowthError
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate")
@@ -270,3 +274,45 @@ def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys)
         called(monkeypatch, "--help")
     shown = capsys.readouterr().out
     assert "--systems SYSTEM" in shown and "padded_rewarmed" not in shown
+
+
+# saves every four steps, where a usual run saves every minute
+SAVING = """
+from dataclasses import replace
+from bench.paper import __main__ as command, systems
+from bench.paper.systems import run_of
+def saving(job):
+    run = run_of(job)
+    return replace(run, training=replace(run.training, save_every=4, save_minutes=0))
+systems.run_of = saving
+command.main()
+"""
+
+
+def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
+    call = [sys.executable, "-c", SAVING, "table5", "--size", "micro", "--seeds", "1"]
+    call += ["--systems", "scratch", "direct_copy", "--workers", "1", "--text", str(lines), "--dir"]
+
+    def start(folder):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([*call, str(tmp_path / folder)], cwd=ROOT, **quiet)
+
+    whole, killed = start("whole"), start("killed")
+    # in the middle of a run whose source is done
+    until = time.monotonic() + 200
+    while not (found := [*(tmp_path / "killed").glob("*/direct_copy-32-*-seed1/checkpoint-8")]):
+        assert killed.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    before = rows_of(tmp_path / "killed")
+    (name,) = (f"{one.parts[-3]}/{one.parts[-2]}" for one in found)
+    assert name not in before and len(before) > 2
+    assert start("killed").wait() == 0 and whole.wait() == 0
+    ends = [rows_of(tmp_path / folder) for folder in ("whole", "killed")]
+    first, second = (
+        {one["name"]: (one["steps"], one["losses"], one["flops"]) for one in end.values()}
+        for end in ends
+    )
+    assert first == second and len(first) == 10
+    assert [ends[1][done] for done in before] == [*before.values()]
