@@ -1,6 +1,7 @@
 """Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.paper import __main__ as command
-from bench.paper import corpus, tables
+from bench.paper import corpus, runs, tables
 from bench.paper.committed import of_text, save
 from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
@@ -315,4 +316,23 @@ def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
         for end in ends
     )
     assert first == second and len(first) == 10
+    assert not [*(tmp_path / "killed").rglob("*.seconds.json")]
     assert [ends[1][done] for done in before] == [*before.values()]
+
+
+def test_the_seconds_of_a_resumed_run_count_its_earlier_parts(tmp_path, monkeypatch):
+    """Up to the last checkpoint: what came after it is done again."""
+    file, out, now = tmp_path / "run.toml", tmp_path / "run", time.time()
+    parts, state = tmp_path / "run.seconds.json", out / "checkpoint-8" / "trainer_state.json"
+    monkeypatch.setattr(runs, "train", lambda file, progress: None)
+    assert runs.seconds_of_training(file, out) < 5
+    parts.write_text(json.dumps({"before": 20.0, "began": now - 100}))
+    # killed before its first checkpoint
+    assert runs.seconds_of_training(file, out) < 5
+    state.parent.mkdir(parents=True)
+    state.touch()
+    os.utime(state, (now - 60, now - 60))
+    parts.write_text(json.dumps({"before": 20.0, "began": now - 100}))
+    assert runs.seconds_of_training(file, out) == pytest.approx(60, abs=5)
+    # killed again before another checkpoint
+    assert runs.seconds_of_training(file, out) == pytest.approx(60, abs=5)
