@@ -2,12 +2,13 @@
 
     python -m bench.paper table5 --size tiny --seeds 1     train all systems, print the table
     python -m bench.paper report                           print the tables of all runs so far
-    python -m bench.paper report --save                    also write them to bench/results
+    python -m bench.paper report --save                    also merge them into bench/results
     python -m bench.paper maps --save                      draw attention before and after training
 
 Every run is a run file of `growkern train` in the output folder. Tables share runs. Start the
 command again after an interruption: runs that are done are not repeated, and the one that was
-interrupted resumes from its last checkpoint. Tables:
+interrupted resumes from its last checkpoint. Without runs in the output folder, `report` prints the
+tables of bench/results/paper.json. Tables:
 
 """
 
@@ -21,15 +22,18 @@ from pathlib import Path
 
 import torch
 
-from bench.paper.corpus import prepare
+from bench.paper.committed import UNSAVED, merged, of_text, save
+from bench.paper.corpus import files_of, prepare
 from bench.paper.maps import draw_maps
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import Workplace, best_rate, rows_of, take_over
 from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS, Job
 from bench.paper.tables import report, write_page
-from bench.shared.results import RESULTS, write
+from bench.shared.results import RESULTS
 from growkern.cli.app import silence_transformers
+from growkern.cli.main import one_line
+from growkern.errors import GrowthError
 
 FOLDER = Path("runs/paper")
 SEEDS = (1, 2, 3, 4, 5)
@@ -56,7 +60,8 @@ def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
     return [one[-1] for one in runs]
 
 
-def main() -> None:
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a call. Those that contradict each other end it with a message."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper",
         description=__doc__ + "\n".join(f"    {k:12} {one.title}" for k, one in TABLES.items()),
@@ -65,7 +70,12 @@ def main() -> None:
     parser.add_argument("table", choices=[*TABLES, "report", "maps"])
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, len(SEEDS) + 1))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        metavar="SYSTEM",
+        help="some of the table's systems, such as fpi (default: all)",
+    )
     parser.add_argument(
         "--workers",
         type=int,
@@ -80,32 +90,84 @@ def main() -> None:
         action="store_true",
         help="take over the runs in bench/results/paper.json, and train only the others",
     )
-    parser.add_argument("--save", action="store_true", help="write to bench/results")
-    options = parser.parse_args()
-    silence_transformers()
+    parser.add_argument(
+        "--save", action="store_true", help="merge the runs into bench/results/paper.json"
+    )
+    options = parser.parse_args(arguments)
+    if options.save and options.size == UNSAVED:
+        parser.error(f"--save: runs of size {UNSAVED!r} are for tests and are never saved")
+    if options.table in TABLES:
+        lines = lines_of(options.table, options.size)
+        if lines is None:
+            parser.error(f"{options.table} has no size {options.size!r}")
+        own = list(dict.fromkeys(line.system for line in lines))
+        for name in options.systems or ():
+            if name not in own:
+                parser.error(f"{name}: no system of {options.table}. It has: {', '.join(own)}")
+        given = {"--text": options.text, "--domain": options.domain}
+        needed = ("--text", "--domain") if options.table == "domain" else ("--text",)
+        for option in needed if options.size == "base" else ():
+            if not given[option]:
+                parser.error(
+                    f"--size base needs {option}: it trains on billions of tokens, and the text "
+                    "that is on every machine has a few million"
+                )
+    return options
+
+
+def train_table(options: argparse.Namespace) -> None:
+    """Train the runs of a table that are not done yet.
+
+    Raises:
+        GrowthError: the text cannot be used, or known rows are of another text.
+    """
+    named = {"corpus": files_of(options.text), "domain": files_of(options.domain)}
+    lines = lines_of(options.table, options.size) or []
+    facts = prepare(options.dir, lines[0].setting, named)
+    if options.known or options.save:
+        known = of_text(RESULTS, facts, options.size)
+        take_over(options.dir, known if options.known else ())
+    place = Workplace(options.dir, facts, say, options.workers)
+    chosen = [line for line in lines if line.system in (options.systems or SYSTEMS)]
+    longest = compare(place, chosen, options.seeds)
+    if TABLES[options.table].classifies:
+        place.classify(longest)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what a call asks for, and print its tables or the names of its pictures.
+
+    Raises:
+        GrowthError: see `train_table` and `merged`.
+    """
     if options.table == "maps":
         out = RESULTS if options.save else options.dir
         for picture in draw_maps(options.dir, rows_of(options.dir), options.size, out):
             print(picture)
         return
     if options.table != "report":
-        named = {"corpus": options.text, "domain": options.domain}
-        lines = lines_of(options.table, options.size)
-        if lines is None:
-            parser.error(f"{options.table} has no size {options.size!r}")
-        if options.known:
-            take_over(options.dir, RESULTS / "paper.json")
-        facts = prepare(options.dir, lines[0].setting, named)
-        place = Workplace(options.dir, facts, say, options.workers)
-        chosen = [line for line in lines if line.system in options.systems]
-        longest = compare(place, chosen, options.seeds)
-        if TABLES[options.table].classifies:
-            place.classify(longest)
-    rows = list(rows_of(options.dir).values())
+        train_table(options)
+    rows = rows_of(options.dir)
     if options.save:
-        write(RESULTS / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+        save(RESULTS, rows.values())
         write_page(RESULTS)
-    print(report(rows))
+    if options.table == "report" and (options.known or not rows):
+        rows = merged(RESULTS, rows.values())
+    text = report(rows.values())
+    print(text)
+    if not text:
+        say("no table has two lines yet: train its first system and another one")
+
+
+def main() -> None:
+    """Run a call. Errors that the user can correct become one line and exit code 2."""
+    options = options_of()
+    silence_transformers()
+    try:
+        run(options)
+    except GrowthError as error:
+        print(one_line(error), file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -28,18 +29,22 @@ from bench.paper.systems import (
     Job,
     all_needs,
     kept_folder,
+    run_file,
     untrained_models,
     write_run_file,
 )
-from bench.shared.results import append_row, git_facts, machine, read, read_rows
+from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
-from growkern.plot.curve import read_curve
+from growkern.plot.curve import STATE_FILE, read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run import train
+from growkern.whole import write_whole
 
 Call = Callable[[], float]
 
+# beside a run file: when its last part began, and the seconds of those before
+PARTS = ".seconds.json"
 ROWS, ACCURACIES = "rows.jsonl", "accuracies.jsonl"
 # the downstream task: folders of libraries that growkern needs, each with hundreds of passages
 CLASSES = ("torch/nn/modules", "numpy/lib", "accelerate", "rich", "huggingface_hub")
@@ -96,7 +101,8 @@ class Workplace:
                 self._write_untrained(job.setting, name, size, job.seed, layers)
             if job.kept:
                 self._keep_teacher(kept[kept_folder(job)])
-            return partial(seconds_of_training, write_run_file(job, self.folder))
+            file = write_run_file(job, self.folder)
+            return partial(seconds_of_training, file, self.folder / job.name)
 
         for job, seconds in self._called(jobs, prepared):
             self._keep(job, seconds)
@@ -158,6 +164,7 @@ class Workplace:
         if job.name not in self.rows:
             append_row(self.folder / ROWS, row)
             self.rows[job.name] = row
+        run_file(job, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
         for left in out.glob("checkpoint-*"):
             # some systems go on with the moments of their source
             if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":
@@ -187,13 +194,34 @@ class Workplace:
         shutil.copy(self.folder / setting.tokenizer / "tokenizer.json", target)
 
 
-def seconds_of_training(file: Path) -> float:
-    """Train a run file to its end, and return the seconds that it took here."""
+def seconds_of_training(file: Path, out: Path) -> float:
+    """Train a run file to its end, or resume it.
+
+    Args:
+        file: the run file.
+        out: the folder of its checkpoints.
+
+    Returns:
+        The seconds that it took, those up to the checkpoint that it resumed from included.
+    """
+    parts, began = file.with_suffix(PARTS), time.time()
+    before = _seconds_before(parts, out)
+    document = json.dumps({"before": before, "began": began})
+    write_whole(parts, lambda partial: partial.write_text(document))
     start = time.perf_counter()
     # lines of several runs at a time would mix; each run has them in its folder
     with redirect_stdout(StringIO()):
         train(file, progress=False)
-    return time.perf_counter() - start
+    return before + time.perf_counter() - start
+
+
+def _seconds_before(parts: Path, out: Path) -> float:
+    """The seconds of a run's earlier parts, up to its last checkpoint. Later work was lost."""
+    saved = [file.stat().st_mtime for file in out.glob(f"checkpoint-*/{STATE_FILE}")]
+    if not (saved and parts.is_file()):
+        return 0.0
+    found = json.loads(parts.read_text())
+    return float(found["before"] + max(0.0, max(saved) - found["began"]))
 
 
 def accuracy_of(model: Path, length: int, seed: int) -> float:
@@ -214,13 +242,12 @@ def _begin_worker(threads: int) -> None:
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def take_over(folder: Path, results: Path) -> None:
-    """Begin the rows of a folder that has none with the rows in a file of results."""
-    if (folder / ROWS).is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in read(results).get("rows", []):
-        append_row(folder / ROWS, row)
+def take_over(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to those of a folder, but not of jobs that are done there."""
+    there = rows_of(folder)
+    for row in rows:
+        if row["name"] not in there:
+            append_row(folder / ROWS, row)
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:

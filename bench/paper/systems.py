@@ -151,6 +151,7 @@ def run_of(job: Job) -> Run:
             learning_rate=job.rate,
             warmup_steps=round(setting.warmup * job.steps),
             schedule="linear",
+            precision=setting.precision,
             seed=job.seed,
             log_every=job.steps,
             eval_every=job.steps,
@@ -362,8 +363,13 @@ SYSTEMS = {
 }
 
 
+def run_file(job: Job, folder: Path) -> Path:
+    """The run file of a job in the folder of all jobs."""
+    return folder / f"{job.name.replace('/', '-')}.toml"
+
+
 def write_run_file(job: Job, folder: Path) -> Path:
     """Write the run file of a job into the folder of all jobs."""
-    file = folder / f"{job.name.replace('/', '-')}.toml"
+    file = run_file(job, folder)
     file.write_text(run_of(job).to_toml())
     return file

@@ -148,13 +148,13 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
     command.main()
     assert capsys.readouterr().out == out
 
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs"), "--save"]
+    call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs")]
     monkeypatch.setattr("sys.argv", call)
     command.main()
     pictures = [Path(line) for line in capsys.readouterr().out.split()]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    assert [f"]({picture.name})" in maps_text(tmp_path) for picture in pictures] == [True, True]
+    shown = maps_text(tmp_path / "runs")
+    assert [f"]({picture.name})" in shown for picture in pictures] == [True, True]
     # the one before training is drawn of the model with which the training began
     (before,) = (tmp_path / "runs").glob("micro-bert/fpi-32-*-before")
     source = tmp_path / "runs" / "micro-bert" / "source-8-0.003-seed1"
@@ -274,7 +274,7 @@ def test_every_table_is_made_of_runs(name):
         assert jobs.setdefault(job.name, text) == text
         assert line.system == TABLES[name].baseline or line.setting.target_sizes()
     assert lines[0].system == TABLES[name].baseline and len(jobs) > 1
-    assert lines_of(name, "base") is None or TABLES[name].family == "bert"
+    assert all(lines_of(name, size) for size in SIZES)
 
 
 @pytest.mark.parametrize("name", TABLES)

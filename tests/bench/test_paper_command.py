@@ -1,0 +1,338 @@
+"""Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from bench.paper import __main__ as command
+from bench.paper import corpus, runs, tables
+from bench.paper.committed import of_text, save
+from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
+from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
+from bench.paper.runs import ROWS, rows_of, take_over
+from bench.paper.settings import FAMILIES, MICRO_GPT, SETTINGS, SIZES
+from bench.paper.systems import SOURCE, all_needs, job_of, run_of
+from bench.shared.results import RESULTS, ROOT, append_row, read, write
+from growkern.errors import GrowthError
+
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate")
+DROPOUTS += ("hidden_dropout_prob", "attention_probs_dropout_prob")
+OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
+
+
+def called(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["paper", *map(str, arguments)])
+    command.main()
+
+
+def refused(monkeypatch, capsys, *arguments):
+    """The last line of a call that ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        called(monkeypatch, *arguments)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder with the committed paper.json, in place of bench/results."""
+    folder = tmp_path / "results"
+    write(folder / "paper.json", read(RESULTS / "paper.json"))
+    monkeypatch.setattr(command, "RESULTS", folder)
+    return folder
+
+
+@pytest.fixture
+def lines(tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_text("".join(f"line {i} of the text, times {i * i}\n" for i in range(2000)))
+    return file
+
+
+def row(name, loss=2.0, **more):
+    return {"name": name, "losses": [loss], **more}
+
+
+def test_saving_drops_no_row(results, tmp_path, monkeypatch, capsys):
+    """Neither without runs, nor with runs of another size."""
+    monkeypatch.setattr(tables, "draw", lambda *curves, title: drawn.append(title))
+    before, drawn = (results / "paper.json").read_bytes(), []
+    called(monkeypatch, "report", "--dir", tmp_path / "none")
+    shown = capsys.readouterr().out
+    assert "bert2BERT, Table 5: GPT-2, tiny" in shown
+    called(monkeypatch, "report", "--save", "--dir", tmp_path / "none")
+    assert capsys.readouterr().out == shown
+    assert (results / "paper.json").read_bytes() == before
+    assert "Table 5" in (results / "paper.md").read_text()
+    assert "bert2BERT, Table 5: GPT-2, tiny" in drawn
+
+    known = read(results / "paper.json")["rows"]
+    micro, small = row("micro-gpt/fpi-8", text=OLD), row("small-gpt/fpi-8", text=OLD)
+    again = {**known[0], "losses": [9.0, 1.0]}
+    for one in (micro, small, again):
+        append_row(tmp_path / "runs" / ROWS, one)
+    called(monkeypatch, "report", "--save", "--dir", tmp_path / "runs")
+    assert read(results / "paper.json")["rows"] == [again, *known[1:], small]
+    # only the few that are there
+    assert "Table 5" not in capsys.readouterr().out
+    called(monkeypatch, "report", "--known", "--dir", tmp_path / "runs")
+    assert "Table 5" in capsys.readouterr().out
+
+
+def test_a_row_that_is_saved_again_keeps_its_accuracy(tmp_path):
+    save(tmp_path, [row("tiny-gpt/a", accuracy=0.5), row("tiny-gpt/b")])
+    save(tmp_path, [row("tiny-gpt/a", 1.0), row("tiny-gpt/b", accuracy=0.25)])
+    assert read(tmp_path / "paper.json")["rows"] == [
+        row("tiny-gpt/a", 1.0, accuracy=0.5),
+        row("tiny-gpt/b", accuracy=0.25),
+    ]
+    (tmp_path / "paper.json").write_text("{")
+    with pytest.raises(GrowthError, match="not JSON"):
+        save(tmp_path, [row("tiny-gpt/a")])
+
+
+@pytest.mark.parametrize("table", ["table5", "maps", "report"])
+def test_rows_for_tests_are_not_saved(table, results, tmp_path, monkeypatch, capsys):
+    call = (table, "--size", "micro", "--save", "--dir", tmp_path / "runs")
+    assert "are never saved" in refused(monkeypatch, capsys, *call)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_of_another_text_are_neither_taken_over_nor_saved(tmp_path):
+    """Old rows are compared by the bytes of their text, new ones by its hash."""
+    old, hashed = row("tiny-gpt/a", text=OLD), row("tiny-gpt/b", text={**OLD, HASH: "abc"})
+    other = row("tiny-gpt-domain/a", text=NEW)
+    save(tmp_path, [old, hashed, other])
+    text = {**OLD, HASH: "abc", "validation_bytes": 9}
+    # rows of a text that is not known here are left
+    assert of_text(tmp_path, {"corpus": text}, "tiny") == [old, hashed]
+    assert of_text(tmp_path, {"corpus": text, "domain": NEW}, "tiny") == [old, hashed, other]
+    assert of_text(tmp_path, {"corpus": NEW}, "small") == []
+    for wrong in (NEW, {**OLD, HASH: "abd"}):
+        with pytest.raises(GrowthError, match=r"tiny-gpt/[ab] was trained on 1,000 bytes"):
+            of_text(tmp_path, {"corpus": wrong}, "tiny")
+    before = (tmp_path / "paper.json").read_bytes()
+    with pytest.raises(GrowthError, match="tiny-bert/a was trained on 900 bytes"):
+        save(tmp_path, [row("tiny-bert/a", text=NEW)])
+    assert (tmp_path / "paper.json").read_bytes() == before
+
+
+def test_known_rows_of_another_text_are_refused(results, lines, tmp_path, monkeypatch, capsys):
+    for option in ("--known", "--save"):
+        call = ("table5", "--dir", tmp_path / "runs", "--text", lines, option)
+        said = refused(monkeypatch, capsys, *call)
+        assert "10,261,696 bytes" in said and "cannot be compared" in said
+    assert rows_of(tmp_path / "runs") == {}
+
+
+def test_known_rows_join_those_of_a_folder(tmp_path):
+    append_row(tmp_path / ROWS, row("tiny-gpt/a", 1.0))
+    take_over(tmp_path, [row("tiny-gpt/a", 2.0), row("tiny-gpt/b", 2.0)])
+    assert {name: one["losses"] for name, one in rows_of(tmp_path).items()} == {
+        "tiny-gpt/a": [1.0],
+        "tiny-gpt/b": [2.0],
+    }
+
+
+def test_settings_with_another_text_are_named_after_it():
+    """Rows say so in no other way."""
+    for name in TABLES:
+        for line in (one for size in SIZES for one in lines_of(name, size) or ()):
+            job = job_of(line.setting, line.system, 1, 1e-3, 8)
+            for setting in (one.setting for one in (job, *all_needs(job))):
+                labels = [text for text in TEXTS if text in setting.name.split("-")]
+                assert labels == [text for text in (setting.text,) if text != "corpus"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_larger_sizes_train_in_bf16_and_the_largest_with_dropout(family):
+    """As one modern GPU can, and as in the papers. The settings of committed runs stay."""
+    for size, dropout in (("tiny", 0.0), ("small", 0.0), ("base", 0.1)):
+        setting = SETTINGS[size, family]
+        run = run_of(job_of(setting, "fpi", 1, 1e-3, setting.steps))
+        assert run.training.precision == ("fp32" if size == "tiny" else "bf16")
+        config = setting.config(setting.source).to_dict()
+        found = {value for name, value in config.items() if name in DROPOUTS}
+        assert found == {dropout}, size
+
+
+def test_the_small_size_takes_the_flops_that_it_says():
+    """Weights of matrices and attention, as `growkern train` counts them."""
+    jobs = set()
+    for line in lines_of("table5", "small"):
+        tried = jobs_of_rates(line) + jobs_of_seed(line, 1, line.setting.rates[1])
+        jobs |= {one for job in tried for one in (job, *all_needs(job))}
+    total = 0
+    for job in jobs:
+        setting = job.setting
+        size = setting.source if job.system == SOURCE else setting.target
+        weights = 12 * size.layers * size.width**2 + setting.vocab * size.width
+        attention = 12 * size.layers * size.width * setting.length
+        total += job.steps * setting.batch * setting.length * (6 * weights + attention)
+    # some systems train fewer layers at times
+    assert len(jobs) == 62 and total == pytest.approx(1.2e17, rel=0.1)
+
+
+def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
+    """Its validation text would be a part of gigabytes."""
+    monkeypatch.setattr(corpus, "MOST_CHARACTERS", 8)
+    file = tmp_path / "one.txt"
+    file.write_text("some text that repeats\n" * 20_000)
+    setting = replace(MICRO_GPT, validation_tokens=100)
+    counted = []
+
+    def from_pretrained(path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return lambda text: counted.append(text) or tokenizer(text)
+
+    monkeypatch.setattr(corpus, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained))
+    prepare(tmp_path, setting, {"corpus": [file]})
+    assert [len(text) for text in counted] == [800]
+    text = (tmp_path / setting.validation).read_text()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / setting.tokenizer)
+    assert 80 <= len(tokenizer(text).input_ids) <= 120
+
+
+def test_a_single_file_is_split_by_blocks(lines, tmp_path):
+    made = split([lines])
+    whole = lines.read_text()
+    assert sum(map(len, (*made.train, *made.validation))) == len(whole)
+    assert 0.04 < sum(map(len, made.validation)) / len(whole) < 0.06
+    assert whole.startswith(made.train[0] + made.validation[0])
+    assert all(part.endswith("\n") for part in (*made.train, *made.validation))
+    # one line without an end
+    lines.write_text("word " * 2000)
+    assert "".join(a + b for a, b in zip(*split([lines]), strict=True)) in "word " * 2000
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(GrowthError, match=r"short.txt: 9 characters"):
+        split([tmp_path / "short.txt"])
+
+
+def test_many_files_are_split_by_files(tmp_path):
+    files = [tmp_path / f"{i}.txt" for i in range(2 * LEAST_FILES)]
+    for i, file in enumerate(files):
+        file.write_text(f"file {i}")
+    made = split(files)
+    assert {*made.train, *made.validation} == {file.read_text() for file in files}
+    # a block may come from several files, a file is in one set
+    few = split(files[: LEAST_FILES - 1])
+    assert "\n\n".join(file.read_text() for file in files).startswith(few.train[0])
+
+
+def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "runs"
+    facts = prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"]
+    assert facts["train_bytes"] == (folder / "corpus" / "train.txt").stat().st_size
+    assert prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"] == facts
+    origin = json.loads((folder / "corpus" / "origin.json").read_text())
+    assert origin == {"origin": [str(lines.resolve())], HASH: facts[HASH]}
+    # folders of before have no such file
+    (folder / "corpus" / "origin.json").unlink()
+    prepare(folder, MICRO_GPT, {"corpus": [lines]})
+    call = ("table5", "--size", "micro", "--dir", folder)
+    said = refused(monkeypatch, capsys, *call)
+    assert facts[HASH] in said and str(lines.resolve()) in said and "another --dir" in said
+    lines.write_text(lines.read_text() + "more\n")
+    assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
+
+
+def test_a_pattern_that_matches_nothing_is_named(lines, tmp_path, monkeypatch, capsys):
+    call = ("table5", "--size", "micro", "--dir", tmp_path / "runs")
+    wrong = str(tmp_path / "*.nothing")
+    for option in (("--text", lines, wrong), ("--text", lines, "--domain", wrong)):
+        assert wrong in refused(monkeypatch, capsys, *call, *option)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(GrowthError, match="no such file"):
+        files_of([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "table, options, option",
+    [("table2", (), "--text"), ("domain", ("--text", "one.txt"), "--domain")],
+)
+def test_the_base_size_needs_a_text(table, options, option, tmp_path, monkeypatch, capsys):
+    call = (table, "--size", "base", "--dir", tmp_path / "runs", *options)
+    assert f"--size base needs {option}:" in refused(monkeypatch, capsys, *call)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys):
+    for name in ("taught", "nothing"):
+        call = ("table5", "--dir", tmp_path / "runs", "--systems", "fpi", name)
+        said = refused(monkeypatch, capsys, *call)
+        assert f"{name}: no system of table5. It has: scratch, direct_copy," in said
+    with pytest.raises(SystemExit):
+        called(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    assert "--systems SYSTEM" in shown and "padded_rewarmed" not in shown
+
+
+# saves every four steps, where a usual run saves every minute
+SAVING = """
+from dataclasses import replace
+from bench.paper import __main__ as command, systems
+from bench.paper.systems import run_of
+def saving(job):
+    run = run_of(job)
+    return replace(run, training=replace(run.training, save_every=4, save_minutes=0))
+systems.run_of = saving
+command.main()
+"""
+
+
+def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
+    call = [sys.executable, "-c", SAVING, "table5", "--size", "micro", "--seeds", "1"]
+    call += ["--systems", "scratch", "direct_copy", "--workers", "1", "--text", str(lines), "--dir"]
+
+    def start(folder):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([*call, str(tmp_path / folder)], cwd=ROOT, **quiet)
+
+    whole, killed = start("whole"), start("killed")
+    # in the middle of a run whose source is done
+    until = time.monotonic() + 200
+    while not (found := [*(tmp_path / "killed").glob("*/direct_copy-32-*-seed1/checkpoint-8")]):
+        assert killed.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    before = rows_of(tmp_path / "killed")
+    (name,) = (f"{one.parts[-3]}/{one.parts[-2]}" for one in found)
+    assert name not in before and len(before) > 2
+    assert start("killed").wait() == 0 and whole.wait() == 0
+    ends = [rows_of(tmp_path / folder) for folder in ("whole", "killed")]
+    first, second = (
+        {one["name"]: (one["steps"], one["losses"], one["flops"]) for one in end.values()}
+        for end in ends
+    )
+    assert first == second and len(first) == 10
+    assert not [*(tmp_path / "killed").rglob("*.seconds.json")]
+    assert [ends[1][done] for done in before] == [*before.values()]
+
+
+def test_the_seconds_of_a_resumed_run_count_its_earlier_parts(tmp_path, monkeypatch):
+    """Up to the last checkpoint: what came after it is done again."""
+    file, out, now = tmp_path / "run.toml", tmp_path / "run", time.time()
+    parts, state = tmp_path / "run.seconds.json", out / "checkpoint-8" / "trainer_state.json"
+    monkeypatch.setattr(runs, "train", lambda file, progress: None)
+    assert runs.seconds_of_training(file, out) < 5
+    parts.write_text(json.dumps({"before": 20.0, "began": now - 100}))
+    # killed before its first checkpoint
+    assert runs.seconds_of_training(file, out) < 5
+    state.parent.mkdir(parents=True)
+    state.touch()
+    os.utime(state, (now - 60, now - 60))
+    parts.write_text(json.dumps({"before": 20.0, "began": now - 100}))
+    assert runs.seconds_of_training(file, out) == pytest.approx(60, abs=5)
+    # killed again before another checkpoint
+    assert runs.seconds_of_training(file, out) == pytest.approx(60, abs=5)
