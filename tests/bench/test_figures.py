@@ -483,6 +483,13 @@ def test_the_sentences_on_smaller_sources_match_their_table():
         base["losses"][-1] - own["losses"][-1] for own, base in zip(narrow, scratch, strict=True)
     ]
     assert ahead[1] > 0 and says(f"after half of the steps, and ends {-ahead[2]:.2f} above it")
+    padded = runs_of("tiny-bert-from4x32/fpi_padded")[-1]["losses"][-1]
+    assert says(f"it ends {padded - scratch[-1]['losses'][-1]:.2f} above")
+    own = [
+        training_rows()[f"tiny-bert{name}/source-2000-0.003-seed1"]["losses"][-1]
+        for name in ("-from4x32", "")
+    ]
+    assert says("its own loss is {:.2f}, that of 4 x 64 is {:.2f}".format(*own))
 
 
 def test_the_sentences_on_inheritance_match_their_tables():
