@@ -582,7 +582,15 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
     gains, with_source = counted[:3], counted[3:]
     assert gains == sorted(gains)
     assert says("saved {:.0f} %, {:.0f} % and {:.0f} %".format(*gains))
-    assert says(f"counted, {min(with_source):.0f} to {max(with_source):.0f} % is saved")
+    assert says(
+        f"counted, {min(with_source):.1f} to {max(with_source):.1f} % is saved, and the inter"
+    )
+    cells = [
+        moments[f"FPI, padded stream, after {share} %"]["with the source's"]
+        for share in (10, 30, 100)
+    ]
+    spans = [[float(x) for x in re.findall(r"-?[\d.]+", cell)] for cell in cells]
+    assert max(mean - half for mean, half in spans) < min(mean + half for mean, half in spans)
     cost = gains[2] - with_source[2]
     assert says(f"its training costs {cost:.0f} % of that of the large model")
     assert says(f"the small model alone has cost {4 * cost / 100:.1f} times")
