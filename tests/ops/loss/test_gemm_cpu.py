@@ -9,7 +9,7 @@ import torch
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.gemm import AVX512, gemm_on_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear.gemm import AVX512, _tiles, gemm_on_cpu, has_bfloat16, multiplies
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss.loss_inputs import relative_error
 
@@ -181,3 +181,8 @@ def test_held_rows_stay_within_the_bound(N, share, V=30_522, H=768):
     apart = logits if held < N or logits > 2 * V * H else 0
     wide_dw = 0 if held >= N else 4 * V * H
     assert 2 * V * H + 2 * held * V + apart + wide_dw <= 36 * N * V / share
+
+
+def test_a_head_without_columns_has_no_tiles():
+    """A rank may have no part of a vocabulary; some processors convert heads in tiles."""
+    assert list(_tiles(torch.empty(0, 8), torch.float64)) == []
