@@ -138,4 +138,4 @@ def draw_results(results: dict[str, Any], out: Path) -> None:
     size, device = results["config"]["target"], results["machine"]["devices"][0]
     title = f"GPT-2, {size['n_layer']} layers of width {size['n_embd']}, {device}"
     curves, sources = (list(map(curve_from, results[key])) for key in ("curves", "sources"))
-    draw(curves, out, title=title, sources=sources)
+    draw(curves, out, title=title, sources=sources, paired=True)

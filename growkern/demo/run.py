@@ -256,14 +256,12 @@ class _Demo:
     def _train_all(self, data: Data) -> list[list[Curve]]:
         """The curves of all runs, a list for each seed in the order of `CONTESTANTS`.
 
-        All runs from scratch come first. The others end at the final loss of their own seed's and
-        at the mean of these, which is the mark of the picture.
+        All runs from scratch come first. The others end at the final loss of their own seed's.
         """
         scratch, *others = CONTESTANTS
         curves = [[self._train_one(scratch, data, None, seed)] for seed in self.seeds]
-        ends = [of_seed[0].losses[-1] for of_seed in curves]
         for seed, of_seed in zip(self.seeds, curves, strict=True):
-            target_loss = min(of_seed[0].losses[-1], float(np.mean(ends)))
+            target_loss = of_seed[0].losses[-1]
             of_seed += [self._train_one(one, data, target_loss, seed) for one in others]
         return curves
 

@@ -1,8 +1,10 @@
 """Draws loss against FLOPs of training runs, and below it the FLOPs to reach the mark.
 
 The mark is the final loss of the reference, the first run. Runs of one name are seeds of one setup:
-they are drawn as their mean, with a band from the lowest to the highest loss. If the run of the
-small model is given, every other run starts after it: its FLOPs are part of what they cost.
+they are drawn as their mean, with a band from the lowest to the highest loss. Runs of equal seeds
+are compared with each other: each has the final loss of its own seed's reference as its mark. If
+the run of the small model is given, every other run starts after it: its FLOPs are part of what
+they cost.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class Group:
     Attributes:
         name: of all of them.
         curves: one per seed.
+        marks: the loss that each curve is to reach.
         before: FLOPs that were spent before they started, on the small model.
     """
 
     name: str
     curves: tuple[Curve, ...]
+    marks: tuple[float, ...]
     before: float = 0.0
 
     @property
@@ -63,43 +67,52 @@ class Group:
         losses = [np.interp(points, curve.flops, curve.losses) for curve in self.curves]
         return points + self.before, np.array(losses)
 
-    def end(self) -> float:
-        """The last mean loss, where the shortest of the runs ends.
+    def reached(self) -> list[tuple[float, float]]:
+        """FLOPs, without `before`, and the mark, of each run that reaches its mark."""
+        found = [(c.flops_at(mark), mark) for c, mark in zip(self.curves, self.marks, strict=True)]
+        return [(cost, mark) for cost, mark in found if cost is not None]
 
-        Seeds of a masked model differ by a few FLOPs. Beyond that point there is no mean, and a
-        lower mark would not be reached.
+    def cost(self) -> float | None:
+        """FLOPs, without `before`, to reach the marks: the mean over the runs if all of them do.
+
+        Else it is that of their mean, and None if that does not reach the mean mark either.
         """
-        return float(self.mean()[1].mean(0)[-1])
-
-    def costs(self, mark: float) -> list[float]:
-        """FLOPs, without `before`, of the runs that reach a loss."""
-        found = [curve.flops_at(mark) for curve in self.curves]
-        return [cost for cost in found if cost is not None]
-
-    def cost(self, mark: float) -> float | None:
-        """FLOPs, without `before`, to reach a loss: the mean over the runs if all of them do.
-
-        Else it is that of their mean, and None if that does not reach the loss either.
-        """
-        costs = self.costs(mark)
-        if len(costs) == len(self.curves):
-            return float(np.mean(costs))
+        found = self.reached()
+        if len(found) == len(self.curves):
+            return float(np.mean([cost for cost, _ in found]))
         flops, losses = self.mean()
-        found = first_crossing((flops - self.before).tolist(), losses.mean(0).tolist(), mark)
-        return None if found is None else float(found)
+        mark = float(np.mean(self.marks))
+        cost = first_crossing((flops - self.before).tolist(), losses.mean(0).tolist(), mark)
+        return None if cost is None else float(cost)
 
 
-def groups_of(curves: Sequence[Curve], sources: Sequence[Curve]) -> list[Group]:
-    """The runs by name, in the order in which the names come first. The first is the reference."""
-    names = list(dict.fromkeys(curve.name for curve in curves))
+def groups_of(
+    curves: Sequence[Curve], sources: Sequence[Curve], paired: bool = False
+) -> list[Group]:
+    """The runs by name, in the order in which the names come first. The first is the reference.
+
+    Args:
+        curves: of all runs.
+        sources: of the small model.
+        paired: see `draw`.
+    """
+    by_name: dict[str, list[Curve]] = {}
+    for curve in curves:
+        by_name.setdefault(curve.name, []).append(curve)
+    reference, *_ = by_name.values()
     before = float(np.mean([source.flops[-1] for source in sources])) if sources else 0.0
+    # Seeds of a masked model differ by a few FLOPs. The mean ends where the shortest of the runs
+    # does: beyond that point a lower mark would not be reached
+    end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
+    ends = [curve.losses[-1] for curve in reference]
     return [
         Group(
             name,
-            tuple(curve for curve in curves if curve.name == name),
-            before if name != names[0] else 0.0,
+            tuple(runs),
+            tuple(ends) if paired else (end,) * len(runs),
+            0.0 if runs is reference else before,
         )
-        for name in names
+        for name, runs in by_name.items()
     ]
 
 
@@ -110,6 +123,7 @@ def plot_runs(
 
     Args:
         runs: training directories. Those whose directories have one name are seeds of one setup.
+            Seeds are compared with each other if they are in the same folder.
         out: file to write; its name ends with a format of matplotlib, such as .png or .svg.
         source: training directory of the small model.
 
@@ -121,12 +135,23 @@ def plot_runs(
     """
     check_format(Path(out))
     curves = [read_curve(run) for run in runs]
-    draw(curves, out, sources=[] if source is None else [read_curve(source)])
+    folders: dict[str, list[Path]] = {}
+    for curve, run in zip(curves, runs, strict=True):
+        folders.setdefault(curve.name, []).append(Path(run).resolve().parent)
+    reference, *others = folders.values()
+    sources = [] if source is None else [read_curve(source)]
+    paired = all(one == reference for one in others)
+    draw(curves, out, sources=sources, paired=paired and len(reference) > 1)
     return _lacks(curves)
 
 
 def draw(
-    curves: Sequence[Curve], out: str | Path, *, title: str = "", sources: Sequence[Curve] = ()
+    curves: Sequence[Curve],
+    out: str | Path,
+    *,
+    title: str = "",
+    sources: Sequence[Curve] = (),
+    paired: bool = False,
 ) -> None:
     """Draw loss against FLOPs. The first curve is the reference.
 
@@ -135,6 +160,8 @@ def draw(
         out: file to write; its name ends with a format of matplotlib.
         title: of the picture.
         sources: of the small model, one per seed, that all but the reference started from.
+        paired: whether the curves of each name have the same seeds in the same order. The mark of
+            each is then the final loss of the reference of its seed.
 
     Raises:
         GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
@@ -144,7 +171,7 @@ def draw(
     drawn = [*curves, *sources]
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
-    groups = groups_of(curves, sources)
+    groups = groups_of(curves, sources, paired)
     if sources and len(groups) < 2:
         raise GrowthError("give the run from scratch first, and then the runs of grown models")
     below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
@@ -153,11 +180,12 @@ def draw(
         axes, bars = figure.subplots(2, 1, sharex=True, height_ratios=[5.4, below])
     else:
         axes = bars = figure.add_subplot()
-    mark = groups[0].end()
+    marks = groups[0].marks
+    mark = float(np.mean(marks))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
-    _draw_curves(axes, groups, sources, mark, unit)
+    _draw_curves(axes, groups, sources, unit)
     if below:
-        _draw_costs(bars, groups, mark, unit)
+        _draw_costs(bars, groups, unit)
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     bars.set_xlabel(
         f"training FLOPs{scale}, teacher included"
@@ -196,9 +224,7 @@ def _unit(most: float) -> float:
 # ------------------------------------------------------------------- curves
 
 
-def _draw_curves(
-    axes: Any, groups: Sequence[Group], sources: Sequence[Curve], mark: float, unit: float
-) -> None:
+def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], unit: float) -> None:
     for number, source in enumerate(sources):
         # one label for all of them
         named = {} if number else {"label": "small model", "gid": "curve"}
@@ -227,7 +253,7 @@ def _draw_curves(
             gid="curve",
         )
         # a single group has nothing to compare with
-        for cost in group.costs(mark) if len(groups) > 1 else ():
+        for cost, mark in group.reached() if len(groups) > 1 else ():
             point = {"marker": style.marker, "color": style.color, "markersize": 9}
             axes.plot([(group.before + cost) / unit], [mark], markeredgecolor="white", **point)
     kind = "validation loss" if groups[0].curves[0].validation else "training loss"
@@ -267,11 +293,11 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
 # -------------------------------------------------------------------- costs
 
 
-def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) -> None:
+def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     """One bar per group: the FLOPs until it reaches the mark."""
-    reference = groups[0].cost(mark) or 0.0
+    reference = groups[0].cost() or 0.0
     for number, group in enumerate(groups):
-        style, cost, costs = style_of(number), group.cost(mark), group.costs(mark)
+        style, cost, costs = style_of(number), group.cost(), [cost for cost, _ in group.reached()]
         place: dict[str, Any] = {"y": number + 0.22, "height": 0.2}
         before = group.before / unit
         if group.before:
@@ -295,7 +321,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
             linewidth=1.7,
             **kept,
         )
-        words = _saved(group, cost, reference, mark) if number else "reference"
+        words = _saved(group, cost, reference) if number else "reference"
         axes.text(
             0.055,
             number - 0.2,
@@ -312,7 +338,9 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
     )
     many = any(len(group.curves) > 1 for group in groups)
     large = " (large markers above: one for each run)" if many else ""
-    axes.set_title(f"FLOPs to reach loss {mark:.3f}{large}{hatched}", fontsize=TEXT, loc="left")
+    marks = groups[0].marks
+    loss = f"loss {marks[0]:.3f}" if len(set(marks)) == 1 else f"the loss of {groups[0].name}"
+    axes.set_title(f"FLOPs to reach {loss}{large}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(alpha=0.25, axis="x")
@@ -320,12 +348,13 @@ def _draw_costs(axes: Any, groups: Sequence[Group], mark: float, unit: float) ->
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _saved(group: Group, cost: float | None, reference: float, mark: float) -> str:
+def _saved(group: Group, cost: float | None, reference: float) -> str:
     """The share of the reference's FLOPs that a group saved, in words. (1) of `curve`"""
     if cost is None:
         return "not reached"
     # a curve may begin below the mark, and after some training
-    early = any(one.flops[0] > 0 and one.losses[0] <= mark for one in group.curves)
+    pairs = zip(group.curves, group.marks, strict=True)
+    early = any(one.flops[0] > 0 and one.losses[0] <= mark for one, mark in pairs)
     least, most = ("at least ", "at most ") if early else ("", "")
 
     def share(spent: float) -> str:

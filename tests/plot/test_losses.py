@@ -173,6 +173,30 @@ def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path,
     assert said[1] == f"grown: {1 - spent / 20:.0%} saved"
 
 
+def history(losses):
+    lines = enumerate(losses)
+    return [{"step": i, "flops": 10.0 * i, "eval_loss": loss, "epoch": i} for i, loss in lines]
+
+
+@pytest.mark.parametrize("order, paired", [("ab", True), ("ba", False)])
+def test_seeds_in_the_same_folders_are_compared_with_each_other(
+    order, paired, tmp_path, monkeypatch
+):
+    """Others have one mark, the mean of the references' final losses."""
+    losses = {"a": ([8.0, 6.0, 4.0], [5.0, 4.0, 3.0]), "b": ([9.0, 7.0, 5.0], [5.2, 5.0, 4.0])}
+    runs = [write_run(tmp_path / seed / "scratch", history(losses[seed][0])) for seed in "ab"]
+    runs += [write_run(tmp_path / seed / "grown", history(losses[seed][1])) for seed in order]
+    figure = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
+    # of 20: at 4 and 5 both take 10; at the mean 4.5 they take 5 and 15
+    assert texts(figure, "cost")[1] == "grown (2 runs): 50% saved"
+    large = [line for line in figure.axes[0].lines if line.get_markersize() == 9]
+    found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in large]
+    if paired:
+        assert found == [(20.0, 4.0), (20.0, 5.0), (10.0, 4.0), (10.0, 5.0)]
+    else:
+        assert {y for _, y in found} == {4.5}
+
+
 def boxes(figure, axes):
     renderer = figure.canvas.get_renderer()
     return [text.get_window_extent(renderer) for text in axes.texts]
