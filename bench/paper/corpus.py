@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -15,7 +16,8 @@ from transformers import AutoTokenizer
 from bench.paper.settings import FAMILIES, SEPARATOR, Setting
 from growkern.demo.corpus import (
     VALIDATION_PARTS,
-    Corpus,
+    hash_of,
+    is_held_out,
     library_files,
     read_corpus,
     train_tokenizer,
@@ -27,6 +29,8 @@ from growkern.whole import write_whole
 HEADERS = ("ATen/native", "c10", "torch")
 Text = dict[str, int | str]
 Facts = dict[str, Text]
+# whether for validation, and the text
+Piece = tuple[bool, str]
 SIZES, HASH = ("train_bytes", "validation_bytes"), "train_sha256"
 # with fewer files, one in 20 may be none at all, or half of the text
 LEAST_FILES = 100
@@ -34,6 +38,8 @@ LEAST_FILES = 100
 MOST_CHARACTERS = 20
 # characters of a block where a text is split by blocks; a short text has shorter ones
 BLOCK, LEAST_BLOCKS = 4096, 5 * VALIDATION_PARTS
+# characters that are read at a time, and those that a tokenizer learns from
+CHUNK, MOST_LEARNED = 1 << 20, 10**9
 
 
 def header_files() -> list[Path]:
@@ -61,42 +67,99 @@ def files_of(patterns: Sequence[str]) -> list[Path]:
     return sorted(found)
 
 
-def split(files: Sequence[Path]) -> Corpus:
-    """The training and validation texts of files that the user names.
+def split(files: Sequence[Path]) -> Iterator[Piece]:
+    """The pieces of files that the user names, and whether each is for validation.
 
     Many files are split by files, so that copies of one are never in both. A few are split by
-    blocks of text, of which every 20th is for validation.
+    blocks of text, of which every 20th is for validation. No more than a piece, or one of many
+    files, is in memory.
 
     Raises:
         GrowthError: the files hold too little text.
     """
-    if len(files) >= LEAST_FILES:
-        # by chance all may be for training
-        with suppress(GrowthError):
-            return read_corpus(files)
-    text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
-    if len(text.strip()) < LEAST_BLOCKS:
-        raise GrowthError(
-            f"{', '.join(map(str, files[:3]))}: {len(text.strip())} characters in all "
-            f"{len(files)} text files: too few for training and validation. Give more text"
-        )
-    blocks = _blocks(text, min(BLOCK, len(text) // LEAST_BLOCKS))
-    starts = range(0, len(blocks), VALIDATION_PARTS)
-    # the last block of 20, so that the one at the start of the text is for training
-    parts = [blocks[start : start + VALIDATION_PARTS] for start in starts]
-    whole = [part for part in parts if len(part) == VALIDATION_PARTS]
-    train = ["".join(part[: VALIDATION_PARTS - 1]) for part in parts]
-    return Corpus(train, [part[-1] for part in whole])
+    # by chance all may be for training
+    if len(files) >= LEAST_FILES and {True, False} <= _unlike(one for one, _ in _by_files(files)):
+        return _by_files(files)
+    size = BLOCK
+    # a character has at most 4 bytes
+    if sum(path.stat().st_size for path in files) < 4 * LEAST_BLOCKS * BLOCK:
+        text = "".join(_chunks(files))
+        found = len(text.strip())
+        if found < LEAST_BLOCKS:
+            raise GrowthError(
+                f"{', '.join(map(str, files[:3]))}: {found} characters in all {len(files)} text "
+                "files: too few for training and validation. Give more text"
+            )
+        size = min(BLOCK, len(text) // LEAST_BLOCKS)
+    return _by_blocks(_blocks(_chunks(files), size))
 
 
-def _blocks(text: str, size: int) -> list[str]:
+def _unlike(found: Iterable[bool]) -> set[bool]:
+    """The different values, read no further than to the second."""
+    seen = set[bool]()
+    for one in found:
+        seen.add(one)
+        if len(seen) == 2:
+            break
+    return seen
+
+
+def _by_files(files: Sequence[Path]) -> Iterator[Piece]:
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield is_held_out(hash_of(text)), text
+
+
+def _by_blocks(blocks: Iterable[str]) -> Iterator[Piece]:
+    part = list[str]()
+    for block in blocks:
+        part.append(block)
+        if len(part) == VALIDATION_PARTS:
+            # the last block of 20, so that the one at the start of the text is for training
+            held_out = part.pop()
+            yield from ((False, "".join(part)), (True, held_out))
+            part.clear()
+    if part:
+        yield False, "".join(part)
+
+
+def _chunks(files: Sequence[Path]) -> Iterator[str]:
+    """The text of files, in the order of the files, with an empty line between two."""
+    for number, path in enumerate(files):
+        if number:
+            yield "\n\n"
+        yield from _read(path, errors="replace")
+
+
+def _read(path: Path, errors: str = "strict") -> Iterator[str]:
+    """The text of a file, a chunk at a time."""
+    with path.open(encoding="utf-8", errors=errors) as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def _blocks(chunks: Iterable[str], size: int) -> Iterator[str]:
     """A text in blocks of about `size` characters, cut at ends of lines where there are any."""
-    blocks, start = [], 0
-    while start < len(text):
-        end = text.find("\n", start + size, start + 2 * size) + 1 or start + size
-        blocks.append(text[start:end])
-        start = end
-    return blocks
+    text = ""
+    for chunk in chain(chunks, [None]):
+        start, text = 0, text + (chunk or "")
+        while len(text) - start >= 2 * size or (chunk is None and start < len(text)):
+            end = text.find("\n", start + size, start + 2 * size) + 1 or start + size
+            yield text[start:end]
+            start = end
+        text = text[start:]
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """The parts of a text between empty lines, up to `MOST_LEARNED` characters."""
+    rest, seen = "", 0
+    for chunk in _read(path):
+        *whole, rest = (rest + chunk).split("\n\n")
+        yield from whole
+        seen += len(chunk)
+        if seen >= MOST_LEARNED:
+            return
+    yield rest
 
 
 def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]]) -> Facts:
@@ -119,20 +182,21 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
     hashed = _write_text(place, setting.text, named.get(setting.text, ()))
     tokenizer = folder / setting.tokenizer
     if not (tokenizer / "tokenizer.json").is_file():
-        texts = (place / "train.txt").read_text(encoding="utf-8").split("\n\n")
         sentinels = [f"<extra_id_{i}>" for i in range(FAMILIES[setting.family].sentinels)]
+        texts = _paragraphs(place / "train.txt")
         made = train_tokenizer(texts, setting.vocab - len(sentinels))
         made.add_special_tokens({"extra_special_tokens": sentinels})
         made.eos_token = made.convert_ids_to_tokens(SEPARATOR)
         made.save_pretrained(tokenizer)
     used = folder / setting.validation
     if not used.is_file():
-        text = (place / "validation.txt").read_text(encoding="utf-8")
-        if setting.validation_tokens is not None:
+        wanted = setting.validation_tokens
+        with (place / "validation.txt").open(encoding="utf-8") as file:
             # enough of a large text, whose tokens would take long to count
-            text = text[: MOST_CHARACTERS * setting.validation_tokens]
+            text = file.read(-1 if wanted is None else MOST_CHARACTERS * wanted)
+        if wanted is not None:
             tokens = len(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
-            text = text[: len(text) * setting.validation_tokens // tokens]
+            text = text[: len(text) * wanted // tokens]
         _write(used, "\n\n".join([text] * setting.validation_passes))
     files = (place / "train.txt", used)
     sizes = {name: file.stat().st_size for name, file in zip(SIZES, files, strict=True)}
@@ -153,16 +217,15 @@ def _write_text(place: Path, kind: str, files: Sequence[Path]) -> str:
     Raises:
         GrowthError: another text is there.
     """
-    corpus = split(files) if files else read_corpus(TEXTS[kind]())
-    text = "\n\n".join(corpus.train)
-    hashed = _hash(text)
-    origin = [str(path.resolve()) for path in files] or "files that are on every machine"
     there, about = place / "train.txt", place / "origin.json"
-    if not there.is_file():
+    is_new, pieces = not there.is_file(), _pieces(kind, files)
+    if is_new:
         place.mkdir(parents=True, exist_ok=True)
-        _write(place / "validation.txt", "\n\n".join(corpus.validation))
-        _write(there, text)
-    elif (found := _hash(there.read_text(encoding="utf-8"))) != hashed:
+        hashed = _write_parts(pieces, there, place / "validation.txt")
+    else:
+        hashed = _hash(data for held_out, data in _joined(pieces) if not held_out)
+    origin = [str(path.resolve()) for path in files] or "files that are on every machine"
+    if not is_new and (found := _hash(text.encode() for text in _read(there))) != hashed:
         was = json.loads(about.read_text())["origin"] if about.is_file() else "not known"
         said = was if isinstance(was, str) else ", ".join(was[:3])
         option = {"corpus": "--text", "domain": "--domain"}[kind]
@@ -175,8 +238,50 @@ def _write_text(place: Path, kind: str, files: Sequence[Path]) -> str:
     return hashed
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _pieces(kind: str, files: Sequence[Path]) -> Iterator[Piece]:
+    """The pieces of the files that the user names, or of those of a text."""
+    if files:
+        return split(files)
+    train, validation = read_corpus(TEXTS[kind]())
+    return chain(((False, text) for text in train), ((True, text) for text in validation))
+
+
+def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
+    """Write the pieces into two files. That for training comes last: where it is, both are.
+
+    Returns:
+        The hash of the text for training.
+    """
+    hashed = hashlib.sha256()
+
+    def fill(train_part: Path, validation_part: Path) -> None:
+        with train_part.open("wb") as own, validation_part.open("wb") as other:
+            for held_out, data in _joined(pieces):
+                (other if held_out else own).write(data)
+                if not held_out:
+                    hashed.update(data)
+
+    write_whole(train, lambda one: write_whole(validation, lambda other: fill(one, other)))
+    return _short(hashed)
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[bool, bytes]]:
+    """The pieces as bytes, with an empty line between two of the same kind."""
+    seen = set[bool]()
+    for held_out, text in pieces:
+        yield held_out, (b"\n\n" if held_out in seen else b"") + text.encode()
+        seen.add(held_out)
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return _short(hashed)
+
+
+def _short(hashed: Any) -> str:
+    return str(hashed.hexdigest()[:16])
 
 
 def _write(file: Path, text: str) -> None:

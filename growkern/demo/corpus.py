@@ -65,11 +65,11 @@ def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
         GrowthError: there is no text for training or none for validation.
     """
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    numbers = [int.from_bytes(hashlib.sha256(t.encode()).digest()[:8], "little") for t in texts]
+    numbers = [hash_of(text) for text in texts]
     chosen = sorted(sorted(range(len(texts)), key=lambda i: (numbers[i], i))[:max_files])
     corpus = Corpus([], [])
     for i in chosen:
-        held_out = numbers[i] % VALIDATION_PARTS == 0
+        held_out = is_held_out(numbers[i])
         (corpus.validation if held_out else corpus.train).append(texts[i])
     if not (any(corpus.train) and any(corpus.validation)):
         raise GrowthError(
@@ -77,6 +77,16 @@ def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
             "training and validation. Install the complete standard library"
         )
     return corpus
+
+
+def hash_of(text: str) -> int:
+    """A number that depends on a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def is_held_out(number: int) -> bool:
+    """Whether the text with this hash is for validation: one in 20 is."""
+    return number % VALIDATION_PARTS == 0
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,11 +1,13 @@
 """Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,13 +15,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.paper import __main__ as command
-from bench.paper import corpus, runs, tables
+from bench.paper import corpus, page, runs
 from bench.paper.committed import of_text, save
 from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
+from bench.paper.jobs import SOURCE, all_needs
 from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import ROWS, rows_of, take_over
 from bench.paper.settings import FAMILIES, MICRO_GPT, SETTINGS, SIZES
-from bench.paper.systems import SOURCE, all_needs, job_of, run_of
+from bench.paper.systems import job_of, run_of
 from bench.shared.results import RESULTS, ROOT, append_row, read, write
 from growkern.errors import GrowthError
 
@@ -65,7 +68,7 @@ def row(name, loss=2.0, **more):
 
 def test_saving_drops_no_row(results, tmp_path, monkeypatch, capsys):
     """Neither without runs, nor with runs of another size."""
-    monkeypatch.setattr(tables, "draw", lambda *curves, title: drawn.append(title))
+    monkeypatch.setattr(page, "draw", lambda *found, title: drawn.append(title))
     before, drawn = (results / "paper.json").read_bytes(), []
     called(monkeypatch, "report", "--dir", tmp_path / "none")
     shown = capsys.readouterr().out
@@ -203,16 +206,22 @@ def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
     assert 80 <= len(tokenizer(text).input_ids) <= 120
 
 
+def parts(files):
+    """The texts for training, and those for validation."""
+    pieces = list(split(files))
+    return [[text for held_out, text in pieces if held_out is kind] for kind in (False, True)]
+
+
 def test_a_single_file_is_split_by_blocks(lines, tmp_path):
-    made = split([lines])
+    train, validation = parts([lines])
     whole = lines.read_text()
-    assert sum(map(len, (*made.train, *made.validation))) == len(whole)
-    assert 0.04 < sum(map(len, made.validation)) / len(whole) < 0.06
-    assert whole.startswith(made.train[0] + made.validation[0])
-    assert all(part.endswith("\n") for part in (*made.train, *made.validation))
+    assert "".join(text for _, text in split([lines])) == whole
+    assert 0.04 < sum(map(len, validation)) / len(whole) < 0.06
+    assert whole.startswith(train[0] + validation[0])
+    assert all(part.endswith("\n") for part in (*train, *validation))
     # one line without an end
     lines.write_text("word " * 2000)
-    assert "".join(a + b for a, b in zip(*split([lines]), strict=True)) in "word " * 2000
+    assert "".join(text for _, text in split([lines])) == "word " * 2000
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(GrowthError, match=r"short.txt: 9 characters"):
         split([tmp_path / "short.txt"])
@@ -222,11 +231,45 @@ def test_many_files_are_split_by_files(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(2 * LEAST_FILES)]
     for i, file in enumerate(files):
         file.write_text(f"file {i}")
-    made = split(files)
-    assert {*made.train, *made.validation} == {file.read_text() for file in files}
+    train, validation = parts(files)
+    assert {*train, *validation} == {file.read_text() for file in files}
     # a block may come from several files, a file is in one set
-    few = split(files[: LEAST_FILES - 1])
-    assert "\n\n".join(file.read_text() for file in files).startswith(few.train[0])
+    few, _ = parts(files[: LEAST_FILES - 1])
+    assert "\n\n".join(file.read_text() for file in files).startswith(few[0])
+
+
+@pytest.mark.parametrize("chunk", [7, 1000, 1 << 20])
+def test_chunks_change_no_piece(chunk, tmp_path, monkeypatch):
+    """Neither where files are cut, nor where a tokenizer's paragraphs are."""
+    files = [tmp_path / f"{i}.txt" for i in range(3)]
+    for i, file in enumerate(files):
+        file.write_text("".join(f"{j * j * i}" + "\n" * (j % 5) for j in range(300)))
+    whole = "\n\n".join(file.read_text() for file in files)
+    expected = list(split(files))
+    monkeypatch.setattr(corpus, "CHUNK", chunk)
+    assert list(split(files)) == expected and len(expected) > 8
+    assert "".join(text for _, text in expected) == whole
+    (tmp_path / "whole").write_text(whole)
+    assert list(corpus._paragraphs(tmp_path / "whole")) == whole.split("\n\n")
+
+
+def test_a_large_text_is_not_in_memory(tmp_path):
+    file, folder = tmp_path / "one.txt", tmp_path / "corpus"
+    with file.open("w") as out:
+        for i in range(400_000):
+            out.write(f"line {i} of the text, times {i * i}\n")
+    assert file.stat().st_size > 12 << 20
+    tracemalloc.start()
+    made, again = (corpus._write_text(folder, "corpus", [file]) for _ in range(2))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # some chunks of 1 MiB
+    assert peak < 6 << 20 and made == again
+    train = (folder / "train.txt").read_bytes()
+    assert made == hashlib.sha256(train).hexdigest()[:16]
+    sizes = [(folder / name).stat().st_size for name in ("train.txt", "validation.txt")]
+    assert sizes[1] == pytest.approx(sizes[0] / 19, rel=0.02)
+    assert sum(sizes) >= file.stat().st_size
 
 
 def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
