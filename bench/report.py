@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.paper.tables import IN_DOCS, table_text, write_page
+from bench.paper.page import IN_DOCS, table_text, write_page
 from bench.shared.loss_measure import beside_compile, range_of
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take

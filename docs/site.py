@@ -1,7 +1,8 @@
 """Hook of MkDocs: takes files beside the documentation into the site, and makes links fit.
 
 The pages link to files of the repository as `../examples/x.toml`, which works where the repository
-is shown. In the site these files lie beside the pages. The README is the home page.
+is shown. In the site these files lie beside the pages. The README is the home page, and the tables
+of all training runs are a page too.
 
 The pages are also there as Markdown, for readers of `llms.txt`. In them the reference has the
 signatures and docstrings that the HTML has.
@@ -19,28 +20,33 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#:]+)")
 OBJECT = re.compile(r"^::: growkern\.(\S+)$", re.MULTILINE)
 FOLDER = re.compile(r"\[([^\]]*)\]\(([^)#:]+)\)")
+# pages that are not in the folder of the documentation
+ELSEWHERE = {"index.md": ROOT / "README.md", "tables.md": ROOT / "bench" / "results" / "paper.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the home page, and each file of the repository that a page links to."""
-    pages = [ROOT / "README.md", *sorted(Path(config.docs_dir).glob("*.md"))]
+    """Add the pages from elsewhere, and each file of the repository that a page links to."""
+    pages = [*ELSEWHERE.values(), *sorted(Path(config.docs_dir).glob("*.md"))]
     links = ((page, link) for page in pages for link in LINK.findall(page.read_text()))
     linked = {(page.parent / link).resolve() for page, link in links}
     for path in sorted(linked):
-        if path.is_file() and not path.is_relative_to(config.docs_dir):
+        is_page = path in ELSEWHERE.values() or path.is_relative_to(config.docs_dir)
+        if path.is_file() and not is_page:
             name = path.relative_to(ROOT).as_posix()
             # a page of its own would ask for links and a place in the menu
             uri = f"{name}.txt" if name.endswith(".md") else name
             files.append(File.generated(config, uri, abs_src_path=str(path)))
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
+    for uri, path in ELSEWHERE.items():
+        files.append(File.generated(config, uri, content=path.read_text()))
     return files
 
 
 def on_post_build(config: Any) -> None:
     """Write the pages as Markdown into the site, where the links of llms.txt lead."""
-    for page in Path(config.docs_dir).glob("*.md"):
+    pages = {page.name: page for page in Path(config.docs_dir).glob("*.md")}
+    for uri, page in (pages | ELSEWHERE).items():
         text = OBJECT.sub(_described, _with_links(page.read_text(), page.parent, config))
-        (Path(config.site_dir) / page.name).write_text(text)
+        (Path(config.site_dir) / uri).write_text(text)
 
 
 @functools.cache
@@ -80,8 +86,8 @@ def _parameters(found: Any) -> list[str]:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links lead to where `on_files` has put their files."""
-    base = ROOT if page.file.src_uri == "index.md" else Path(config.docs_dir)
-    return _with_links(markdown, base, config)
+    path = ELSEWHERE.get(page.file.src_uri)
+    return _with_links(markdown, path.parent if path else Path(config.docs_dir), config)
 
 
 def _with_links(markdown: str, base: Path, config: Any) -> str:
@@ -90,11 +96,14 @@ def _with_links(markdown: str, base: Path, config: Any) -> str:
     Args:
         base: folder that the links start from.
     """
+    uris = {path: uri for uri, path in ELSEWHERE.items()}
 
     def moved(match: re.Match[str]) -> str:
         path = (base / match[1]).resolve()
         if path.is_relative_to(config.docs_dir):
             return f"]({path.relative_to(config.docs_dir).as_posix()}"
+        if path in uris:
+            return f"]({uris[path]}"
         name = path.relative_to(ROOT).as_posix()
         return f"]({name}.txt" if name.endswith(".md") else f"]({name}"
 

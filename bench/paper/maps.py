@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import growkern
+from bench.paper.jobs import Job
 from bench.paper.plans import Line, lines_of
 from bench.paper.settings import SIZES, Setting
-from bench.paper.systems import Job, job_of, run_of
+from bench.paper.systems import job_of, run_of
 from growkern import GrowthStep
 from growkern.growth.options import GrowthOptions
 from growkern.plot.attention import plot_attention

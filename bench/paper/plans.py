@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from bench.paper.jobs import RATE_SEED, Job
 from bench.paper.settings import SETTINGS, Setting, Size
-from bench.paper.systems import RATE_SEED, SYSTEMS, Job, job_of
+from bench.paper.systems import SYSTEMS, job_of
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.
@@ -22,12 +23,15 @@ class Line:
         system: a key of `SYSTEMS`.
         label: says how the setting differs from the others of the table; empty if it does not.
         like: another line of the same method, whose learning rate this one takes.
+        parts: lengths of its runs beside `PARTS`, which no column of the table shows. The FLOPs
+            that are saved are interpolated between all lengths.
     """
 
     setting: Setting
     system: str
     label: str = ""
     like: Line | None = None
+    parts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,12 @@ def _depth(setting: Setting) -> list[Line]:
     deep = setting.variant("deep", target=target)
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
-    for one in (young, deep):
+    for one, parts in ((young, ()), (deep, ())):
         label = f"source of {one.source_steps:,} steps"
         lines += [
-            Line(one, "fpi_identity", label),
-            Line(one, "fpi", f"stack, {label}"),
-            Line(one, "fpi_interleave", label),
+            Line(one, "fpi_identity", label, parts=parts),
+            Line(one, "fpi", f"stack, {label}", parts=parts),
+            Line(one, "fpi_interleave", label, parts=parts),
         ]
     return lines
 
@@ -146,13 +150,13 @@ def _directions(setting: Setting) -> list[Line]:
     both = Size(2 * source.layers, source.width // heads * more, more)
     lines = []
     # each at the defaults of growth, which differ from the first system where both axes grow
-    for label, target, system in (
-        ("width", wide, "fpi_padded"),
-        ("depth", deep, "fpi_identity"),
-        ("both", both, "padded_identity"),
+    for label, target, system, parts in (
+        ("width", wide, "fpi_padded", ()),
+        ("depth", deep, "fpi_identity", ()),
+        ("both", both, "padded_identity", ()),
     ):
         one = setting if target == setting.target else setting.variant(target.name, target=target)
-        lines += [Line(one, name, label) for name in ("scratch", system)]
+        lines += [Line(one, "scratch", label), Line(one, system, label, parts=parts)]
     return lines
 
 
@@ -206,12 +210,15 @@ TABLES = {
         "Knowledge Inheritance: from Python to C++", "gpt2", _domain, baseline="adapted"
     ),
     "symmetry": Table(
-        "How copies are told apart",
+        "How copies are told apart: GPT-2",
         "gpt2",
         lambda setting: [
             *_systems("scratch", "fpi_none", "fpi_noise", "fpi_split")(setting),
             Line(setting, "fpi", "routing"),
         ],
+    ),
+    "copies": Table(
+        "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
     "optimizer": Table(
         "The optimizer of a grown model",
@@ -236,7 +243,7 @@ def jobs_of_rates(line: Line) -> list[Job]:
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
-    steps = [max(1, round(part * setting.steps)) for part in PARTS]
+    steps = [max(1, round(part * setting.steps)) for part in (*line.parts, *PARTS)]
     return [job_of(setting, line.system, seed, rate, one) for one in steps]
 
 

@@ -23,22 +23,16 @@ from typing import Any
 import torch
 
 from bench.paper.corpus import Facts
+from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder
 from bench.paper.settings import Setting
-from bench.paper.systems import (
-    SOURCE,
-    Job,
-    all_needs,
-    kept_folder,
-    run_file,
-    untrained_models,
-    write_run_file,
-)
+from bench.paper.systems import run_file, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.plot.curve import STATE_FILE, read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run import train
+from growkern.train.topk_teacher.header import read_header
 from growkern.whole import write_whole
 
 Call = Callable[[], float]
@@ -84,10 +78,10 @@ class Workplace:
 
         missing = [job for job in jobs if "accuracy" not in self.rows[job.name]]
         self._train([job for job in missing if not self._has_model(job.name)])
-        for job, accuracy in self._called(missing, prepared):
+        for done, (job, accuracy) in enumerate(self._called(missing, prepared), start=1):
             append_row(self.folder / ACCURACIES, {"name": job.name, "accuracy": accuracy})
             self.rows[job.name]["accuracy"] = accuracy
-            self.say(f"{job.name}: accuracy {accuracy:.3f}")
+            self.say(f"{done}/{len(missing)} {job.name}: accuracy {accuracy:.3f}")
 
     def _train(self, jobs: Sequence[Job]) -> None:
         """Train jobs, and before each those that it needs and whose models are not there."""
@@ -104,8 +98,10 @@ class Workplace:
             file = write_run_file(job, self.folder)
             return partial(seconds_of_training, file, self.folder / job.name)
 
-        for job, seconds in self._called(jobs, prepared):
+        for done, (job, seconds) in enumerate(self._called(jobs, prepared), start=1):
             self._keep(job, seconds)
+            loss = self.rows[job.name]["losses"][-1]
+            self.say(f"{done}/{len(jobs)} {job.name}: loss {loss:.4f}, {seconds:.0f} s")
 
     def _with_needs(self, jobs: Iterable[Job]) -> list[Job]:
         """`jobs`, and first those that they need and whose models are not there."""
@@ -152,7 +148,7 @@ class Workplace:
             "system": job.system,
             "seed": job.seed,
             "rate": job.rate,
-            "source flops": sum(self.rows[one.name]["flops"][-1] for one in all_needs(job)),
+            "source flops": self._flops_before(job),
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
@@ -169,7 +165,18 @@ class Workplace:
             # some systems go on with the moments of their source
             if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":
                 shutil.rmtree(left)
-        self.say(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['seconds']:.0f} s")
+
+    def _flops_before(self, job: Job) -> float:
+        """The FLOPs of the models that a job needs, and of predictions that were kept for it."""
+        trained = {one: float(self.rows[one.name]["flops"][-1]) for one in all_needs(job)}
+        before = sum(trained.values())
+        if job.kept:
+            teacher = job.needs[0]
+            examples = read_header(self.folder / kept_folder(job)).examples
+            # a step of training costs three forward passes
+            steps = examples / teacher.setting.batch
+            before += trained[teacher] / 3 * steps / teacher.steps
+        return before
 
     def _keep_teacher(self, job: Job) -> None:
         """Run the teacher of a job once, with the command for it."""

@@ -185,6 +185,8 @@ def _bert(setting: Setting, size: Size, layers: int) -> Any:
         initializer_range=spread(size.width),
         hidden_dropout_prob=setting.dropout,
         attention_probs_dropout_prob=setting.dropout,
+        pad_token_id=PADDING,
+        eos_token_id=SEPARATOR,
     )
 
 

@@ -137,19 +137,12 @@ def short_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     return ["model", "source", "seeds", *SHORT], lines
 
 
-def report(rows: Iterable[Row], picture: Path | None = None) -> str:
-    """The tables in markdown: one per model, one line per variant, optimizer, rate and warm-up.
-
-    Args:
-        rows: of the study.
-        picture: draws mean losses over steps into this file, if given.
-    """
+def report(rows: Iterable[Row]) -> str:
+    """The tables in markdown: one per model, one line per variant, optimizer, rate and warm-up."""
     rows = list(rows)
     lines = _tables(_groups(rows), LONG)
     if longer := _groups(rows, LONGER):
         lines += ["## Twice as long", "", *_tables(longer, LONGER)]
-    if picture is not None:
-        _draw(_groups(rows), picture)
     return "\n".join(lines)
 
 
@@ -169,29 +162,6 @@ def _tables(groups: Mapping[str, Mapping[Setup, Sequence[Row]]], end: int) -> li
         lines += [_line(setup, found, _continued(variants, setup), end) for setup, found in ordered]
         lines.append("")
     return lines
-
-
-def _draw(groups: Mapping[str, Mapping[tuple[str, str], Sequence[Row]]], file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6 * len(groups), 4.5), layout="constrained")
-    for axes, (model, variants) in zip(
-        figure.subplots(1, len(groups), squeeze=False)[0], sorted(groups.items()), strict=True
-    ):
-        for (variant, optimizer, rate, warmup), rows in variants.items():
-            if (rate, warmup) != (END_RATE, WARMUP):
-                continue
-            steps = sorted(int(step) for step in rows[0]["losses"] if int(step) <= LONG)
-            style = "--" if optimizer.startswith("adamw") else "-"
-            axes.plot(
-                steps[1:],
-                [_mean(rows, s) for s in steps[1:]],
-                style,
-                label=f"{variant} {optimizer}",
-            )
-        axes.set(title=model, xlabel="steps after growth", ylabel="validation loss", xscale="log")
-        axes.legend(fontsize=6)
-    figure.savefig(file, dpi=120)
 
 
 # the picture of the README: models, and the rate that is best for the small one, see the tables

@@ -3,8 +3,7 @@
     python -m bench.symmetry run              make all runs, in the order of their importance
     python -m bench.symmetry run --most 10    make at most ten more
     python -m bench.symmetry report           print the tables
-    python -m bench.symmetry report --save    also write them, the rows and a picture of the curves
-                                              to bench/results
+    python -m bench.symmetry report --save    also write the rows to bench/results
     python -m bench.symmetry moments          compare grown moments with the model's own
 
 Byte-level GPT-2, Llama and BERT models are trained on Python's standard library, grown to twice
@@ -77,7 +76,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "report":
         rows = list(read_rows(args.dir / "runs.jsonl", key_of).values())
-        print(report(rows, RESULTS / "symmetry.png" if args.save else None))
+        print(report(rows))
         if args.save:
             save(rows)
         return 0

@@ -8,7 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.paper.tables import interval, saved
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
 from growkern.ops.loss.linear import gemm
@@ -16,35 +15,17 @@ from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import Maths, RowInputs
-
-ROOT = results.ROOT
-OPTIMIZERS = ("adamw", "growth")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXT = "\n".join(page.read_text() for page in PAGES)
-CLEAN = re.compile(r"[0-9a-f]{7,40}")
-
-
-def tables(text):
-    """The Markdown tables of a text, each as a list of rows of cells. The first row is the head."""
-    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
-        lines = [[c.strip() for c in line.strip("|").split("|")] for line in block.splitlines()]
-        yield [lines[0], *lines[2:]]
-
-
-def table_with(head):
-    (found,) = [table for table in tables(TEXT) if table[0][0].startswith(head)]
-    return found
-
-
-def check_source(name):
-    """Check that a quoted result names its machine and a commit without changes: its document."""
-    document = results.read(results.RESULTS / f"{name}.json")
-    assert document, f"{name}.json is missing or broken, so the README's figures have no source"
-    facts = document["machine"]
-    assert CLEAN.fullmatch(document.get("commit") or facts.get("commit", "")), f"{name}: no commit"
-    assert not facts.get("dirty"), f"{name}: measured from sources that were not committed"
-    assert facts.get("cpu") or facts.get("gpu") or facts.get("devices"), f"{name}: no machine"
-    return document
+from tests.bench.pages import (
+    LOG,
+    PAGES,
+    ROOT,
+    TEXT,
+    check_source,
+    paper_lines,
+    says,
+    table_with,
+    tables,
+)
 
 
 def test_the_demo_matches_its_result():
@@ -103,11 +84,6 @@ def test_the_table_of_k_matches_its_result():
     )
     for row in rows:
         assert row["stored fp16"] == pytest.approx(row["gradient error"], rel=2e-3)
-
-
-def says(sentence):
-    """Whether a page has these words, with any line breaks."""
-    return " ".join(sentence.split()) in " ".join(TEXT.split())
 
 
 def test_the_errors_of_growth_match_their_result():
@@ -242,24 +218,6 @@ def test_the_table_of_a_whole_process_matches_its_result():
     assert all(row["repeats"] == 1 for row in document["rows"]) == says("Measured once")
 
 
-def test_the_table_at_the_best_rate_matches_its_result():
-    rows = results.quotable(results.RESULTS / "symmetry.json")["rows"]
-    head, *lines = table_with("at 5e-4")
-    assert head[1] == "small model, trained on" and len(lines) == 2
-    setups = [("continued", 0, "adamw")]
-    setups += [(*kind, name) for kind in (("noise", 0.5), ("routing", 1)) for name in OPTIMIZERS]
-    for model, *cells in lines:
-        for cell, (symmetry, amplitude, optimizer) in zip(cells, setups, strict=True):
-            found = [
-                row["losses"]["2000"]
-                for row in rows
-                if (row["model"], row["steps"], row["rate"]) == (model, 2000, 5e-4)
-                and (row["symmetry"], row["optimizer"]) == (symmetry, optimizer)
-                and (row["amplitude"] or 0, row.get("warmup", 50)) == (amplitude, 50)
-            ]
-            assert len(found) == 3 and cell == f"{sum(found) / 3:.3f}", (model, symmetry, optimizer)
-
-
 # digits of the errors at the top of the README, in per cent
 WRONG = {"plain": 0, "growkern": 1}
 
@@ -315,313 +273,9 @@ def test_the_readmes_table_matches_its_results():
     )
 
 
-def paper_lines(name, **known):
-    """The lines by their systems of the table of training in which `name` stands with `known`."""
-    for head, *lines in tables(TEXT):
-        found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
-        if head[0] == "system" and name in found and known.items() <= found[name].items():
-            return found
-    raise AssertionError(name)
-
-
-def test_the_sentences_on_copies_match_their_table():
-    found = paper_lines("FPI, equal copies")
-    ends = {name: float(line["all"].split()[0]) for name, line in found.items()}
-    assert says(f"FPI ends {ends['FPI, equal copies'] - ends['FPI, routing']:.2f} lower")
-    assert found["FPI, equal copies"]["FLOPs saved"].startswith("not reached")
-    # the table of GPT-2 has the same runs
-    beside = paper_lines("FPI", all=found["FPI, routing"]["all"])
-    assert abs(float(beside["AKI"]["all"]) - ends["FPI, routing"]) < 0.005
-    assert abs(ends["FPI, unequal shares"] - ends["FPI, routing"]) < 0.005
-    assert ends["FPI, noise 0.5"] > ends["FPI, routing"] + 0.04
-    more = interval(more_saved("tiny-gpt", "aki", "fpi", "0.003"), 1)
-    assert says(f"Over three seeds AKI saves {more} points more than FPI with routing")
-
-
-def first(cell):
-    """The mean in a cell of a table, without its interval."""
-    return float(cell.split()[0])
-
-
-def test_the_sentences_on_bert_match_their_table():
-    found = paper_lines("FPI + two stages", rate="0.002")
-    shares = {name: first(line["FLOPs saved"]) for name, line in found.items() if name != "MSLT"}
-    ranks = ["FPI", "AKI", "AKI + two stages", "StackBERT"]
-    assert sorted(ranks, key=shares.get, reverse=True) == ranks
-    assert {found[name]["seeds"] for name in found} == {"3"}
-    assert min(shares[name] for name in ("FPI", "AKI", "DirectCopy")) > 45
-    more = {
-        names: more_saved("tiny-bert", *names, rates={"direct_copy": "0.001"})
-        for names in (
-            ("fpi", "aki"),
-            ("aki", "direct_copy"),
-            ("direct_copy", "stackbert"),
-            ("aki", "aki_two_stage"),
-            ("aki_two_stage", "aki_two_stage_ki"),
-        )
-    }
-    assert all(min(found) > 0 for found in more.values())
-    texts = [interval(found, 1) for found in more.values()]
-    assert says("FPI saves {} points more than AKI, AKI {} more than DirectCopy".format(*texts))
-    assert says(f"and DirectCopy {texts[2]} more than StackBERT")
-    assert says(f"Two stages save {texts[3]} points less than AKI alone")
-    assert says(f"Inheritance on top saves {texts[4]} points less")
-    lower = first(found["AKI + two stages"]["all"]) - first(
-        found["AKI + two stages + inheritance"]["all"]
-    )
-    assert says(f"It ends {lower:.3f} lower, and its teacher costs")
-    staged = found["AKI + two stages"]
-    higher = first(staged["all"]) - first(found["AKI"]["all"])
-    assert says(f"but the model ends {higher:.2f} higher")
-    stacked, copied = (found[name]["with the source's"] for name in ("StackBERT", "DirectCopy"))
-    assert says(f"{first(stacked):.0f} %, beside {first(copied):.0f} % for DirectCopy")
-    assert found["MSLT"]["FLOPs saved"] == "not reached by 3 of 3"
-    rows = training_rows()
-    mslt, scratch = (
-        rows[f"tiny-bert/{name}-2000-0.002-seed1"]["flops"][-1] for name in ("mslt", "scratch")
-    )
-    assert says(f"in as many steps it spends {mslt / scratch:.2f} of the FLOPs")
-    longer = paper_lines("MSLT, as many FLOPs as scratch")["MSLT, as many FLOPs as scratch"]
-    assert says(f"MSLT ends {-first(longer['below it']):.2f} above training from scratch")
-    spent = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["flops"][-1]
-    assert spent == pytest.approx(scratch, rel=0.005)
-
-
-def training_rows():
-    return {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
-
-
-def runs_of(name, rate="0.002", seed=1):
-    """The runs of a setting and system with a seed, after 500, 1000 and 2000 steps."""
-    rows = training_rows()
-    return [rows[f"{name}-{steps}-{rate}-seed{seed}"] for steps in (500, 1000, 2000)]
-
-
-def more_saved(setting, one, other, rate="0.002", rates=None):
-    """How many points `one` saves more than `other`, for each of three seeds."""
-    differences = []
-    for seed in (1, 2, 3):
-        scratch = runs_of(f"{setting}/scratch", rate, seed)
-        runs = [
-            runs_of(f"{setting}/{name}", (rates or {}).get(name, rate), seed)
-            for name in (one, other)
-        ]
-        first, second = (100 * saved(own, scratch) for own in runs)
-        differences.append(first - second)
-    return differences
-
-
-def test_the_sentences_on_gpt2_match_their_table():
-    padded, copied, direct = (
-        [runs_of(f"tiny-gpt/{name}", "0.003", seed)[-1]["losses"][-1] for seed in (1, 2, 3)]
-        for name in ("fpi_padded", "fpi", "direct_copy")
-    )
-    below = [a - b for a, b in zip(copied, padded, strict=True)]
-    assert says(f"below FPI in every seed, by {min(below):.2f} to {max(below):.2f}")
-    lower = sum(padded) / 3 - sum(direct) / 3
-    assert says(f"ends lower still, by {lower:.2f};")
-    more = interval(more_saved("tiny-gpt", "fpi_padded", "fpi", "0.003"), 1)
-    assert says(f"Paired by seed it saves {more} points more")
-    more = interval(more_saved("tiny-gpt", "direct_copy", "fpi_padded", "0.003"), 1)
-    assert says(f"the saving is about the same, {more} points more")
-    alone = paper_lines("StackBERT", rate="0.003")
-    assert all(line["seeds"] == "1" for line in alone.values())
-    for name in ("StackBERT", "MSLT"):
-        assert alone[name]["FLOPs saved"] == "not reached by 1 of 1"
-    assert float(alone["AKI + two stages"]["all"]) > float(alone["AKI"]["all"])
-
-
-def test_the_sentence_on_the_source_matches_its_runs():
-    rows = training_rows()
-    ends = [
-        rows[f"tiny-gpt{name}-seed1"]["losses"][-1]
-        for name in ("/source-2000-0.003", "-at400/source-8000-0.003")
-    ]
-    assert says("that of GPT-2 falls from {:.2f} to {:.2f}".format(*ends))
-    scratch = runs_of("tiny-gpt/scratch", "0.003")[-1]["losses"][-1]
-    assert ends[1] < scratch < ends[0]
-
-
-def test_the_sentences_on_stage_1_match_their_table():
-    scratch, aki = runs_of("tiny-bert/scratch"), runs_of("tiny-bert/aki")
-    stages = [runs_of(f"tiny-bert{part}/aki_two_stage") for part in ("-eb2", "", "-eb10", "-eb20")]
-    ends = [one[-1]["losses"][-1] for one in (aki, *stages)]
-    assert ends == sorted(ends)
-    assert says(f"AKI alone ends at {ends[0]:.3f} and saves {100 * saved(aki, scratch):.1f} %")
-    deeper = runs_of("tiny-bert-lb2/aki_two_stage")[-1]["losses"][-1]
-    assert abs(deeper - ends[2]) < 0.001
-
-    alone, after, deeper = (
-        100 * saved(runs_of(name), scratch)
-        for name in (
-            "tiny-bert/aki_adamw",
-            "tiny-bert/aki_after_stage1",
-            "tiny-bert-lb2/aki_after_stage1",
-        )
-    )
-    assert says(f"adds {after - alone:.1f} points") and says(
-        f"or {deeper - alone:.1f} with sub-mod"
-    )
-    rows, whole = training_rows(), scratch[-1]["flops"][-1]
-    cost, more = (
-        100 * rows[f"tiny-bert{part}/stage1-250-0.002-seed1"]["flops"][-1] / whole
-        for part in ("", "-lb2")
-    )
-    assert says(f"costs {8 * cost / 100:.2f} of a whole step")
-    assert says(f"it costs {cost:.1f} or {more:.1f} % of the FLOPs from scratch")
-    assert after - alone < cost and deeper - alone < more
-
-
-def test_the_sentences_on_smaller_sources_match_their_table():
-    scratch = runs_of("tiny-bert/scratch")
-    short, whole = (
-        [100 * saved(runs_of(name), scratch, with_source=counted) for counted in (False, True)]
-        for name in ("tiny-bert-from2x64/aki", "tiny-bert/aki")
-    )
-    assert says("saves {:.1f} % with AKI, and {:.1f} % with its own".format(*short))
-    assert says("one of 4 x 64 saves {:.1f} and {:.1f} %".format(*whole))
-    narrow = runs_of("tiny-bert-from4x32/aki", "0.004")
-    ahead = [
-        base["losses"][-1] - own["losses"][-1] for own, base in zip(narrow, scratch, strict=True)
-    ]
-    assert ahead[1] > 0 and says(f"after half of the steps, and ends {-ahead[2]:.2f} above it")
-    padded = runs_of("tiny-bert-from4x32/fpi_padded")[-1]["losses"][-1]
-    assert says(f"it ends {padded - scratch[-1]['losses'][-1]:.2f} above")
-    own = [
-        training_rows()[f"tiny-bert{name}/source-2000-0.003-seed1"]["losses"][-1]
-        for name in ("-from4x32", "")
-    ]
-    assert says("its own loss is {:.2f}, that of 4 x 64 is {:.2f}".format(*own))
-
-
-def test_the_sentences_on_inheritance_match_their_tables():
-    found = paper_lines("taught by the source")
-    lines = [
-        found[name]
-        for name in (
-            "taught by the source",
-            "taught by two sources",
-            "taught by a middle size, that by the source",
-        )
-    ]
-    below = [line["below it"] for line in lines]
-    assert says("by {:.2f}, two by {:.2f}, and one that was".format(*map(float, below)))
-    gains = [first(line["FLOPs saved"]) for line in lines]
-    assert says("they save {:.0f}, {:.0f} and {:.0f} % of the FLOPs".format(*gains))
-    kept = [float(found[f"taught, {k} tokens kept"]["below it"]) for k in (1, 4, 16, 64)]
-    assert [*kept, float(below[0])] == sorted([*kept, float(below[0])])
-    assert says(f"ends {float(below[0]) - kept[-1]:.3f} above the one beside the teacher")
-    taught = {name: line for name, line in found.items() if name != "scratch"}
-    assert {line["seeds"] for line in taught.values()} == {"1"}
-    assert max(first(line["with the source's"]) for line in taught.values()) < 0
-
-    rows = training_rows()
-    flops = {
-        name: rows[f"tiny-gpt/{name}-2000-0.003-seed1"]["flops"][-1]
-        for name in ("scratch", "taught", "taught_top64")
-    }
-    # the runs of kept predictions count no teacher
-    assert flops["scratch"] == flops["taught_top64"]
-    assert says(f"it is {flops['taught'] / flops['scratch'] - 1:.0%}".replace("%", " %"))
-    grown = saved(runs_of("tiny-gpt/fpi_padded", "0.003"), runs_of("tiny-gpt/scratch", "0.003"))
-    assert says(f"saves more, {100 * grown:.0f} % with the same seed") and 100 * grown > max(gains)
-
-    ends = {
-        name: rows[f"tiny-gpt-domain/{name}-0.003-seed1"]["losses"][-1]
-        for name in ("adapted_taught-500", "adapted-500", "source_adapted-500", "adapted-250")
-    }
-    taught, alone, teacher, half = ends.values()
-    assert says(f"with it the model ends at {taught:.3f}, alone at {alone:.3f}")
-    assert says(f"This one ends at {teacher:.3f}. Alone, the model has {half:.3f} after half")
-
-
-def test_the_sentences_on_directions_match_their_table():
-    wide, deep, both = (
-        [runs_of(f"{name}/{system}", "0.003") for system in ("scratch", grown)]
-        for name, grown in (
-            ("tiny-gpt", "fpi_padded"),
-            ("tiny-gpt-16x64", "fpi_identity"),
-            ("tiny-gpt-8x96", "padded_identity"),
-        )
-    )
-    flops = [runs[0][-1]["flops"][-1] for runs in (wide, deep, both)]
-    assert flops[1] == pytest.approx(flops[0], rel=0.005)
-    assert says(f"a step of the last {flops[2] / flops[0]:.2f} times as much")
-    for start in (0, 1):
-        ends = [runs[start][-1]["losses"][-1] for runs in (wide, both, deep)]
-        assert ends == sorted(ends)
-    shares = [100 * saved(runs[1], wide[0]) for runs in (wide, both, deep)]
-    assert says(
-        "{:.0f} % fewer than the wide model from scratch, growth in both {:.0f} %, and in "
-        "depth {:.0f} %".format(*shares)
-    )
-    gains = [runs[0][-1]["losses"][-1] - runs[1][-1]["losses"][-1] for runs in (deep, both, wide)]
-    assert gains == sorted(gains, reverse=True)
-
-
-def test_the_sentences_on_the_optimizer_match_their_table():
-    found = paper_lines("FPI, padded stream, AdamW")
-    rows = training_rows()
-    default = rows["tiny-gpt/fpi_padded-2000-0.003-seed1"]["losses"][-1]
-    assert says(f"the default ends at {default:.3f}")
-    padded = "FPI, padded stream, "
-    for name in ("AdamW", "grown moments"):
-        assert abs(first(found[padded + name]["all"]) - default) <= 0.0105
-    rewarmed = found[padded + "grown moments, re-warm-up"]
-    assert float(rewarmed["rate"]) < float(found["FPI, padded stream"]["rate"])
-    assert says(f"the long run ends {first(rewarmed['all']) - default:.2f} higher")
-
-
-def test_the_sentences_on_when_to_grow_match_their_tables():
-    moments = paper_lines("FPI, padded stream, after 10 %")
-    counted = [
-        float(re.findall(r"-?[\d.]+", moments[f"FPI, padded stream, after {share} %"][column])[0])
-        for column in ("FLOPs saved", "with the source's")
-        for share in (10, 30, 100)
-    ]
-    gains, with_source = counted[:3], counted[3:]
-    assert gains == sorted(gains)
-    assert says("saved {:.0f} %, {:.0f} % and {:.0f} %".format(*gains))
-    assert says(
-        f"counted, {min(with_source):.1f} to {max(with_source):.1f} % is saved, and the inter"
-    )
-    cells = [
-        moments[f"FPI, padded stream, after {share} %"]["with the source's"]
-        for share in (10, 30, 100)
-    ]
-    spans = [[float(x) for x in re.findall(r"-?[\d.]+", cell)] for cell in cells]
-    assert max(mean - half for mean, half in spans) < min(mean + half for mean, half in spans)
-    cost = gains[2] - with_source[2]
-    assert says(f"its training costs {cost:.0f} % of that of the large model")
-    assert says(f"the small model alone has cost {4 * cost / 100:.1f} times")
-
-    depth = paper_lines("FPI, identity, source of 200 steps")
-    ends = {
-        age: {
-            way: float(depth[f"FPI, {way}, {age}"]["all"])
-            for way in ("identity", "stack", "interleave")
-        }
-        for age in ("source of 200 steps", "source of 2,000 steps")
-    }
-    spread = {age: max(found.values()) - min(found.values()) for age, found in ends.items()}
-    assert says(f"the three ways end within {spread['source of 200 steps']:.3f} of each other")
-    assert says(f"ways ended within {spread['source of 2,000 steps']:.2f} of each other")
-    start = {
-        way: float(depth[f"FPI, {way}, source of 2,000 steps"]["start loss"])
-        for way in ("identity", "stack")
-    }
-    old = ends["source of 2,000 steps"]
-    assert min(old, key=old.get) == "stack" and max(old, key=old.get) == "identity"
-    assert says(
-        f"a stack starts {start['stack'] - start['identity']:.2f} higher than identity and ends "
-        f"{old['identity'] - old['stack']:.2f} lower"
-    )
-    assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())
-
-
 def test_the_logs_table_of_split_products_matches_its_result():
     rows = check_source("split_products")["rows"]
-    text = (ROOT / "bench" / "LOG.md").read_text().replace("\n  |", "\n|")
+    text = LOG.replace("\n  |", "\n|")
     (lines,) = [found[1:] for found in tables(text) if found[0][-1] == "TFLOP/s in the model"]
     assert len(lines) == 5
     for name, *errors, rate in lines:

@@ -1,7 +1,7 @@
 """Tables and pictures match the JSON. Where a result is missing they say "not measured yet"."""
 
 from bench import report, tune
-from bench.paper.tables import page_text
+from bench.paper.page import page_text
 from bench.shared import pictures, results
 from tests.bench.documents import document
 

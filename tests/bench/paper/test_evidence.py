@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from bench.paper.compare import interval, runs_of, saved
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import TINY_BERT, Size
-from bench.paper.tables import interval, runs_of, saved
 from bench.shared.results import RESULTS, read
 from growkern.growth.plan.advice.evidence import DIRECT_COPY, FAR_FACTOR, OURS, SAVINGS
 

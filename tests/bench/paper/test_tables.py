@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import time
 from functools import partial
@@ -13,31 +12,14 @@ import torch
 from transformers import BertForMaskedLM
 
 from bench.paper import __main__ as command
-from bench.paper import plans, runs, tables
+from bench.paper import plans, runs
+from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
 from bench.paper.maps import maps_text
-from bench.paper.plans import TABLES, jobs_of_rates, jobs_of_seed, lines_of
+from bench.paper.plans import TABLES, jobs_of_rates, lines_of
 from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import (
-    RATE_SEED,
-    SOURCE,
-    SYSTEMS,
-    all_needs,
-    job_of,
-    run_of,
-    source_of,
-    untrained_models,
-)
-from bench.paper.tables import (
-    interval,
-    page_text,
-    report,
-    runs_of,
-    saved,
-    table_text,
-    write_page,
-)
-from bench.shared.results import RESULTS, read, write
-from growkern.growth.plan.advice.evidence import MOMENTS
+from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
+from bench.shared.results import write
+from growkern.train.topk_teacher.header import read_header
 
 DOMAIN = lines_of("domain", "micro")[0].setting
 WORDS = [
@@ -182,29 +164,6 @@ def test_every_system_is_a_run_file(system, tmp_path):
         assert run.inheritance.end_step == 176 and run.teacher.paths == (run.growth.source,)
 
 
-def runs_with(losses, flops, source=0.0):
-    """Runs of three lengths; what they lost and spent on the way does not matter."""
-    return [
-        {"steps": [0, 1], "losses": [9.0, loss], "flops": [0.0, spent], "source flops": source}
-        for loss, spent in zip(losses, flops, strict=True)
-    ]
-
-
-def test_savings_are_read_where_the_final_loss_of_scratch_is_reached():
-    scratch = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0])
-    fast = runs_with([2.5, 2.2, 1.8], [12.5, 25.0, 50.0], 10.0)
-    assert saved(fast, scratch) == pytest.approx(1 - 0.375)
-    assert saved(fast, scratch, with_source=True) == pytest.approx(0.525)
-    assert saved(runs_with([1.9, 1.8, 1.7], [12.5, 25.0, 50.0]), scratch) == 0.875
-    assert math.isnan(saved(runs_with([3.0, 2.5, 2.1], [12.5, 25.0, 50.0]), scratch))
-    # both went on with the same model
-    begun = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0], 10.0)
-    assert saved(fast, begun, with_source=True) == saved(fast, begun) == 0.625
-    # Student's t with 2 degrees of freedom: 4.303 * 1 / sqrt(3)
-    assert interval([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
-    assert report([]) == ""
-
-
 def test_only_stacked_models_begin_with_fewer_layers():
     for name in SYSTEMS:
         layers = [n for _, n in untrained_models(job_of(DOMAIN, name, 1, 1e-3, 8)).values()]
@@ -286,64 +245,12 @@ def test_targets_have_heads_as_wide_as_the_sources(name):
         assert small.width // small.heads == large.width // large.heads
 
 
-def rows_for(lines, losses):
-    """Rows of finished runs: the middle rate is the best; each seed has losses of three lengths."""
-    for line, of_seeds in zip(lines, losses, strict=True):
-        for job in jobs_of_rates(line):
-            yield row_of(job, abs(job.rate - line.setting.rates[1]) + 3.0)
-        for seed, ends in enumerate(of_seeds, start=1):
-            jobs = jobs_of_seed(line, seed, line.setting.rates[1])
-            for job, end in zip(jobs, ends, strict=True):
-                yield row_of(job, end)
-
-
-def row_of(job, loss):
-    one = {"name": job.name, "system": job.system, "seed": job.seed, "rate": job.rate}
-    curve = {"steps": [0, job.steps], "flops": [0.0, float(job.steps)], "losses": [3.5, loss]}
-    return one | curve | {"source flops": 400.0 * len(job.needs)}
-
-
-# three seeds of each line, after 1/4, 1/2 and all of 2,000 steps
-MOMENT = [
-    [(3.0, 2.5, 2.0), (3.2, 2.7, 2.2), (3.4, 2.9, 2.4)],
-    [(2.9, 2.6, 2.2), (2.9, 2.6, 2.1), (2.9, 2.6, 2.3)],
-    [(2.2, 2.1, 1.9), (2.4, 2.3, 2.1), (2.6, 2.5, 2.3)],
-    [(2.4, 2.1, 1.9), (2.6, 2.3, 2.1), (2.4, 2.3, 2.1)],
-    [(3.0, 2.2, 1.8), (3.0, 2.2, 1.8), (3.0, 2.2, 1.8)],
-]
-
-
-def test_a_table_has_a_line_for_each_setting():
-    """Every line is compared with the same seeds from scratch, at its own best rate."""
-    lines = lines_of("moment", "tiny")
-    text = report(rows_for(lines, MOMENT))
-    # other tables share the runs from scratch
-    table = text.split("## When to grow, tiny\n")[1].split("`python")[0].splitlines()[1:]
-    head, _, *cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table if line
-    ]
-    column = dict(zip(head, zip(*cells, strict=True), strict=True))
-    labels = [f"FPI, padded stream, after {share} %" for share in (10, 30, 100, 400)]
-    assert column["system"] == ("scratch", *labels)
-    assert set(column["rate"]) == {f"{lines[0].setting.rates[1]:g}"}
-    assert set(column["seeds"]) == {"3"} and "accuracy" not in column
-    quarter = ("3.200 ± 0.497", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287", "3.000 ± 0.000")
-    assert column["1/4 of the steps"] == quarter and column["all"][0] == "2.200 ± 0.497"
-    below = ("0.000 ± 0.000", "0.000 ± 0.430", "0.100 ± 0.000", "0.167 ± 0.287", "0.400 ± 0.497")
-    assert column["below it"] == below
-    # the first seed of the second line does not reach 2.0; the third is below 2.4 from the start
-    shares = column["FLOPs saved"]
-    assert shares[:2] == ("0.0 ± 0.0 %", "not reached by 1 of 3")
-    assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
-    assert column["with the source's"][2].startswith("5.0 ±")
-
-
 @pytest.mark.parametrize(
     "name, systems",
     [
         ("table6", ["scratch", "fpi"]),
         ("table5", ["scratch", "aki_two_stage_ki"]),
-        ("inheritance", ["scratch", "taught_by_two", "taught_by_generations", "taught_top4"]),
+        ("inheritance", ["scratch", "taught_by_two", "taught_by_generations"]),
         ("domain", ["adapted", "adapted_taught"]),
         ("optimizer", ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed"]),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
@@ -360,32 +267,25 @@ def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
     assert all(SYSTEMS[system].title in table for system in systems)
 
 
-def test_the_page_shows_a_picture_of_every_table(tmp_path):
-    assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
-    assert table_text(tmp_path, "moment") == "not measured yet"
-    rows = list(rows_for(lines_of("moment", "tiny"), MOMENT))
-    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-    page, *pictures = write_page(tmp_path)
-    assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
-    linked = re.findall(r"\]\((.*?)\)", page.read_text())
-    assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
-    assert table_text(tmp_path, "moment") in page.read_text()
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-@pytest.mark.parametrize("seeds, drawn", [((3, 3, 3, 3, 1), (3, 3, 3, 3, 0)), ((3, 1, 2, 3, 3), 1)])
-def test_all_lines_of_a_picture_have_the_same_seeds(seeds, drawn, tmp_path, monkeypatch):
-    """Else its one mark is not that of the seeds of each line."""
-    lines = lines_of("moment", "tiny")
-    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
-    rows = list(rows_for(lines, losses))
-    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-    seen = []
-    monkeypatch.setattr(tables, "draw", lambda curves, *rest, title: seen.append(curves))
-    write_page(tmp_path)
-    titles = [curve.name for curves in seen for curve in curves]
-    expected = [drawn] * 5 if isinstance(drawn, int) else drawn
-    assert [titles.count(tables._title(line)) for line in lines] == list(expected)
+def test_kept_predictions_are_counted_before(text, tmp_path, monkeypatch, capsys):
+    """Per row of the text they cost what a teacher in training costs per row."""
+    monkeypatch.setattr(plans, "PARTS", (1.0,))
+    call = ["paper", "inheritance", "--size", "micro", "--seeds", "1", "--text", text]
+    call += ["--dir", str(tmp_path), "--systems", "scratch", "taught", "taught_top4"]
+    monkeypatch.setattr("sys.argv", call)
+    command.main()
+    capsys.readouterr()
+    rows = {row["system"]: row for row in runs.rows_of(tmp_path).values() if row["seed"] == 1}
+    scratch, taught, kept = (rows[name] for name in ("scratch", "taught", "taught_top4"))
+    (cache,) = tmp_path.glob("micro-gpt/source-8-*-seed1-top4")
+    examples = read_header(cache).examples
+    # 14 of 32 steps have the teacher; the last batch of the first epoch is not full
+    assert examples < 14 * 16
+    per_example = (taught["flops"][-1] - scratch["flops"][-1]) / (13 * 16 + examples % 16)
+    assert kept["flops"][-1] == scratch["flops"][-1]
+    before = kept["source flops"] - rows[SOURCE]["flops"][-1]
+    assert before == pytest.approx(per_example * examples, rel=1e-9)
+    assert taught["source flops"] == rows[SOURCE]["flops"][-1]
 
 
 def after(file, wanted, made):
@@ -426,14 +326,3 @@ def test_an_untrained_bert_chooses_its_rate_past_the_plateau():
         "mslt",
     }
     assert set(steps.values()) == {500, 2000}
-
-
-def test_the_forecast_knows_our_own_runs():
-    rows = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
-    lines = {line.system: runs_of(line, rows) for line in lines_of("table5", "tiny")}
-    scratch = lines["scratch"]
-    lines = {line.label: runs_of(line, rows) for line in lines_of("moment", "tiny")}
-    for share, gain in MOMENTS.items():
-        grown = lines[f"after {share:.0%}".replace("%", " %")]
-        found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
-        assert found and gain == pytest.approx(sum(found) / len(found), abs=5e-4)

@@ -1,0 +1,119 @@
+"""The runs of a table's lines beside those of its baseline, and the FLOPs that they save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.paper.jobs import RATE_SEED
+from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed
+from bench.paper.runs import best_rate
+from bench.paper.systems import SYSTEMS
+from growkern.plot.curve import first_crossing
+from growkern.train.evaluation.interval import ratio_interval
+
+Row = dict[str, Any]
+# seed -> runs of a line and of its baseline
+Pairs = dict[int, tuple[list[Row], list[Row]]]
+
+
+def interval(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and 95 % interval of numbers that belong to different seeds."""
+    mean, half = mean_and_half(values)
+    if math.isnan(half):
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval: NaN for a single number."""
+    mean, (_, high) = ratio_interval(values, [1] * len(values), 0.95)
+    return mean, high - mean
+
+
+def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = False) -> float:
+    """The share of the baseline's FLOPs that is saved to reach the baseline's final loss.
+
+    What the baseline too began with is counted for neither.
+
+    Args:
+        runs: of one seed, the shortest first. Between two of them the loss falls linearly.
+        baseline: its runs of the same seed.
+        with_source: whether to count what was spent before, on the training of the models that
+            were needed and on kept predictions.
+
+    Returns:
+        The share; NaN if the longest run does not reach the loss. If the shortest one does, at
+        least this share is saved.
+    """
+    _, flops, losses = points_of(runs)
+    mark = baseline[-1]
+    spent = first_crossing(flops, losses, mark["losses"][-1])
+    if spent is None:
+        return math.nan
+    source = runs[-1]["source flops"] - mark["source flops"] if with_source else 0.0
+    return 1 - (spent + source) / mark["flops"][-1]
+
+
+def is_early(runs: Sequence[Row], baseline: Sequence[Row]) -> bool:
+    """Whether the shortest run reaches the loss already, so that at least `saved` is saved."""
+    return bool(runs[0]["losses"][-1] <= baseline[-1]["losses"][-1])
+
+
+def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
+    """The runs of a line at the rate that its short runs chose.
+
+    Returns:
+        Seed -> its runs, the shortest first; only seeds of which all lengths are done.
+    """
+    tried = [rows.get(job.name) for job in jobs_of_rates(line)]
+    done = [row for row in tried if row is not None]
+    if len(done) < len(tried):
+        return {}
+    rate, found = best_rate(done), {}
+    for seed in range(1, RATE_SEED):
+        names = [job.name for job in jobs_of_seed(line, seed, rate)]
+        if all(name in rows for name in names):
+            found[seed] = [rows[name] for name in names]
+    return found
+
+
+def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
+    """The steps, FLOPs and losses at the ends of runs of several lengths."""
+    return tuple(tuple(row[key][-1] for row in runs) for key in ("steps", "flops", "losses"))
+
+
+def compared(lines: Sequence[Line], name: str, rows: Mapping[str, Row]) -> dict[Line, Pairs]:
+    """The runs of a table's lines. Each is beside the last line of the baseline before it."""
+    found, baseline = {}, dict[int, list[Row]]()
+    for line in lines:
+        runs = runs_of(line, rows)
+        if line.system == TABLES[name].baseline:
+            baseline = runs
+        if seeds := sorted(runs.keys() & baseline.keys()):
+            found[line] = {seed: (runs[seed], baseline[seed]) for seed in seeds}
+    return found
+
+
+def whole(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
+    """The lines that have all seeds of the first one, with these seeds."""
+    seeds = next(iter(found.values())).keys()
+    return restricted(
+        {line: pairs for line, pairs in found.items() if pairs.keys() >= seeds}, seeds
+    )
+
+
+def common_seeds(found: Mapping[Line, Pairs]) -> list[int]:
+    """The seeds that all lines have."""
+    return sorted(set.intersection(*(set(pairs) for pairs in found.values())))
+
+
+def restricted(found: Mapping[Line, Pairs], seeds: Iterable[int]) -> dict[Line, Pairs]:
+    """The same lines, with some of their seeds."""
+    return {line: {seed: pairs[seed] for seed in seeds} for line, pairs in found.items()}
+
+
+def title_of(line: Line) -> str:
+    """The name of a line in tables and pictures."""
+    return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")

@@ -1,0 +1,210 @@
+"""A training run, and the sections of its run file in which systems differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench.paper.settings import Setting
+from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
+from growkern.train.config import ModelSection, TeacherSection, TrainingSection
+from growkern.train.optimizer.options import OptimizerOptions
+
+SOURCE = "source"
+# the seed on which learning rates are chosen; no other run has it
+RATE_SEED = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        setting: of its table.
+        system: a key of `SYSTEMS`, or `SOURCE`.
+        seed: of the untrained models, the growth, the order of the data and the masks.
+        rate: peak of the learning rate.
+        steps: optimizer steps.
+        needs: the jobs whose models it begins with or learns from.
+        kept: tokens per row of a teacher that is run once, before; 0: it runs in every step.
+    """
+
+    setting: Setting
+    system: str
+    seed: int
+    rate: float
+    steps: int
+    needs: tuple[Job, ...] = field(default=(), compare=False)
+    kept: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The job's folder."""
+        return f"{self.setting.name}/{self.system}-{self.steps}-{self.rate:g}-seed{self.seed}"
+
+
+def all_needs(job: Job) -> set[Job]:
+    """The jobs that a job needs, and those that these need."""
+    return {one for need in job.needs for one in (need, *all_needs(need))}
+
+
+def source_of(setting: Setting, seed: int) -> Job:
+    """The run that trains the source."""
+    setting = setting.for_source
+    return Job(setting, SOURCE, seed, setting.source_rate, setting.source_steps)
+
+
+def untrained_folder(setting: Setting, kind: str, seed: int) -> str:
+    """The folder of an untrained model: "source", "target", or the target with fewer layers."""
+    return f"untrained/{setting.name}-{kind}-seed{seed}"
+
+
+def kept_folder(job: Job) -> str:
+    """The folder of a teacher's kept predictions."""
+    return f"{job.needs[0].name}-top{job.kept}"
+
+
+def layers_at_start(job: Job) -> int:
+    """The layers of the untrained model that a job begins with."""
+    whole = job.setting.target.layers
+    return whole // 4 if job.system in ("stackbert", "mslt") else whole
+
+
+def training_of(job: Job) -> TrainingSection:
+    """How every job is trained."""
+    setting = job.setting
+    return TrainingSection(
+        steps=job.steps,
+        batch_size=setting.batch,
+        learning_rate=job.rate,
+        warmup_steps=round(setting.warmup * job.steps),
+        schedule="linear",
+        precision=setting.precision,
+        seed=job.seed,
+        log_every=job.steps,
+        eval_every=job.steps,
+        save_minutes=1.0,
+        keep_checkpoints=1,
+    )
+
+
+# (job, source's folder) -> the sections of its run file that differ from the others'
+Sections = Callable[[Job, str], dict[str, Any]]
+
+
+def _untrained(job: Job) -> ModelSection:
+    kind = f"{layers_at_start(job)}-layers"
+    return ModelSection(path=untrained_folder(job.setting, kind, job.seed))
+
+
+def scratch(job: Job, source: str) -> dict[str, Any]:
+    return {"model": _untrained(job)}
+
+
+def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any) -> Sections:
+    def sections(job: Job, source: str) -> dict[str, Any]:
+        growth = GrowthStep(
+            source=source,
+            sizes=job.setting.target_sizes(),
+            method=method,
+            depth=depth,
+            stream=stream,
+            seed=job.seed,
+            **how,
+        )
+        return {"model": ModelSection(), "growth": growth}
+
+    return sections
+
+
+def with_adamw(sections: Sections) -> Sections:
+    """The same with AdamW, where a grown model's own default is `GrowthAdamW`."""
+
+    def changed(job: Job, source: str) -> dict[str, Any]:
+        plain = replace(training_of(job), optimizer="adamw")
+        return {**sections(job, source), "training": plain}
+
+    return changed
+
+
+def with_moments(job: Job, source: str) -> dict[str, Any]:
+    """The optimizer goes on where the source's stopped."""
+    state = f"{source}/checkpoint-{job.setting.source_steps}"
+    how = {"optimizer": state, "moments": "grow"}
+    return grown("fpi", stream="padded", **how)(job, source)
+
+
+def rewarmed(job: Job, source: str) -> dict[str, Any]:
+    """The same, and new entries begin at a low rate, for as long as the schedule's warm-up."""
+    rewarm = OptimizerOptions(rewarm_steps=round(job.setting.warmup * job.steps))
+    return {**with_moments(job, source), "optimizer": rewarm}
+
+
+def taught(job: Job, source: str) -> dict[str, Any]:
+    """An untrained model that learns from its sources (Knowledge Inheritance)."""
+    end = round(job.setting.inheritance_share * job.steps)
+    teachers = TeacherSection(paths=tuple(one.name for one in job.needs))
+    if job.kept:
+        teachers = TeacherSection(cache=kept_folder(job))
+    return {
+        "model": _untrained(job),
+        "inheritance": InheritanceSchedule(end_step=end),
+        "teacher": teachers,
+    }
+
+
+def going_on(job: Job, source: str) -> dict[str, Any]:
+    """The model of the job that is needed first, trained on. Others teach it."""
+    end = round(job.setting.inheritance_share * job.steps)
+    sections: dict[str, Any] = {"model": ModelSection(path=source)}
+    teachers = tuple(one.name for one in job.needs[1:])
+    if not teachers:
+        return sections
+    taught = {"inheritance": InheritanceSchedule(end_step=end)}
+    return {**sections, **taught, "teacher": TeacherSection(paths=teachers)}
+
+
+def two_stage(method: str, share: float | None = None) -> Sections:
+    """Two stages; `share` of the steps are stage 1, or that of the setting."""
+
+    def sections(job: Job, source: str) -> dict[str, Any]:
+        setting = job.setting
+        steps = round((setting.stage1_share if share is None else share) * job.steps)
+        stages = TwoStageConfig(setting.layers_per_block, stage1_steps=steps, seed=job.seed)
+        return {**grown(method)(job, source), "two_stage": stages}
+
+    return sections
+
+
+def inheriting(job: Job, source: str) -> dict[str, Any]:
+    end = round(job.setting.inheritance_share * job.steps)
+    return {
+        **two_stage("aki")(job, source),
+        "inheritance": InheritanceSchedule(end_step=end),
+        "teacher": TeacherSection(paths=(source,)),
+    }
+
+
+def stacked(job: Job, source: str) -> dict[str, Any]:
+    """A quarter of the layers for 5 of 40 parts of the steps, half of them for 7, then all."""
+    name, layers = job.setting.layers_name, job.setting.target.layers
+    growth = tuple(
+        GrowthStep(at_step=job.steps * parts // 40, sizes={name: count}, depth="stack")
+        for parts, count in ((5, layers // 2), (12, layers))
+    )
+    return {"model": _untrained(job), "growth": growth}
+
+
+def layerwise(job: Job, source: str) -> dict[str, Any]:
+    """A quarter of the layers more every 5 of 40 parts; new ones train alone up to the last."""
+    name, layers, part = job.setting.layers_name, job.setting.target.layers, job.steps // 8
+    growth = tuple(
+        GrowthStep(
+            at_step=number * part,
+            sizes={name: (number + 1) * layers // 4},
+            new_layers_steps=part,
+        )
+        for number in (1, 2, 3)
+    )
+    return {"model": _untrained(job), "growth": growth}

@@ -1,0 +1,113 @@
+"""The page of all tables in bench/results, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from bench.paper.committed import committed
+from bench.paper.compare import compared
+from bench.paper.maps import maps_text
+from bench.paper.pictures import draw
+from bench.paper.plans import TABLES, lines_of
+from bench.paper.settings import FAMILIES, SETTINGS, Setting
+from bench.paper.systems import SYSTEMS
+from bench.paper.tables import heading, section, table, tables_in
+
+# those that pages of the documentation show
+IN_DOCS = (
+    *("table2", "progressive", "table4", "table5", "inheritance"),
+    *("symmetry", "optimizer", "moment", "depth", "directions"),
+)
+# fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
+LEAST_LINES = 4
+PAGE = """# Training grown models, and training from scratch
+
+`python -m bench.paper TABLE` trains all runs of a table. Each is a run file of `growkern train`.
+Losses are validation losses in nats per token, over at least 100,000 labels at size `tiny`.
+
+- A run that is stopped early ends at a high learning rate, and so at a high loss. So there is a run
+  for each length, whose learning rate falls to 0.
+- Every method takes the best of three learning rates, in runs of another seed. These are short,
+  but not for a BERT or T5 that begins untrained: short runs from scratch end on its plateau. The
+  length of stage 1 and the number of kept tokens do not make another method.
+- "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
+  for GPT-2 and T5. For BERT it is copies.
+- The first line is the baseline. "below it" is how far the loss after all steps is below the
+  baseline's of the same seed.
+- "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
+  lengths the loss is interpolated. Some lines have shorter runs for it, which no column shows. The
+  FLOPs of a teacher in training are counted. The next column also counts those before: the training
+  of sources, and predictions that are kept once for any number of runs. "≥": some of the shortest
+  runs are below that loss already.
+- "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
+  libraries a passage of code is.
+- An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without
+  one has one seed. Lines with fewer seeds than the baseline are in a second table, where all lines
+  have the same seeds.
+- All lines of a picture have the same seeds. It leaves out lines that have fewer. If these are more
+  than half, it shows only the seeds that all lines have.
+
+"""
+
+
+def page_text(results: Path) -> str:
+    """The page of all tables in a folder of results; empty if it has none.
+
+    Each table has a link to its picture. A table that has only lines of other tables so far is left
+    out.
+    """
+    rows = committed(results)
+    if not rows:
+        return ""
+    tables = list(tables_in(rows, least=LEAST_LINES))
+    parts = [PAGE, _settings([SETTINGS[size, TABLES[name].family] for name, size, _ in tables])]
+    parts.append(_systems({line.system for _, _, found in tables for line in found}))
+    for name, size, found in tables:
+        link = f"![{heading(name, size)}]({_picture(name, size)})"
+        parts.append(f"{section(name, size, found)}\n{link}\n")
+    return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
+
+
+def table_text(results: Path, name: str, size: str = "tiny") -> str:
+    """One table of the runs in a folder of results, in markdown, or that there is none yet."""
+    found = compared(lines_of(name, size) or [], name, committed(results))
+    return table(name, size, found) if found else "not measured yet"
+
+
+def write_page(results: Path) -> list[Path]:
+    """Write the page and the pictures of the rows in paper.json beside it. Returns the files."""
+    rows = committed(results)
+    if not rows:
+        return []
+    made = [results / "paper.md"]
+    made[0].write_text(page_text(results))
+    for name, size, found in tables_in(rows, least=LEAST_LINES):
+        made.append(results / _picture(name, size))
+        draw(found, made[-1], title=heading(name, size))
+    return made
+
+
+def _settings(found: Iterable[Setting]) -> str:
+    """What the tables of each family have in common."""
+    lines = ["| setting | class | source | target | steps of each | tokens in a step |"]
+    lines.append(f"|{'---|' * 6}")
+    for one in dict.fromkeys(found):
+        sizes = " | ".join(
+            f"{size.layers} layers, width {size.width}" for size in (one.source, one.target)
+        )
+        tokens = one.batch * one.length
+        kind = FAMILIES[one.family].model
+        lines.append(f"| {one.name} | {kind} | {sizes} | {one.steps:,} | {tokens:,} |")
+    return "\n".join(["## Settings", "", *lines, ""])
+
+
+def _systems(names: Container[str]) -> str:
+    """What each system does."""
+    lines = ["| system | what it is |", "|---|---|"]
+    lines += [f"| {one.title} | {one.about} |" for key, one in SYSTEMS.items() if key in names]
+    return "\n".join(["## Systems", "", *lines, ""])
+
+
+def _picture(name: str, size: str) -> str:
+    return f"paper-{name}-{size}.png"

@@ -1,0 +1,139 @@
+"""The picture of a table: a panel for each line, and below them what each line saves."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.paper.compare import (
+    Pairs,
+    Row,
+    common_seeds,
+    interval,
+    is_early,
+    mean_and_half,
+    points_of,
+    restricted,
+    saved,
+    title_of,
+    whole,
+)
+from bench.paper.plans import Line
+from growkern.plot.figure import COLORS, GREY, SMALL, TEXT, new_figure, save
+
+BASELINE, OWN, WITH_SOURCE = COLORS[0], COLORS[1], COLORS[2]
+# in one row of panels; of these the number that leaves fewer places empty
+COLUMNS = (4, 3)
+# inches
+PANEL, LINE, MARGIN = 1.95, 0.36, 1.05
+
+
+def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
+    """Draw the lines of a table, all with the same seeds.
+
+    Args:
+        found: lines, each with its runs and those of its baseline.
+        out: file to write.
+        title: of the picture.
+    """
+    shown = drawn(found)
+    others = {line: list(pairs.values()) for line, pairs in shown.items() if not _is_base(pairs)}
+    columns = min(COLUMNS, key=lambda n: (-len(others) % n, -n)) if len(others) > 2 else 2
+    rows = math.ceil(len(others) / columns)
+    heights = [PANEL * rows + 0.5, LINE * len(others) + MARGIN]
+    figure = new_figure(sum(heights), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    panels = list(above.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes, (line, pairs) in zip(panels, others.items(), strict=False):
+        _draw_losses(axes, title_of(line), pairs)
+    for axes in panels[len(others) :]:
+        axes.set_visible(False)
+    count = len(next(iter(others.values())))
+    seeds = f"means of {count} seeds; thin: each seed" if count > 1 else "one seed"
+    bases = dict.fromkeys(title_of(line) for line in shown if line not in others)
+    words = f"validation loss, {seeds}; black: {' or '.join(bases)}"
+    above.suptitle(f"{title}\n{words}", fontsize=TEXT, x=0.01, ha="left")
+    above.supxlabel("FLOPs, as a share of the longest black run's", fontsize=SMALL)
+    _draw_savings(below.subplots(), others)
+    save(figure, out)
+
+
+def drawn(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
+    """The lines that have all seeds; if these are fewer than half, all lines with equal seeds."""
+    full = whole(found)
+    return full if 2 * len(full) >= len(found) else restricted(found, common_seeds(found))
+
+
+def _is_base(pairs: Pairs) -> bool:
+    return all(own is base for own, base in pairs.values())
+
+
+def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Row]]]) -> None:
+    """One line beside its baseline: the loss at the end of runs of each length."""
+    bases = [base for _, base in pairs]
+    for runs, color, style in (
+        (bases, BASELINE, {"linestyle": (0, (4, 2)), "marker": "o"}),
+        ([own for own, _ in pairs], OWN, {"marker": "s"}),
+    ):
+        points = [
+            (np.array(points_of(one)[1]) / base[-1]["flops"][-1], points_of(one)[2])
+            for one, base in zip(runs, bases, strict=True)
+        ]
+        for shares, losses in points if len(points) > 1 else ():
+            axes.plot(shares, losses, color=color, linewidth=0.5, alpha=0.6)
+        mean = np.mean([shares for shares, _ in points], 0)
+        losses = np.mean([losses for _, losses in points], 0)
+        axes.plot(mean, losses, color=color, linewidth=1.6, markersize=4, **style)
+    mark = float(np.mean([base[-1]["losses"][-1] for base in bases]))
+    axes.axhline(mark, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_title(textwrap.fill(title, 30), fontsize=SMALL, color=OWN)
+    # a teacher costs some more
+    axes.set_xlim(0, max(1.04, axes.get_xlim()[1]))
+    axes.set_xticks([0, 0.5, 1])
+    axes.tick_params(labelsize=SMALL)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list[Row]]]]) -> None:
+    """The savings of each line: a bar to their mean, its interval, and a point for each seed."""
+    names, lowest = [], 0.0
+    for number, (line, pairs) in enumerate(lines.items()):
+        shares = [100 * saved(*pair) for pair in pairs]
+        counted = [100 * saved(*pair, with_source=True) for pair in pairs]
+        least = "≥ " if any(is_early(*pair) for pair in pairs) else ""
+        names.append(textwrap.fill(title_of(line), 40))
+        words = {"va": "center", "fontsize": SMALL, "transform": axes.get_yaxis_transform()}
+        missed = sum(map(math.isnan, shares))
+        if missed:
+            axes.text(1.01, number, f"not reached by {missed} of {len(pairs)}", **words)
+            continue
+        mean, half = mean_and_half(shares)
+        axes.barh(number, mean, height=0.5, color=OWN, alpha=0.35)
+        axes.errorbar(mean, number, xerr=0 if math.isnan(half) else half, color=OWN, capsize=3)
+        axes.plot(shares, [number] * len(shares), "o", color=OWN, markersize=3.5)
+        with_source, _ = mean_and_half(counted)
+        hollow = {"markeredgecolor": WITH_SOURCE, "markerfacecolor": "white", "markersize": 6}
+        axes.plot([with_source], [number], "D", **hollow)
+        axes.text(1.01, number, f"{least}{interval(shares, 1)} %", **words)
+        lowest = min(lowest, with_source)
+    axes.set_yticks(range(len(names)), names, fontsize=SMALL)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(min(-5.0, lowest - 5), 100)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_title(
+        "% of FLOPs saved to reach the final loss of the black run (dotted). Bar: mean, whisker: "
+        "95 % interval,\npoint: seed; diamond: mean, with the training of the source counted",
+        fontsize=SMALL,
+        loc="left",
+    )
+    axes.tick_params(axis="x", labelsize=SMALL)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(alpha=0.25, axis="x")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)

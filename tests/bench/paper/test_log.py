@@ -1,0 +1,159 @@
+"""The log's entries on training say what its runs say."""
+
+import math
+
+from bench.paper.compare import interval, saved
+from tests.bench.pages import logs, more_saved, runs_of, training_rows
+
+
+def share(name, rate="0.002", baseline="tiny-bert/scratch"):
+    """The per cent that a line saves with seed 1."""
+    return 100 * saved(runs_of(name, rate), runs_of(baseline, rate))
+
+
+def end(name, rate="0.002", seed=1):
+    """The loss of a line's longest run."""
+    return runs_of(name, rate, seed)[-1]["losses"][-1]
+
+
+def test_what_two_stages_save_less():
+    for method in ("aki", "fpi"):
+        less = more_saved("tiny-bert", method, f"{method}_two_stage")
+        assert logs("{:.1f}, {:.1f} and {:.1f} points less than".format(*less)), method
+    rows = training_rows()
+    longer = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["losses"][-1]
+    assert logs(
+        f"ends at {longer:.3f}, where training from scratch ends at {end('tiny-bert/scratch'):.3f}"
+    )
+
+
+def test_what_stage_1_is_worth():
+    shares = [share(f"tiny-bert{part}/aki_two_stage") for part in ("-eb2", "", "-eb10", "-eb20")]
+    assert math.isnan(shares[3])
+    assert logs(
+        f"AKI alone saves {share('tiny-bert/aki'):.1f} %. Stage 1 of 2, 5, 10 and 20 fortieths: "
+        "{:.1f}, {:.1f}, {:.1f} %, and not reached".format(*shares)
+    )
+    assert logs(f"from two layers: {share('tiny-bert-lb2/aki_two_stage'):.1f} %")
+    alone, after, deeper = (
+        runs_of(name)
+        for name in (
+            "tiny-bert/aki_adamw",
+            "tiny-bert/aki_after_stage1",
+            "tiny-bert-lb2/aki_after_stage1",
+        )
+    )
+    lower = [
+        [a["losses"][-1] - b["losses"][-1] for a, b in zip(alone, runs, strict=True)]
+        for runs in (after, deeper)
+    ]
+    assert logs(
+        "{:.3f} lower after 500 steps, {:.3f} after 1,000 and {:.3f} after".format(*lower[0])
+    )
+    assert logs("from two layers {:.3f}, {:.3f} and {:.3f}".format(*lower[1]))
+    scratch = runs_of("tiny-bert/scratch")
+    base = 100 * saved(alone, scratch)
+    more = [100 * saved(runs, scratch) - base for runs in (after, deeper)]
+    assert logs("that is {:.1f} and {:.1f} points more".format(*more))
+    rows = training_rows()
+    costs = [
+        100
+        * rows[f"tiny-bert{part}/stage1-250-0.002-seed1"]["flops"][-1]
+        / scratch[-1]["flops"][-1]
+        for part in ("", "-lb2")
+    ]
+    assert logs("stages are {:.1f} and {:.1f} % of training".format(*costs))
+
+
+def test_teachers_and_smaller_sources():
+    lower = end("tiny-gpt/taught", "0.003") - end("tiny-gpt/taught_by_two", "0.003")
+    assert logs(f"Two teachers end {lower:.3f} below one")
+    names = ["taught", "taught_by_two", "taught_by_generations"]
+    names += [f"taught_top{k}" for k in (1, 4, 16, 64)]
+    shares = [share(f"tiny-gpt/{name}", "0.003", "tiny-gpt/scratch") for name in names]
+    grown = share("tiny-gpt/fpi_padded", "0.003", "tiny-gpt/scratch")
+    assert logs(f"saves {min(shares):.0f} to {max(shares):.0f} %, growth of the same small")
+    assert logs(f"growth of the same small model {grown:.0f} %")
+    rates = {"aki": "0.002", "direct_copy": "0.001"}
+    scratch = runs_of("tiny-bert/scratch")
+    whole = [
+        100 * saved(runs_of(f"tiny-bert/{name}", rate), scratch) for name, rate in rates.items()
+    ]
+    rates["direct_copy"] = "0.002"
+    half = [
+        100 * saved(runs_of(f"tiny-bert-from2x64/{name}", rate), scratch)
+        for name, rate in rates.items()
+    ]
+    assert logs("From half the layers they save {:.1f} and {:.1f} %".format(*half))
+    assert logs("from all {:.1f} and {:.1f} %".format(*whole))
+
+
+def test_narrow_sources_with_a_padded_hidden_state():
+    quarter = [end("tiny-bert-from4x32/fpi_padded"), end("tiny-bert-from4x32/aki", "0.004")]
+    assert logs(
+        "From 4 x 32 the padded model ends at {:.3f}, AKI at {:.3f}, scratch at {:.3f}".format(
+            *quarter, end("tiny-bert/scratch")
+        )
+    )
+    eighth = [end(f"tiny-bert-from4x16/{name}", "0.004") for name in ("fpi_padded", "aki")]
+    assert logs("From 4 x 16 it is {:.3f} and {:.3f}".format(*eighth))
+    scratch = runs_of("tiny-bert/scratch")
+    half = [
+        100 * saved(runs_of(f"tiny-bert-from2x64/{name}"), scratch)
+        for name in ("fpi_padded", "aki")
+    ]
+    assert logs("the padded model saves {:.1f} %, AKI {:.1f} %".format(*half))
+    rows = training_rows()
+    ends = [
+        rows[f"tiny-bert{part}/source-2000-0.003-seed1"]["losses"][-1] for part in ("-from4x32", "")
+    ]
+    assert logs("The source of 4 x 32 ends at {:.2f}, that of 4 x 64 at {:.2f}".format(*ends))
+
+
+def test_equal_seeds_and_directions():
+    shares, counted = (
+        [
+            interval(
+                [
+                    100
+                    * saved(
+                        runs_of(f"{name}/fpi_padded", rate, seed),
+                        runs_of("tiny-gpt/scratch", "0.003", seed),
+                        with_source=with_source,
+                    )
+                    for seed in (1, 2, 3)
+                ],
+                1,
+            )
+            for name, rate in (
+                ("tiny-gpt-at10", "0.009"),
+                ("tiny-gpt-at30", "0.009"),
+                ("tiny-gpt", "0.003"),
+            )
+        ]
+        for with_source in (False, True)
+    )
+    assert logs("10, 30 and 100 % saves {}, {} and {} %".format(*shares))
+    means = [text.split(" ± ")[0] for text in counted]
+    assert logs("with the source's training {}, {} and {} % with intervals".format(*means))
+    more = [
+        interval(more_saved("tiny-bert", *names, rates={"direct_copy": "0.001"}), 1)
+        for names in (("fpi", "aki"), ("aki", "direct_copy"), ("direct_copy", "stackbert"))
+    ]
+    assert logs(
+        "FPI saves {} points more than AKI, AKI {} more than DirectCopy, DirectCopy {} more than "
+        "StackBERT".format(*more)
+    )
+    ends = [
+        end(f"tiny-gpt{name}/{system}", "0.003")
+        for name, grown in (
+            ("", "fpi_padded"),
+            ("-8x96", "padded_identity"),
+            ("-16x64", "fpi_identity"),
+        )
+        for system in ("scratch", grown)
+    ]
+    assert logs(
+        "from scratch and grown: {:.3f} and {:.3f}, both axes {:.3f} and {:.3f}, depth {:.3f} and "
+        "{:.3f}".format(*ends)
+    )

@@ -1,0 +1,128 @@
+"""Tables, pages and pictures show what the rows say."""
+
+import math
+import re
+
+import pytest
+
+from bench.paper.compare import compared, interval, runs_of, saved
+from bench.paper.page import page_text, table_text, write_page
+from bench.paper.pictures import drawn
+from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
+from bench.paper.tables import report
+from bench.shared.results import RESULTS, read, write
+from growkern.growth.plan.advice.evidence import MOMENTS
+
+
+def runs_with(losses, flops, source=0.0):
+    """Runs of three lengths; what they lost and spent on the way does not matter."""
+    return [
+        {"steps": [0, 1], "losses": [9.0, loss], "flops": [0.0, spent], "source flops": source}
+        for loss, spent in zip(losses, flops, strict=True)
+    ]
+
+
+def test_savings_are_read_where_the_final_loss_of_scratch_is_reached():
+    scratch = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0])
+    fast = runs_with([2.5, 2.2, 1.8], [12.5, 25.0, 50.0], 10.0)
+    assert saved(fast, scratch) == pytest.approx(1 - 0.375)
+    assert saved(fast, scratch, with_source=True) == pytest.approx(0.525)
+    assert saved(runs_with([1.9, 1.8, 1.7], [12.5, 25.0, 50.0]), scratch) == 0.875
+    assert math.isnan(saved(runs_with([3.0, 2.5, 2.1], [12.5, 25.0, 50.0]), scratch))
+    # both went on with the same model
+    begun = runs_with([4.0, 3.0, 2.0], [25.0, 50.0, 100.0], 10.0)
+    assert saved(fast, begun, with_source=True) == saved(fast, begun) == 0.625
+    # Student's t with 2 degrees of freedom: 4.303 * 1 / sqrt(3)
+    assert interval([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
+    assert report([]) == ""
+
+
+def rows_for(lines, losses):
+    """Rows of finished runs: the middle rate is the best; each seed has losses of three lengths.
+
+    Runs that are shorter than these end at 3.4.
+    """
+    for line, of_seeds in zip(lines, losses, strict=True):
+        for job in jobs_of_rates(line):
+            yield row_of(job, abs(job.rate - line.setting.rates[1]) + 3.0)
+        for seed, ends in enumerate(of_seeds, start=1):
+            jobs = jobs_of_seed(line, seed, line.setting.rates[1])
+            for job, end in zip(jobs, [*[3.4] * len(line.parts), *ends], strict=True):
+                yield row_of(job, end)
+
+
+def row_of(job, loss):
+    one = {"name": job.name, "system": job.system, "seed": job.seed, "rate": job.rate}
+    curve = {"steps": [0, job.steps], "flops": [0.0, float(job.steps)], "losses": [3.5, loss]}
+    return one | curve | {"source flops": 400.0 * len(job.needs)}
+
+
+# three seeds of each line, after 1/4, 1/2 and all of 2,000 steps
+MOMENT = [
+    [(3.0, 2.5, 2.0), (3.2, 2.7, 2.2), (3.4, 2.9, 2.4)],
+    [(2.9, 2.6, 2.2), (2.9, 2.6, 2.1), (2.9, 2.6, 2.3)],
+    [(2.2, 2.1, 1.9), (2.4, 2.3, 2.1), (2.6, 2.5, 2.3)],
+    [(2.4, 2.1, 1.9), (2.6, 2.3, 2.1), (2.4, 2.3, 2.1)],
+    [(3.0, 2.2, 1.8), (3.0, 2.2, 1.8), (3.0, 2.2, 1.8)],
+]
+
+
+def test_a_table_has_a_line_for_each_setting():
+    """Every line is compared with the same seeds from scratch, at its own best rate."""
+    lines = lines_of("moment", "tiny")
+    text = report(rows_for(lines, MOMENT))
+    # other tables share the runs from scratch
+    printed = text.split("## When to grow, tiny\n")[1].split("`python")[0].splitlines()[1:]
+    head, _, *cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in printed if line
+    ]
+    column = dict(zip(head, zip(*cells, strict=True), strict=True))
+    labels = [f"FPI, padded stream, after {share} %" for share in (10, 30, 100, 400)]
+    assert column["system"] == ("scratch", *labels)
+    assert set(column["rate"]) == {f"{lines[0].setting.rates[1]:g}"}
+    assert set(column["seeds"]) == {"3"} and "accuracy" not in column
+    quarter = ("3.200 ± 0.497", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287", "3.000 ± 0.000")
+    assert column["1/4 of the steps"] == quarter and column["all"][0] == "2.200 ± 0.497"
+    below = ("0.000 ± 0.000", "0.000 ± 0.430", "0.100 ± 0.000", "0.167 ± 0.287", "0.400 ± 0.497")
+    assert column["below it"] == below
+    # the first seed of the second line does not reach 2.0; the third is below 2.4 from the start
+    shares = column["FLOPs saved"]
+    assert shares[:2] == ("0.0 ± 0.0 %", "not reached by 1 of 3")
+    assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
+    assert column["with the source's"][2].startswith("5.0 ±")
+
+
+def test_the_page_shows_a_picture_of_every_table(tmp_path):
+    assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
+    assert table_text(tmp_path, "moment") == "not measured yet"
+    rows = list(rows_for(lines_of("moment", "tiny"), MOMENT))
+    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+    page, *pictures = write_page(tmp_path)
+    assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
+    linked = re.findall(r"\]\((.*?)\)", page.read_text())
+    assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
+    assert table_text(tmp_path, "moment") in page.read_text()
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    "seeds, shown", [((3, 3, 3, 3, 1), (3, 3, 3, 3, 0)), ((3, 1, 2, 1, 3), (1, 1, 1, 1, 1))]
+)
+def test_all_lines_of_a_picture_have_the_same_seeds(seeds, shown):
+    """Losses and savings of seeds differ by more than those of most methods."""
+    lines = lines_of("moment", "tiny")
+    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
+    rows = {row["name"]: row for row in rows_for(lines, losses)}
+    found = drawn(compared(lines, "moment", rows))
+    assert tuple(len(found.get(line, {})) for line in lines) == shown
+
+
+def test_the_forecast_knows_our_own_runs():
+    rows = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
+    lines = {line.system: runs_of(line, rows) for line in lines_of("table5", "tiny")}
+    scratch = lines["scratch"]
+    lines = {line.label: runs_of(line, rows) for line in lines_of("moment", "tiny")}
+    for share, gain in MOMENTS.items():
+        grown = lines[f"after {share:.0%}".replace("%", " %")]
+        found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
+        assert found and gain == pytest.approx(sum(found) / len(found), abs=5e-4)

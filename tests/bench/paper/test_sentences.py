@@ -1,0 +1,280 @@
+"""Sentences between the tables of training say what the tables and their runs say."""
+
+import re
+
+import pytest
+
+from bench.paper.compare import interval, saved
+from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
+
+
+def test_the_sentences_on_copies_match_their_table():
+    found = paper_lines("FPI, equal copies")
+    ends = {name: float(line["all"].split()[0]) for name, line in found.items()}
+    assert says(f"FPI ends {ends['FPI, equal copies'] - ends['FPI, routing']:.2f} lower")
+    assert found["FPI, equal copies"]["FLOPs saved"].startswith("not reached")
+    # the table of GPT-2 has the same runs
+    beside = paper_lines("FPI", all=found["FPI, routing"]["all"])
+    assert abs(float(beside["AKI"]["all"]) - ends["FPI, routing"]) < 0.005
+    assert abs(ends["FPI, unequal shares"] - ends["FPI, routing"]) < 0.005
+    assert ends["FPI, noise 0.5"] > ends["FPI, routing"] + 0.04
+    more = interval(more_saved("tiny-gpt", "aki", "fpi", "0.003"), 1)
+    assert says(f"Over three seeds AKI saves {more} points more than FPI with routing")
+
+
+def test_the_sentences_on_bert_match_their_table():
+    found = paper_lines("FPI + two stages", rate="0.002")
+    shares = {name: first(line["FLOPs saved"]) for name, line in found.items() if name != "MSLT"}
+    ranks = ["FPI", "AKI", "AKI + two stages", "StackBERT"]
+    assert sorted(ranks, key=shares.get, reverse=True) == ranks
+    assert {found[name]["seeds"] for name in found} == {"3"}
+    assert min(shares[name] for name in ("FPI", "AKI", "DirectCopy")) > 45
+    more = {
+        names: more_saved("tiny-bert", *names, rates={"direct_copy": "0.001"})
+        for names in (
+            ("fpi", "aki"),
+            ("aki", "direct_copy"),
+            ("direct_copy", "stackbert"),
+            ("aki", "aki_two_stage"),
+            ("aki_two_stage", "aki_two_stage_ki"),
+        )
+    }
+    assert all(min(found) > 0 for found in more.values())
+    texts = [interval(found, 1) for found in more.values()]
+    assert says("FPI saves {} points more than AKI, AKI {} more than DirectCopy".format(*texts))
+    assert says(f"and DirectCopy {texts[2]} more than StackBERT")
+    assert says(f"Two stages save {texts[3]} points less than AKI alone")
+    assert says(f"Inheritance on top saves {texts[4]} points less")
+    lower = first(found["AKI + two stages"]["all"]) - first(
+        found["AKI + two stages + inheritance"]["all"]
+    )
+    assert says(f"It ends {lower:.3f} lower, and its teacher costs")
+    staged = found["AKI + two stages"]
+    higher = first(staged["all"]) - first(found["AKI"]["all"])
+    assert says(f"but the model ends {higher:.2f} higher")
+    stacked, copied = (found[name]["with the source's"] for name in ("StackBERT", "DirectCopy"))
+    assert says(f"{first(stacked):.0f} %, beside {first(copied):.0f} % for DirectCopy")
+    assert found["MSLT"]["FLOPs saved"] == "not reached by 3 of 3"
+    rows = training_rows()
+    mslt, scratch = (
+        rows[f"tiny-bert/{name}-2000-0.002-seed1"]["flops"][-1] for name in ("mslt", "scratch")
+    )
+    assert says(f"in as many steps it spends {mslt / scratch:.2f} of the FLOPs")
+    longer = paper_lines("MSLT, as many FLOPs as scratch")["MSLT, as many FLOPs as scratch"]
+    assert says(f"MSLT ends {-first(longer['below it']):.2f} above training from scratch")
+    spent = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["flops"][-1]
+    assert spent == pytest.approx(scratch, rel=0.005)
+
+
+def test_the_sentences_on_gpt2_match_their_table():
+    padded, copied, direct = (
+        [runs_of(f"tiny-gpt/{name}", "0.003", seed)[-1]["losses"][-1] for seed in (1, 2, 3)]
+        for name in ("fpi_padded", "fpi", "direct_copy")
+    )
+    below = [a - b for a, b in zip(copied, padded, strict=True)]
+    assert says(f"below FPI in every seed, by {min(below):.2f} to {max(below):.2f}")
+    lower = sum(padded) / 3 - sum(direct) / 3
+    assert says(f"ends lower still, by {lower:.2f};")
+    more = interval(more_saved("tiny-gpt", "fpi_padded", "fpi", "0.003"), 1)
+    assert says(f"Paired by seed it saves {more} points more")
+    more = interval(more_saved("tiny-gpt", "direct_copy", "fpi_padded", "0.003"), 1)
+    assert says(f"the saving is about the same, {more} points more")
+    alone = paper_lines("StackBERT", rate="0.003")
+    assert all(line["seeds"] == "1" for line in alone.values())
+    for name in ("StackBERT", "MSLT"):
+        assert alone[name]["FLOPs saved"] == "not reached by 1 of 1"
+    assert float(alone["AKI + two stages"]["all"]) > float(alone["AKI"]["all"])
+
+
+def test_the_sentence_on_the_source_matches_its_runs():
+    rows = training_rows()
+    ends = [
+        rows[f"tiny-gpt{name}-seed1"]["losses"][-1]
+        for name in ("/source-2000-0.003", "-at400/source-8000-0.003")
+    ]
+    assert says("that of GPT-2 falls from {:.2f} to {:.2f}".format(*ends))
+    scratch = runs_of("tiny-gpt/scratch", "0.003")[-1]["losses"][-1]
+    assert ends[1] < scratch < ends[0]
+
+
+def test_the_sentences_on_stage_1_match_their_table():
+    scratch, aki = runs_of("tiny-bert/scratch"), runs_of("tiny-bert/aki")
+    stages = [runs_of(f"tiny-bert{part}/aki_two_stage") for part in ("-eb2", "", "-eb10", "-eb20")]
+    ends = [one[-1]["losses"][-1] for one in (aki, *stages)]
+    assert ends == sorted(ends)
+    assert says(f"AKI alone ends at {ends[0]:.3f} and saves {100 * saved(aki, scratch):.1f} %")
+    deeper = runs_of("tiny-bert-lb2/aki_two_stage")[-1]["losses"][-1]
+    assert abs(deeper - ends[2]) < 0.001
+
+    alone, after, deeper = (
+        100 * saved(runs_of(name), scratch)
+        for name in (
+            "tiny-bert/aki_adamw",
+            "tiny-bert/aki_after_stage1",
+            "tiny-bert-lb2/aki_after_stage1",
+        )
+    )
+    assert says(f"adds {after - alone:.1f} points") and says(
+        f"or {deeper - alone:.1f} with sub-mod"
+    )
+    rows, whole = training_rows(), scratch[-1]["flops"][-1]
+    cost, more = (
+        100 * rows[f"tiny-bert{part}/stage1-250-0.002-seed1"]["flops"][-1] / whole
+        for part in ("", "-lb2")
+    )
+    assert says(f"costs {8 * cost / 100:.2f} of a whole step")
+    assert says(f"it costs {cost:.1f} or {more:.1f} % of the FLOPs from scratch")
+    assert after - alone < cost and deeper - alone < more
+
+
+def test_the_sentences_on_smaller_sources_match_their_table():
+    scratch = runs_of("tiny-bert/scratch")
+    short, whole = (
+        [100 * saved(runs_of(name), scratch, with_source=counted) for counted in (False, True)]
+        for name in ("tiny-bert-from2x64/aki", "tiny-bert/aki")
+    )
+    assert says("saves {:.1f} % with AKI, and {:.1f} % with its own".format(*short))
+    assert says("one of 4 x 64 saves {:.1f} and {:.1f} %".format(*whole))
+    narrow = runs_of("tiny-bert-from4x32/aki", "0.004")
+    ahead = [
+        base["losses"][-1] - own["losses"][-1] for own, base in zip(narrow, scratch, strict=True)
+    ]
+    assert ahead[1] > 0 and says(f"after half of the steps, and ends {-ahead[2]:.2f} above it")
+    padded = runs_of("tiny-bert-from4x32/fpi_padded")[-1]["losses"][-1]
+    assert says(f"it ends {padded - scratch[-1]['losses'][-1]:.2f} above")
+    own = [
+        training_rows()[f"tiny-bert{name}/source-2000-0.003-seed1"]["losses"][-1]
+        for name in ("-from4x32", "")
+    ]
+    assert says("its own loss is {:.2f}, that of 4 x 64 is {:.2f}".format(*own))
+
+
+def test_the_sentences_on_inheritance_match_their_tables():
+    found = paper_lines("taught by the source")
+    lines = [
+        found[name]
+        for name in (
+            "taught by the source",
+            "taught by two sources",
+            "taught by a middle size, that by the source",
+        )
+    ]
+    below = [line["below it"] for line in lines]
+    assert says("by {:.2f}, two by {:.2f}, and one that was".format(*map(float, below)))
+    gains = [first(line["FLOPs saved"]) for line in lines]
+    assert says("they save {:.0f}, {:.0f} and {:.0f} % of the FLOPs".format(*gains))
+    one = float(found["taught, 1 token kept"]["below it"])
+    kept = [one, *(float(found[f"taught, {k} tokens kept"]["below it"]) for k in (4, 16, 64))]
+    assert [*kept, float(below[0])] == sorted([*kept, float(below[0])])
+    assert says(f"ends {float(below[0]) - kept[-1]:.3f} above the one beside the teacher")
+    taught = {name: line for name, line in found.items() if name != "scratch"}
+    assert {line["seeds"] for line in taught.values()} == {"1"}
+    assert max(first(line["with the source's"]) for line in taught.values()) < 0
+
+    rows = training_rows()
+    flops = {
+        name: rows[f"tiny-gpt/{name}-2000-0.003-seed1"]["flops"][-1]
+        for name in ("scratch", "taught", "taught_top64")
+    }
+    # the runs of kept predictions count no teacher
+    assert flops["scratch"] == flops["taught_top64"]
+    source = rows["tiny-gpt/source-2000-0.003-seed1"]["flops"][-1]
+    before = rows["tiny-gpt/taught_top64-2000-0.003-seed1"]["source flops"] - source
+    assert says(f"They cost {before / flops['scratch']:.0%} of the".replace("%", " %"))
+    # the teacher in training reads as many rows as the runs do while they have it
+    read = (flops["taught"] - flops["scratch"]) / before
+    assert says(f"The runs read {read:.0%} of it".replace("%", " %"))
+    grown = saved(runs_of("tiny-gpt/fpi_padded", "0.003"), runs_of("tiny-gpt/scratch", "0.003"))
+    assert says(f"saves more, {100 * grown:.0f} % with the same seed") and 100 * grown > max(gains)
+
+    ends = {
+        name: rows[f"tiny-gpt-domain/{name}-0.003-seed1"]["losses"][-1]
+        for name in ("adapted_taught-500", "adapted-500", "source_adapted-500", "adapted-250")
+    }
+    taught, alone, teacher, half = ends.values()
+    assert says(f"with it the model ends at {taught:.3f}, alone at {alone:.3f}")
+    assert says(f"This one ends at {teacher:.3f}. Alone, the model has {half:.3f} after half")
+
+
+def test_the_sentences_on_directions_match_their_table():
+    wide, deep, both = (
+        [runs_of(f"{name}/{system}", "0.003") for system in ("scratch", grown)]
+        for name, grown in (
+            ("tiny-gpt", "fpi_padded"),
+            ("tiny-gpt-16x64", "fpi_identity"),
+            ("tiny-gpt-8x96", "padded_identity"),
+        )
+    )
+    flops = [runs[0][-1]["flops"][-1] for runs in (wide, deep, both)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.005)
+    assert says(f"a step of the last {flops[2] / flops[0]:.2f} times as much")
+    for start in (0, 1):
+        ends = [runs[start][-1]["losses"][-1] for runs in (wide, both, deep)]
+        assert ends == sorted(ends)
+    shares = [100 * saved(runs[1], wide[0]) for runs in (wide, both, deep)]
+    assert says(
+        "{:.0f} % fewer than the wide model from scratch, growth in both {:.0f} %, and in "
+        "depth {:.0f} %".format(*shares)
+    )
+    gains = [runs[0][-1]["losses"][-1] - runs[1][-1]["losses"][-1] for runs in (deep, both, wide)]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_the_sentences_on_the_optimizer_match_their_table():
+    found = paper_lines("FPI, padded stream, AdamW")
+    rows = training_rows()
+    default = rows["tiny-gpt/fpi_padded-2000-0.003-seed1"]["losses"][-1]
+    assert says(f"the default ends at {default:.3f}")
+    padded = "FPI, padded stream, "
+    for name in ("AdamW", "grown moments"):
+        assert abs(first(found[padded + name]["all"]) - default) <= 0.0105
+    rewarmed = found[padded + "grown moments, re-warm-up"]
+    assert float(rewarmed["rate"]) < float(found["FPI, padded stream"]["rate"])
+    assert says(f"the long run ends {first(rewarmed['all']) - default:.2f} higher")
+
+
+def test_the_sentences_on_when_to_grow_match_their_tables():
+    moments = paper_lines("FPI, padded stream, after 10 %")
+    counted = [
+        float(re.findall(r"-?[\d.]+", moments[f"FPI, padded stream, after {share} %"][column])[0])
+        for column in ("FLOPs saved", "with the source's")
+        for share in (10, 30, 100)
+    ]
+    gains, with_source = counted[:3], counted[3:]
+    assert gains == sorted(gains)
+    assert says("saved {:.0f} %, {:.0f} % and {:.0f} %".format(*gains))
+    assert says(
+        f"counted, {min(with_source):.1f} to {max(with_source):.1f} % is saved, and the inter"
+    )
+    cells = [
+        moments[f"FPI, padded stream, after {share} %"]["with the source's"]
+        for share in (10, 30, 100)
+    ]
+    spans = [[float(x) for x in re.findall(r"-?[\d.]+", cell)] for cell in cells]
+    assert max(mean - half for mean, half in spans) < min(mean + half for mean, half in spans)
+    cost = gains[2] - with_source[2]
+    assert says(f"its training costs {cost:.0f} % of that of the large model")
+    assert says(f"the small model alone has cost {4 * cost / 100:.1f} times")
+
+    depth = paper_lines("FPI, identity, source of 200 steps")
+    ends = {
+        age: {
+            way: float(depth[f"FPI, {way}, {age}"]["all"])
+            for way in ("identity", "stack", "interleave")
+        }
+        for age in ("source of 200 steps", "source of 2,000 steps")
+    }
+    spread = {age: max(found.values()) - min(found.values()) for age, found in ends.items()}
+    assert says(f"the three ways end within {spread['source of 200 steps']:.3f} of each other")
+    assert says(f"ways ended within {spread['source of 2,000 steps']:.2f} of each other")
+    start = {
+        way: float(depth[f"FPI, {way}, source of 2,000 steps"]["start loss"])
+        for way in ("identity", "stack")
+    }
+    old = ends["source of 2,000 steps"]
+    assert min(old, key=old.get) == "stack" and max(old, key=old.get) == "identity"
+    assert says(
+        f"a stack starts {start['stack'] - start['identity']:.2f} higher than identity and ends "
+        f"{old['identity'] - old['stack']:.2f} lower"
+    )
+    assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())
