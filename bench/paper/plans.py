@@ -12,6 +12,8 @@ from bench.paper.systems import SYSTEMS, job_of
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.
 PARTS = (1 / 4, 1 / 2, 1.0)
+# and of lines that grow layers, and reach the loss of the baseline in less than a quarter
+SHORTER = (1 / 32, 1 / 16, 1 / 8)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _depth(setting: Setting) -> list[Line]:
     deep = setting.variant("deep", target=target)
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
-    for one, parts in ((young, ()), (deep, ())):
+    for one, parts in ((young, ()), (deep, SHORTER)):
         label = f"source of {one.source_steps:,} steps"
         lines += [
             Line(one, "fpi_identity", label, parts=parts),
@@ -152,7 +154,7 @@ def _directions(setting: Setting) -> list[Line]:
     # each at the defaults of growth, which differ from the first system where both axes grow
     for label, target, system, parts in (
         ("width", wide, "fpi_padded", ()),
-        ("depth", deep, "fpi_identity", ()),
+        ("depth", deep, "fpi_identity", SHORTER),
         ("both", both, "padded_identity", ()),
     ):
         one = setting if target == setting.target else setting.variant(target.name, target=target)

@@ -9,7 +9,7 @@ from bench.paper.compare import compared, interval, runs_of, saved
 from bench.paper.page import page_text, table_text, write_page
 from bench.paper.pictures import drawn
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.tables import report
+from bench.paper.tables import report, table
 from bench.shared.results import RESULTS, read, write
 from growkern.growth.plan.advice.evidence import MOMENTS
 
@@ -90,6 +90,17 @@ def test_a_table_has_a_line_for_each_setting():
     assert shares[:2] == ("0.0 ± 0.0 %", "not reached by 1 of 3")
     assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
     assert column["with the source's"][2].startswith("5.0 ±")
+
+
+def test_shorter_runs_are_in_no_column_but_in_the_savings():
+    """They end at 3.4, below the loss from scratch. Others begin with a quarter of the steps."""
+    lines = lines_of("depth", "tiny")
+    losses = [[(4.0, 3.8, 3.5)], *[[(3.3, 3.2, 3.1)]] * 6]
+    rows = {row["name"]: row for row in rows_for(lines, losses)}
+    text = table("depth", "tiny", compared(lines, "depth", rows))
+    cells = [line.split(" | ") for line in text.splitlines()[2:9]]
+    assert [line[3:6] for line in cells[1:]] == [["3.300", "3.200", "3.100"]] * 6
+    assert [line[7] for line in cells] == ["0.0 %", *["≥ 75.0 %"] * 3, *["≥ 96.9 %"] * 3]
 
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
