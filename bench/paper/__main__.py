@@ -55,7 +55,7 @@ def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
     place.make([job for jobs in tried.values() for job in jobs])
     runs = []
     for line in lines:
-        rate = best_rate(place.make(tried[line]))
+        rate = line.rate or best_rate(place.make(tried[line]))
         say(f"{line.setting.name}, {SYSTEMS[line.system].title}: learning rate {rate:g}")
         runs += [jobs_of_seed(line, seed, rate) for seed in SEEDS[:seeds]]
     place.make([job for one in sorted(runs, key=lambda one: one[0].seed) for job in one])

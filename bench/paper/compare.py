@@ -71,7 +71,7 @@ def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
     done = [row for row in tried if row is not None]
     if len(done) < len(tried):
         return {}
-    rate, found = best_rate(done), {}
+    rate, found = line.rate or best_rate(done), {}
     for seed in range(1, RATE_SEED):
         names = [job.name for job in jobs_of_seed(line, seed, rate)]
         if all(name in rows for name in names):

@@ -99,10 +99,13 @@ def _untrained(job: Job) -> ModelSection:
 
 
 def scratch(job: Job, source: str) -> dict[str, Any]:
+    """The large model, from random weights."""
     return {"model": _untrained(job)}
 
 
 def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any) -> Sections:
+    """A model that begins as its source, grown; `how` are options of `GrowthStep`."""
+
     def sections(job: Job, source: str) -> dict[str, Any]:
         growth = GrowthStep(
             source=source,
@@ -161,8 +164,8 @@ def going_on(job: Job, source: str) -> dict[str, Any]:
     teachers = tuple(one.name for one in job.needs[1:])
     if not teachers:
         return sections
-    taught = {"inheritance": InheritanceSchedule(end_step=end)}
-    return {**sections, **taught, "teacher": TeacherSection(paths=teachers)}
+    sections["inheritance"] = InheritanceSchedule(end_step=end)
+    return {**sections, "teacher": TeacherSection(paths=teachers)}
 
 
 def two_stage(method: str, share: float | None = None) -> Sections:
@@ -178,6 +181,7 @@ def two_stage(method: str, share: float | None = None) -> Sections:
 
 
 def inheriting(job: Job, source: str) -> dict[str, Any]:
+    """Two stages of AKI, which the source teaches too."""
     end = round(job.setting.inheritance_share * job.steps)
     return {
         **two_stage("aki")(job, source),

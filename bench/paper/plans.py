@@ -25,6 +25,7 @@ class Line:
         system: a key of `SYSTEMS`.
         label: says how the setting differs from the others of the table; empty if it does not.
         like: another line of the same method, whose learning rate this one takes.
+        rate: its learning rate, where that is not the best one of short runs; else None.
         parts: lengths of its runs beside `PARTS`, which no column of the table shows. The FLOPs
             that are saved are interpolated between all lengths.
     """
@@ -33,6 +34,7 @@ class Line:
     system: str
     label: str = ""
     like: Line | None = None
+    rate: float | None = None
     parts: tuple[float, ...] = ()
 
 
@@ -125,6 +127,13 @@ def _progressive(setting: Setting) -> list[Line]:
     scratch, stackbert, mslt = (Line(setting, one) for one in ("scratch", "stackbert", "mslt"))
     label = "as many FLOPs as scratch"
     return [scratch, stackbert, mslt, Line(longer, mslt.system, label, mslt)]
+
+
+def _rates(setting: Setting) -> list[Line]:
+    """DirectCopy at the best rate of its short runs, and at the middle one, which is higher."""
+    method, higher = Line(setting, "direct_copy"), setting.rates[len(setting.rates) // 2]
+    other = replace(method, label=f"at {higher:g}", rate=higher)
+    return [Line(setting, "scratch"), method, other]
 
 
 def _depth(setting: Setting) -> list[Line]:
@@ -222,6 +231,7 @@ TABLES = {
     "copies": Table(
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
+    "rates": Table("A higher rate than short runs chose", "bert", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",
         "gpt2",

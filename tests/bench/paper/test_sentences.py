@@ -1,10 +1,13 @@
 """Sentences between the tables of training say what the tables and their runs say."""
 
+import math
 import re
 
 import pytest
 
-from bench.paper.compare import interval, saved
+from bench.paper.compare import compared, interval, mean_and_half, saved
+from bench.paper.plans import lines_of
+from bench.shared import results
 from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
 
 
@@ -64,6 +67,33 @@ def test_the_sentences_on_bert_match_their_table():
     assert says(f"MSLT ends {-first(longer['below it']):.2f} above training from scratch")
     spent = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["flops"][-1]
     assert spent == pytest.approx(scratch, rel=0.005)
+
+
+def test_a_second_run_on_another_machine_is_within_the_intervals():
+    """The whole table was trained again from a fresh clone, its choice of rates included."""
+    again = {row["name"]: row for row in results.read(results.RESULTS / "paper-again.json")["rows"]}
+    rows = training_rows()
+    lines = compared(lines_of("table2", "tiny"), "table2", rows)
+    repeated = compared(lines_of("table2", "tiny"), "table2", again)
+    assert list(lines) == list(repeated) and {*map(len, repeated.values())} == {1}
+    differences = []
+    for line, pairs in repeated.items():
+        (own, base), seeds = pairs[1], lines[line]
+        assert own[0]["rate"] == seeds[1][0][0]["rate"], line.system
+        shares = [100 * saved(*pair) for pair in seeds.values()]
+        share = 100 * saved(own, base)
+        if math.isnan(share):
+            assert all(map(math.isnan, shares)), line.system
+            continue
+        mean, half = mean_and_half(shares)
+        assert abs(share - mean) <= half, line.system
+        differences.append(abs(share - shares[0]))
+        for end, ends in zip(
+            own, zip(*(runs for runs, _ in seeds.values()), strict=True), strict=True
+        ):
+            mean, half = mean_and_half([one["losses"][-1] for one in ends])
+            assert abs(end["losses"][-1] - mean) <= half, end["name"]
+    assert says(f"differ by at most {max(differences):.1f} points from the first")
 
 
 def test_the_sentences_on_gpt2_match_their_table():

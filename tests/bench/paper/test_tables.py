@@ -254,6 +254,7 @@ def test_targets_have_heads_as_wide_as_the_sources(name):
         ("domain", ["adapted", "adapted_taught"]),
         ("optimizer", ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed"]),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
+        ("copies", ["scratch", "fpi_none"]),
         ("table4", ["scratch", "aki", "aki_adamw", "aki_after_stage1"]),
     ],
 )
