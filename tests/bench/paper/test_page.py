@@ -92,6 +92,15 @@ def test_a_table_has_a_line_for_each_setting():
     assert column["with the source's"][2].startswith("5.0 ±")
 
 
+def test_a_line_may_have_another_rate_than_its_short_runs_chose():
+    _, method, other = lines_of("rates", "tiny")
+    rows = [row_of(job, 3.0 + job.rate) for job in jobs_of_rates(method)]
+    rows += [row_of(job, 2.0) for rate in (1e-3, 2e-3) for job in jobs_of_seed(method, 1, rate)]
+    found = {row["name"]: row for row in rows}
+    rates = [[run["rate"] for run in runs_of(line, found)[1]] for line in (method, other)]
+    assert rates == [[1e-3] * 3, [2e-3] * 3]
+
+
 def test_shorter_runs_are_in_no_column_but_in_the_savings():
     """They end at 3.4, below the loss from scratch. Others begin with a quarter of the steps."""
     lines = lines_of("depth", "tiny")
