@@ -42,6 +42,7 @@ SEEDS = (1, 2, 3, 4, 5)
 
 
 def say(text: str) -> None:
+    """Show a line of progress."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 

@@ -44,8 +44,8 @@ def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = F
             were needed and on kept predictions.
 
     Returns:
-        The share; NaN if the longest run does not reach the loss. If the shortest one does, at
-        least this share is saved.
+        The share; NaN if no run reaches the loss. If the shortest one does, at least this share is
+        saved.
     """
     _, flops, losses = points_of(runs)
     mark = baseline[-1]
@@ -112,6 +112,11 @@ def common_seeds(found: Mapping[Line, Pairs]) -> list[int]:
 def restricted(found: Mapping[Line, Pairs], seeds: Iterable[int]) -> dict[Line, Pairs]:
     """The same lines, with some of their seeds."""
     return {line: {seed: pairs[seed] for seed in seeds} for line, pairs in found.items()}
+
+
+def is_base(pairs: Pairs) -> bool:
+    """Whether a line is a baseline, and so compared with itself."""
+    return all(own is base for own, base in pairs.values())
 
 
 def title_of(line: Line) -> str:

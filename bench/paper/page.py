@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 from bench.paper.committed import committed
-from bench.paper.compare import compared
+from bench.paper.compare import Pairs, compared, is_base
 from bench.paper.maps import maps_text
-from bench.paper.pictures import draw
-from bench.paper.plans import TABLES, lines_of
+from bench.paper.pictures import draw, drawn
+from bench.paper.plans import TABLES, Line, lines_of
 from bench.paper.settings import FAMILIES, SETTINGS, Setting
 from bench.paper.systems import SYSTEMS
 from bench.paper.tables import heading, section, table, tables_in
@@ -64,8 +64,9 @@ def page_text(results: Path) -> str:
     parts = [PAGE, _settings([SETTINGS[size, TABLES[name].family] for name, size, _ in tables])]
     parts.append(_systems({line.system for _, _, found in tables for line in found}))
     for name, size, found in tables:
-        link = f"![{heading(name, size)}]({_picture(name, size)})"
-        parts.append(f"{section(name, size, found)}\n{link}\n")
+        parts.append(section(name, size, found))
+        if _has_picture(found):
+            parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
     return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
 
 
@@ -83,8 +84,9 @@ def write_page(results: Path) -> list[Path]:
     made = [results / "paper.md"]
     made[0].write_text(page_text(results))
     for name, size, found in tables_in(rows, least=LEAST_LINES):
-        made.append(results / _picture(name, size))
-        draw(found, made[-1], title=heading(name, size))
+        if _has_picture(found):
+            made.append(results / _picture(name, size))
+            draw(found, made[-1], title=heading(name, size))
     return made
 
 
@@ -107,6 +109,10 @@ def _systems(names: Container[str]) -> str:
     lines = ["| system | what it is |", "|---|---|"]
     lines += [f"| {one.title} | {one.about} |" for key, one in SYSTEMS.items() if key in names]
     return "\n".join(["## Systems", "", *lines, ""])
+
+
+def _has_picture(found: Mapping[Line, Pairs]) -> bool:
+    return not all(map(is_base, drawn(found).values()))
 
 
 def _picture(name: str, size: str) -> str:

@@ -15,6 +15,7 @@ from bench.paper.compare import (
     Row,
     common_seeds,
     interval,
+    is_base,
     is_early,
     mean_and_half,
     points_of,
@@ -37,12 +38,13 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     """Draw the lines of a table, all with the same seeds.
 
     Args:
-        found: lines, each with its runs and those of its baseline.
+        found: lines, each with its runs and those of its baseline. One of those that are drawn is
+            no baseline.
         out: file to write.
         title: of the picture.
     """
     shown = drawn(found)
-    others = {line: list(pairs.values()) for line, pairs in shown.items() if not _is_base(pairs)}
+    others = {line: list(pairs.values()) for line, pairs in shown.items() if not is_base(pairs)}
     columns = min(COLUMNS, key=lambda n: (-len(others) % n, -n)) if len(others) > 2 else 2
     rows = math.ceil(len(others) / columns)
     heights = [PANEL * rows + 0.5, LINE * len(others) + MARGIN]
@@ -53,10 +55,15 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
         _draw_losses(axes, title_of(line), pairs)
     for axes in panels[len(others) :]:
         axes.set_visible(False)
+    # a teacher costs some more than the baseline
+    most = max(_shares(own, base)[-1] for pairs in others.values() for own, base in pairs)
+    panels[0].set_xlim(0, 1.04 * max(1.0, most))
+    panels[0].set_xticks([0, 0.5, 1])
     count = len(next(iter(others.values())))
     seeds = f"means of {count} seeds; thin: each seed" if count > 1 else "one seed"
-    bases = dict.fromkeys(title_of(line) for line in shown if line not in others)
-    words = f"validation loss, {seeds}; black: {' or '.join(bases)}"
+    bases = [title_of(line) for line in shown if line not in others]
+    black = bases[0] if len(bases) == 1 else "from scratch at the same size"
+    words = f"validation loss, {seeds}; black: {black}"
     above.suptitle(f"{title}\n{words}", fontsize=TEXT, x=0.01, ha="left")
     above.supxlabel("FLOPs, as a share of the longest black run's", fontsize=SMALL)
     _draw_savings(below.subplots(), others)
@@ -65,12 +72,11 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
 
 def drawn(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
     """The lines that have all seeds; if these are fewer than half, all lines with equal seeds."""
-    full = whole(found)
-    return full if 2 * len(full) >= len(found) else restricted(found, common_seeds(found))
-
-
-def _is_base(pairs: Pairs) -> bool:
-    return all(own is base for own, base in pairs.values())
+    full, same = whole(found), common_seeds(found)
+    here, all_of_them = (
+        sum(not is_base(pairs) for pairs in lines.values()) for lines in (full, found)
+    )
+    return full if 2 * here >= all_of_them or not same else restricted(found, same)
 
 
 def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Row]]]) -> None:
@@ -81,8 +87,7 @@ def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Ro
         ([own for own, _ in pairs], OWN, {"marker": "s"}),
     ):
         points = [
-            (np.array(points_of(one)[1]) / base[-1]["flops"][-1], points_of(one)[2])
-            for one, base in zip(runs, bases, strict=True)
+            (_shares(one, base), points_of(one)[2]) for one, base in zip(runs, bases, strict=True)
         ]
         for shares, losses in points if len(points) > 1 else ():
             axes.plot(shares, losses, color=color, linewidth=0.5, alpha=0.6)
@@ -91,13 +96,20 @@ def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Ro
         axes.plot(mean, losses, color=color, linewidth=1.6, markersize=4, **style)
     mark = float(np.mean([base[-1]["losses"][-1] for base in bases]))
     axes.axhline(mark, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_title(textwrap.fill(title, 30), fontsize=SMALL, color=OWN)
-    # a teacher costs some more
-    axes.set_xlim(0, max(1.04, axes.get_xlim()[1]))
-    axes.set_xticks([0, 0.5, 1])
+    axes.set_title(_wrapped(title, 30), fontsize=SMALL, color=OWN)
     axes.tick_params(labelsize=SMALL)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _shares(runs: Sequence[Row], baseline: Sequence[Row]) -> Any:
+    """The FLOPs of runs as shares of those of the longest run of their baseline."""
+    return np.array(points_of(runs)[1]) / baseline[-1]["flops"][-1]
+
+
+def _wrapped(title: str, width: int) -> str:
+    # no line begins with a sign of its own
+    return textwrap.fill(title.replace(" %", "\N{NO-BREAK SPACE}%"), width)
 
 
 def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list[Row]]]]) -> None:
@@ -107,7 +119,7 @@ def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list
         shares = [100 * saved(*pair) for pair in pairs]
         counted = [100 * saved(*pair, with_source=True) for pair in pairs]
         least = "≥ " if any(is_early(*pair) for pair in pairs) else ""
-        names.append(textwrap.fill(title_of(line), 40))
+        names.append(_wrapped(title_of(line), 40))
         words = {"va": "center", "fontsize": SMALL, "transform": axes.get_yaxis_transform()}
         missed = sum(map(math.isnan, shares))
         if missed:
@@ -121,7 +133,7 @@ def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list
         hollow = {"markeredgecolor": WITH_SOURCE, "markerfacecolor": "white", "markersize": 6}
         axes.plot([with_source], [number], "D", **hollow)
         axes.text(1.01, number, f"{least}{interval(shares, 1)} %", **words)
-        lowest = min(lowest, with_source)
+        lowest = min(lowest, with_source, *shares, mean if math.isnan(half) else mean - half)
     axes.set_yticks(range(len(names)), names, fontsize=SMALL)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(min(-5.0, lowest - 5), 100)

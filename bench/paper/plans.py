@@ -68,28 +68,56 @@ def _systems(*names: str) -> Callable[[Setting], list[Line]]:
     return lambda setting: [Line(setting, name) for name in names]
 
 
-def _smaller_sources(setting: Setting) -> list[Line]:
-    """Sources of a half and a quarter of the width, and of half the layers.
+def _variants_of_sources(setting: Setting) -> dict[str, Setting]:
+    """The setting, and those with a source of a half and a quarter of the width or half the layers.
 
-    The paper has DirectCopy and AKI. More lines ask why narrow sources save less here: a padded
-    hidden state has no copies, and the source of the last line was trained for four times as long.
+    Returns:
+        Label -> setting.
     """
     own = setting.source
-    half = replace(own, width=own.width // 2, heads=own.heads // 2)
-    others = (
+    sizes = (
         own,
-        half,
+        replace(own, width=own.width // 2, heads=own.heads // 2),
         replace(own, width=own.width // 4, heads=own.heads // 4),
         replace(own, layers=own.layers // 2),
     )
-    lines = [Line(setting, "scratch")]
-    for size in others:
-        variant = setting if size == own else setting.variant(f"from{size.name}", source=size)
-        names = ("direct_copy", "aki", "fpi_padded")
-        lines += [Line(variant, name, f"source {size.name}") for name in names]
+    return {
+        f"source {one.name}": setting
+        if one == own
+        else setting.variant(f"from{one.name}", source=one)
+        for one in sizes
+    }
+
+
+def _smaller_sources(setting: Setting) -> list[Line]:
+    """What the paper has: DirectCopy and AKI from smaller sources."""
+    return [
+        Line(setting, "scratch"),
+        *(
+            Line(variant, name, label)
+            for label, variant in _variants_of_sources(setting).items()
+            for name in ("direct_copy", "aki")
+        ),
+    ]
+
+
+def _narrow_sources(setting: Setting) -> list[Line]:
+    """Why narrow sources save less here.
+
+    A padded hidden state has no copies, and the source of the last line is trained for four times
+    as long.
+    """
+    variants = _variants_of_sources(setting)
+    lines = [Line(one, "fpi_padded", label) for label, one in variants.items()]
+    _, (label, half), *_ = variants.items()
     steps = 4 * setting.source_steps
-    longer = setting.variant(f"from{half.name}-longer", source=half, source_steps=steps)
-    return [*lines, Line(longer, "aki", f"source {half.name} of {steps:,} steps")]
+    longer = half.variant("longer", source_steps=steps)
+    return [
+        Line(setting, "scratch"),
+        *lines,
+        Line(half, "aki", label),
+        Line(longer, "aki", f"{label} of {steps:,} steps"),
+    ]
 
 
 def _stages(setting: Setting) -> list[Line]:
@@ -208,6 +236,7 @@ def _domain(setting: Setting) -> list[Line]:
 TABLES = {
     "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
+    "narrow": Table("Why narrow sources save less", "bert", _narrow_sources),
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
     "progressive": Table("Fewer layers first", "bert", _progressive),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),

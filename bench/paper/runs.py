@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -86,15 +87,12 @@ class Workplace:
     def _train(self, jobs: Sequence[Job]) -> None:
         """Train jobs, and before each those that it needs and whose models are not there."""
         jobs = self._with_needs(jobs)
-        # one for all jobs with the same teacher, as many rows as the longest needs
-        longest_last = sorted(jobs, key=lambda job: job.steps)
-        kept = {kept_folder(job): job for job in longest_last if job.kept}
 
         def prepared(job: Job) -> Call:
             for name, (size, layers) in untrained_models(job).items():
                 self._write_untrained(job.setting, name, size, job.seed, layers)
             if job.kept:
-                self._keep_teacher(kept[kept_folder(job)])
+                self._keep_teacher(job)
             file = write_run_file(job, self.folder)
             return partial(seconds_of_training, file, self.folder / job.name)
 
@@ -179,7 +177,7 @@ class Workplace:
         return before
 
     def _keep_teacher(self, job: Job) -> None:
-        """Run the teacher of a job once, with the command for it."""
+        """Run the teacher of a job once over the whole text, with the command for it."""
         target = self.folder / kept_folder(job)
         if target.exists():
             return
@@ -267,5 +265,10 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def best_rate(rows: Iterable[dict[str, Any]]) -> float:
-    """The learning rate of the run with the lowest final loss."""
-    return float(min(rows, key=lambda row: row["losses"][-1])["rate"])
+    """The learning rate of the run with the lowest final loss. NaN is no loss."""
+
+    def loss(row: dict[str, Any]) -> float:
+        last = float(row["losses"][-1])
+        return math.inf if math.isnan(last) else last
+
+    return float(min(rows, key=loss)["rate"])

@@ -29,6 +29,7 @@ class Size:
 
     @property
     def name(self) -> str:
+        """In folders and labels."""
         return f"{self.layers}x{self.width}"
 
 

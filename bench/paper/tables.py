@@ -60,15 +60,19 @@ def table(name: str, size: str, found: Mapping[Line, Pairs]) -> str:
 
     If some lines lack seeds, there are two: first the lines that have all seeds, then all lines
     with equal seeds. Lines of different seeds cannot be compared: losses and savings of seeds
-    differ by more than those of most methods.
+    differ by more than those of most methods. So lines of seeds that no other has stand apart.
     """
     return f"{_parts(found)}\n\n`python -m bench.paper {name} --size {size} --known`"
 
 
 def _parts(found: Mapping[Line, Pairs]) -> str:
     full, same = whole(found), common_seeds(found)
-    if len(full) == len(found) or not same:
+    if len(full) == len(found):
         return _table(full)
+    if not same:
+        rest = {line: pairs for line, pairs in found.items() if line not in full}
+        said = "Lines of other seeds, which cannot be compared with these:"
+        return "\n".join([_table(full), "", said, "", _table(rest)])
     named = f"seed{'s' * (len(same) > 1)} {' and '.join(map(str, same))}"
     parts = [_table(full), ""] if len(full) > 1 else []
     some = _table(restricted(found, same))

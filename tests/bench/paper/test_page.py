@@ -5,13 +5,15 @@ import re
 
 import pytest
 
-from bench.paper.compare import compared, interval, runs_of, saved
+from bench.paper.compare import compared, interval, restricted, runs_of, saved, title_of
 from bench.paper.page import page_text, table_text, write_page
-from bench.paper.pictures import drawn
+from bench.paper.pictures import draw, drawn
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
+from bench.paper.runs import best_rate
 from bench.paper.tables import report, table
 from bench.shared.results import RESULTS, read, write
 from growkern.growth.plan.advice.evidence import MOMENTS
+from tests.plot.runs import drawn as drawn_figure
 
 
 def runs_with(losses, flops, source=0.0):
@@ -146,3 +148,58 @@ def test_the_forecast_knows_our_own_runs():
         grown = lines[f"after {share:.0%}".replace("%", " %")]
         found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
         assert found and gain == pytest.approx(sum(found) / len(found), abs=5e-4)
+
+
+@pytest.mark.parametrize("seeds", [(3, 0, 1, 0, 0), (2, 1, 0, 0, 0), (2, 0, 0, 0, 0)])
+def test_lines_with_few_seeds_are_shown_and_break_no_picture(seeds, tmp_path):
+    """Also where no other line has all seeds, or where there is the baseline alone."""
+    lines = lines_of("moment", "tiny")
+    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
+    rows = list(rows_for(lines, losses))
+    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+    done = [line for line, count in zip(lines, seeds, strict=True) if count]
+    text = table_text(tmp_path, "moment")
+    assert all(f"| {title_of(line)} |" in text for line in done)
+    out = tmp_path / "one.png"
+    found = compared(lines, "moment", {row["name"]: row for row in rows})
+    assert write_page(tmp_path)
+    if len(done) > 1:
+        draw(found, out, title="some")
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lines_without_a_common_seed_stand_apart():
+    lines = lines_of("moment", "tiny")[:3]
+    rows = {row["name"]: row for row in rows_for(lines, [own for own in MOMENT[:3]])}
+    found = compared(lines, "moment", rows)
+    scratch, first, second = lines
+    some = {scratch: found[scratch], first: restricted(found, [2])[first]}
+    some[second] = restricted(found, [3])[second]
+    whole, rest = table("moment", "tiny", some).split("Lines of other seeds")
+    assert title_of(scratch) in whole and title_of(first) not in whole
+    assert all(f"| {title_of(line)} |" in rest for line in (first, second))
+
+
+def test_every_point_of_a_picture_is_within_its_axes(tmp_path, monkeypatch):
+    """A teacher costs FLOPs, so that a taught model ends beyond its baseline."""
+    lines = lines_of("inheritance", "tiny")[:4]
+    losses = [[(3.0, 2.5, 2.0)]] * 4
+    rows = {row["name"]: row for row in rows_for(lines, losses)}
+    for row in rows.values():
+        factor = {"taught": 1.1, "taught_by_two": 1.3}.get(row["system"], 1.0)
+        row["flops"] = [factor * one for one in row["flops"]]
+    found = compared(lines, "inheritance", rows)
+    figure = drawn_figure(monkeypatch, lambda: draw(found, tmp_path / "a.png", title="some"))
+    limits = [
+        (line.get_xdata().max(), axes.get_xlim()[1])
+        for axes in figure.subfigs[0].axes
+        for line in axes.lines
+        if len(line.get_xdata()) == 3
+    ]
+    assert len(limits) == 6 and max(end for end, _ in limits) == pytest.approx(1.3)
+    assert all(end <= limit for end, limit in limits)
+
+
+def test_a_rate_whose_loss_is_no_number_is_not_the_best():
+    rows = [{"rate": rate, "losses": [loss]} for rate, loss in ((1.0, math.nan), (2.0, 3.0))]
+    assert best_rate(rows) == best_rate(rows[::-1]) == 2.0
