@@ -79,9 +79,10 @@ def plan(
     made = make_plan(source, revision=revision, **growth)
     if as_json:
         more = {"estimate": made.estimate(ranks), "advice": made.advice(source_tokens)}
-        more["recommended"] = recommendation(made)
-        if tokens is not None:
-            more["forecast"] = asdict(made.forecast(tokens, source_tokens))
+        forecast = None if tokens is None else made.forecast(tokens, source_tokens)
+        more["recommended"] = recommendation(made, source_tokens, forecast)
+        if forecast is not None:
+            more["forecast"] = asdict(forecast)
         print_json({**made.to_dict(), **more})
     else:
         print_table(made.table(ranks, source_tokens, tokens))

@@ -22,6 +22,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.cost import estimate
 from growkern.growth.plan.advice.forecast import Forecast, forecast
 from growkern.growth.plan.advice.notes import advice
+from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
@@ -118,13 +119,15 @@ class GrowthPlan(Blueprint):
         self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
     ) -> Any:
         """The plan as a rich renderable; arguments as in `estimate` and `forecast`."""
+        expected = None if tokens is None else self.forecast(tokens, source_tokens)
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks),
             self.advice(source_tokens),
             ranks,
-            None if tokens is None else self.forecast(tokens, source_tokens),
+            recommendation(self, source_tokens, expected),
+            expected,
         )
 
 

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from growkern.growth.plan.advice.evidence import OURS
 from growkern.growth.plan.advice.forecast import Forecast, span
-from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
 from growkern.units import human
@@ -35,6 +34,7 @@ def plan_table(
     numbers: Mapping[str, Any],
     advice: Sequence[str],
     ranks: int,
+    recommended: str,
     forecast: Forecast | None = None,
 ) -> Group:
     """Sizes, cost, findings and advice of a plan.
@@ -44,6 +44,7 @@ def plan_table(
         numbers: of `growkern.growth.plan.advice.cost.estimate`, for `ranks` processes.
         advice: sentences of `growkern.growth.plan.advice.notes.advice`.
         ranks: number of processes that the target is sharded over.
+        recommended: of `growkern.growth.plan.advice.recommend.recommendation`.
         forecast: of `growkern.growth.plan.advice.forecast.forecast`.
     """
     sizes = Table(title=f"{plan.small.class_name}: {plan.options.method}", title_justify="left")
@@ -89,7 +90,7 @@ def plan_table(
     )
     cost.add_row(f"growing into a model: memory{each}", filled)
     warnings = [Text(f"note: {line}", "yellow") for line in advice]
-    advised = Text(f"recommended: {recommendation(plan)}")
+    advised = Text(f"recommended: {recommended}")
     saving = [] if forecast is None else _forecast_parts(forecast)
     return Group(sizes, roles, *layers, kept, cost, *saving, advised, *warnings)
 

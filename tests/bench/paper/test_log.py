@@ -16,6 +16,32 @@ def end(name, rate="0.002", seed=1):
     return runs_of(name, rate, seed)[-1]["losses"][-1]
 
 
+def test_runs_of_each_length_and_a_padded_hidden_state():
+    direct, fpi, aki, padded, scratch = (
+        [runs_of(f"tiny-gpt/{name}", "0.003", seed) for seed in (1, 2, 3)]
+        for name in ("direct_copy", "fpi", "aki", "fpi_padded", "scratch")
+    )
+    first = [runs[0][0]["losses"][-1] for runs in (direct, fpi, aki)]
+    assert logs("they are level ({:.3f}, {:.3f} and {:.3f})".format(*first))
+    ends = [runs[0][-1]["losses"][-1] for runs in (direct, fpi)]
+    assert logs("DirectCopy is at {:.3f} and FPI at {:.3f}".format(*ends))
+    means = [
+        sum(runs[-1]["losses"][-1] for runs in line) / 3 for line in (padded, fpi, direct, scratch)
+    ]
+    assert logs(
+        "ends at {:.3f}, copies at {:.3f}, DirectCopy at {:.3f}, scratch at {:.3f}".format(*means)
+    )
+    below = [a[-1]["losses"][-1] - b[-1]["losses"][-1] for a, b in zip(fpi, padded, strict=True)]
+    assert logs(f"Per seed it is {min(below):.3f} to {max(below):.3f} below copies")
+    quarter = sum(runs[0]["losses"][-1] for runs in padded) / 3
+    assert logs(f"the lowest of all ({quarter:.3f})")
+    shares = [
+        interval([100 * saved(own, base) for own, base in zip(line, scratch, strict=True)], 1)
+        for line in (padded, fpi, direct)
+    ]
+    assert logs("Saved: {} %, copies {} %, DirectCopy {} %".format(*shares))
+
+
 def test_what_two_stages_save_less():
     for method in ("aki", "fpi"):
         less = more_saved("tiny-bert", method, f"{method}_two_stage")

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from bench.paper.compare import compared, interval, mean_and_half, saved
+from bench.paper.compare import compared, interval, mean_and_half, points_of, saved
 from bench.paper.plans import lines_of
 from bench.shared import results
+from growkern.plot.curve import first_crossing
 from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
 
 
@@ -67,6 +68,24 @@ def test_the_sentences_on_bert_match_their_table():
     assert says(f"MSLT ends {-first(longer['below it']):.2f} above training from scratch")
     spent = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["flops"][-1]
     assert spent == pytest.approx(scratch, rel=0.005)
+
+
+def test_what_another_interpolation_would_add():
+    """Mean savings of the table's lines, with losses that fall linearly in the logarithm."""
+    added = []
+    for pairs in compared(lines_of("table2", "tiny"), "table2", training_rows()).values():
+        gains = []
+        for own, base in pairs.values():
+            _, flops, losses = points_of(own)
+            logs = [math.log(one) for one in flops]
+            spent = first_crossing(logs, losses, base[-1]["losses"][-1])
+            if own is not base and spent is not None:
+                share = 1 - math.exp(spent) / base[-1]["flops"][-1]
+                gains.append(100 * (share - saved(own, base)))
+        if gains:
+            added.append(sum(gains) / len(gains))
+    assert len(added) == 8
+    assert says(f"would add {min(added):.1f} to {max(added):.1f} points to the savings")
 
 
 def test_a_second_run_on_another_machine_is_within_the_intervals():

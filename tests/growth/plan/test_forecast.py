@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 import growkern
+from growkern.errors import GrowthError
 from growkern.growth.plan.advice.evidence import stacking_tokens
 from growkern.growth.plan.advice.forecast import span
 from tests.growth.models import BERT
@@ -42,7 +43,7 @@ def test_a_forecast_is_the_range_of_the_savings_along_its_axes():
     assert found.flops == plan.flops_per_token() * SHORT
     share = plan.flops_per_token("source") * YOUNG / found.flops
     assert found.with_source == pytest.approx((found.low - share, found.high - share))
-    assert "grow: 21% to 55%, one measurement" in plan.forecast(SHORT).verdict
+    assert "grow: 21% to 55% (one measurement) of" in plan.forecast(SHORT).verdict
     assert plan.forecast(SHORT).with_source is None
     # a source that costs more than growth saves
     assert found.with_source[1] < 0 and "do not train one" in found.verdict
@@ -67,7 +68,7 @@ def test_the_evidence_is_that_of_the_way_to_grow():
     # the interval of our own copies reaches below 0
     assert copies.low == pytest.approx(0.172 - 0.203) and "costs more" in copies.verdict
     for how, said in (
-        ({"method": "random"}, "train from scratch: method='random' is a baseline"),
+        ({"method": "random"}, "choose method='fpi': method='random' is a baseline"),
         ({"method": "direct_copy"}, "unknown: method='direct_copy' is a baseline"),
         ({"stream": "copies", "symmetry": "none"}, "with equal copies a small GPT-2 did not"),
     ):
@@ -161,7 +162,7 @@ def test_one_number_is_no_range_and_0_has_no_sign():
     one = forecast_of(DEEPER, SHORT, SHORT)
     own = tuple(paper for paper in one.papers if paper.bound)
     alone = dataclasses.replace(one, papers=own, low=own[0].low, high=own[0].high)
-    assert alone.range == "at least 75%, one measurement"
+    assert alone.range == "at least 75% (one measurement)"
 
 
 def test_when_to_stack_follows_the_published_law():
@@ -199,10 +200,43 @@ def test_the_table_has_the_forecast_if_the_tokens_are_given():
             {"intermediate_size": 8192},
             "method fpi (keeps the function; no",
         ),
-        ("BertForMaskedLM", BERT, {"hidden_size": 24}, "method fpi, stream copies (a small BERT"),
+        ("BertForMaskedLM", BERT, {"hidden_size": 24}, "method fpi (a small BERT"),
     ],
 )
 def test_the_table_recommends_a_method_and_says_why(class_name, sizes, growth, said):
     plan = growkern.plan(meta(class_name, **sizes), allow_nonfinite=True, **growth)
     (line,) = [one for one in printed(plan).splitlines() if one.startswith("recommended: ")]
     assert said in line and ("measured by us" in line or "no evidence" in line)
+
+
+def recommended(growth, sizes=BIG, **tokens):
+    plan = growkern.plan(meta("LlamaForCausalLM", **sizes), **growth)
+    (line,) = [one for one in printed(plan, **tokens).splitlines() if one.startswith("recommended")]
+    return line.removeprefix("recommended: ")
+
+
+def test_the_recommendation_follows_the_forecast():
+    """Where training from scratch is better, no method is recommended."""
+    assert recommended(WIDE, tokens=SHORT).startswith("method fpi, stream padded")
+    # the source has seen nothing
+    said = recommended(WIDE, tokens=SHORT, source_tokens=1)
+    assert said == "train from scratch (see the forecast)"
+    said = recommended(WIDE, tokens=1e12, source_tokens=SHORT)
+    assert said.startswith("if the source exists already, method fpi")
+    # a baseline is no reason not to grow
+    assert recommended({**WIDE, "method": "random"}, tokens=SHORT).startswith("method fpi")
+
+
+def test_the_way_to_add_layers_follows_the_tokens_of_the_source():
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **DEEPER)
+    past = 21 * plan.parameters("source")
+    assert "depth identity (keeps" in recommended(DEEPER)
+    assert "depth identity (keeps" in recommended(DEEPER, source_tokens=past)
+    assert "depth stack (the fastest" in recommended(DEEPER, source_tokens=past / 2)
+
+
+@pytest.mark.parametrize("tokens", [0.5, 1e19, 1e308])
+def test_a_number_of_tokens_that_no_model_sees_is_refused(tokens):
+    for given in ({"tokens": tokens}, {"tokens": SHORT, "source_tokens": tokens}):
+        with pytest.raises(GrowthError, match=r"give a number of tokens from 1 to 1e\+18"):
+            growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDE).forecast(**given)

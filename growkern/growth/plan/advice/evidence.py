@@ -12,6 +12,7 @@ with two exceptions: bert2BERT's FPI alone, and G_stack's comparison at 1.1 bill
 | progressive depth | Bu, 2025, arXiv 2511.04981 |
 | orthogonal growth | Wang et al., 2025, arXiv 2510.08008 |
 | overtrained sources | Liew and Kato, 2025, arXiv 2510.06548 |
+| upcycling | Liew et al., 2025, arXiv 2502.03009, of dense models that become mixtures of experts |
 | Chinchilla | Hoffmann et al., 2022, arXiv 2203.15556 |
 """
 
@@ -47,6 +48,9 @@ FREE_ABOVE = 100
 LEAST_STACKED = 400_000_000
 # parameters above which a decoder is large: G_stack lost by width from 400 million to 1.1 billion
 LARGE_DECODER = 1_000_000_000
+
+# of a training, thousands of times more than the largest so far
+MOST_TOKENS = 1e18
 
 # the short name of our own runs
 OURS = "growkern"
@@ -84,6 +88,11 @@ class Saving:
     def high(self) -> float:
         """The highest share that it stands for."""
         return self.share + self.margin
+
+    @property
+    def is_least(self) -> bool:
+        """Whether the saving may be larger than `share`."""
+        return self.bound == "at least "
 
     @property
     def text(self) -> str:
@@ -161,11 +170,13 @@ def check_tokens(name: str, tokens: float | None) -> None:
         tokens: None is fine.
 
     Raises:
-        GrowthError: it is not positive or not finite.
+        GrowthError: it is below 1, or more than any model could see.
     """
-    if tokens is not None and not 0 < tokens < math.inf:
+    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
         example = "for example 1e11 for 100 billion"
-        raise GrowthError(f"{name}={tokens:g}: give the number of tokens, {example}")
+        raise GrowthError(
+            f"{name}={tokens:g}: give a number of tokens from 1 to {MOST_TOKENS:g}, {example}"
+        )
 
 
 def is_past_chinchilla(tokens: float, parameters: int) -> bool:

@@ -39,6 +39,9 @@ from growkern.growth.plan.advice.kind import (
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.units import human
 
+# the beginning of each verdict that says so
+FROM_SCRATCH = "train from scratch"
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -84,11 +87,13 @@ class Forecast:
         if not self.papers:
             return "no evidence"
         found = span(self.low, self.high)
+        if any(one.is_least and one.high == self.high for one in self.papers):
+            found += " or more"
         if len(self.papers) > 1:
             return found
         (one,) = self.papers
         is_its_own = one.bound and self.low == one.low
-        return f"{one.text if is_its_own else found}, one measurement"
+        return f"{one.text if is_its_own else found} (one measurement)"
 
     @property
     def verdict(self) -> str:
@@ -98,9 +103,9 @@ class Forecast:
         if not self.papers:
             return "unknown: no paper and no run of ours measures growth of these sizes in this way"
         if not self.saves:
-            return "train from scratch: in every measurement such growth cost more than it saved"
+            return f"{FROM_SCRATCH}: in every measurement such growth cost more than it saved"
         if self.must_be_free:
-            return f"train from scratch, unless the source exists already: then {self._gain}"
+            return f"{FROM_SCRATCH}, unless the source exists already: then {self._gain}"
         if self.with_source is not None and self.with_source[1] <= 0:
             return f"grow if the source exists already ({self.range}); do not train one for this"
         return f"grow: {self._gain}"
@@ -157,7 +162,7 @@ def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str
     """Why not to grow so, in one sentence, or an empty string."""
     factor, axes = factor_of(plan), axes_of(plan)
     if plan.options.method == "random":
-        return "train from scratch: method='random' is a baseline that takes nothing over"
+        return "choose method='fpi': method='random' is a baseline that takes nothing over"
     if plan.options.method == "direct_copy":
         return (
             "unknown: method='direct_copy' is a baseline, so the papers' figures are not its; "
@@ -165,23 +170,23 @@ def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str
         )
     if source_tokens is not None and source_tokens < LEAST_SEEN * plan.parameters("source"):
         return (
-            f"train from scratch: the source saw fewer than {LEAST_SEEN:g} tokens per parameter, "
+            f"{FROM_SCRATCH}: the source saw fewer than {LEAST_SEEN:g} tokens per parameter, "
             "far fewer than any source that saved something (measured by us)"
         )
     if "width" in axes and factor > FAR_FACTOR:
         return (
-            f"train from scratch: the model grows to {factor:,.0f} times its parameters; there is "
+            f"{FROM_SCRATCH}: the model grows to {factor:,.0f} times its parameters; there is "
             "a factor above which that is better (Mallik et al., 2026), and a small BERT that grew "
             "to 14 times did not reach the loss from scratch (measured by us)"
         )
     if deepening(plan) > FAR_LAYERS:
         return (
-            f"train from scratch: the layers grow {deepening(plan):.0f} times, and the "
+            f"{FROM_SCRATCH}: the layers grow {deepening(plan):.0f} times, and the "
             f"farthest gain in our evidence is {FAR_LAYERS:g} times (Bu, 2025)"
         )
     if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
         return (
-            f"train from scratch: the model grows to {factor:.1f} times its parameters and sees "
+            f"{FROM_SCRATCH}: the model grows to {factor:.1f} times its parameters and sees "
             f"more than {CHINCHILLA} tokens per parameter, and gains shrink with both (Mallik et "
             "al., 2026)"
         )
@@ -211,7 +216,8 @@ def _doubts(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iter
         per = source_tokens / plan.parameters("source")
         yield (
             f"the source saw {per:.3g} tokens per parameter; the more a source was trained, the "
-            "less each further token gains (Liew and Kato, 2025)"
+            "less each further token gains (Liew and Kato, 2025; for mixtures of experts also Liew "
+            "et al., 2025)"
         )
 
 

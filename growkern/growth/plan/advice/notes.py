@@ -75,7 +75,8 @@ def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
         return
     is_past = is_past_chinchilla(tokens, plan.parameters("source"))
     if is_past:
-        better, why = "interleave", "suits converged mixtures of experts (Wang et al., 2025)"
+        better = "interleave"
+        why = "suits converged mixtures of experts (Wang et al., 2025), but this model is dense"
     else:
         better, why = "stack", "was the fastest of several ways (Du et al., 2024)"
     side = "past" if is_past else "below"
