@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.paper.committed import committed
-from bench.paper.compare import Pairs, compared, is_base
+from bench.paper.compare import Pairs, Row, compared, is_base, runs_of
+from bench.paper.jobs import Job, all_needs
 from bench.paper.maps import maps_text
 from bench.paper.pictures import draw, drawn
-from bench.paper.plans import TABLES, Line, lines_of
+from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import FAMILIES, SETTINGS, Setting
 from bench.paper.systems import SYSTEMS
 from bench.paper.tables import heading, section, table, tables_in
@@ -45,6 +46,7 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without
   one has one seed. Lines with fewer seeds than the baseline are in a second table, where all lines
   have the same seeds.
+- Times are of machines with 2 cores that trained two runs at a time. Some did other work beside it.
 - All lines of a picture have the same seeds. It leaves out lines that have fewer. If these are more
   than half, it shows only the seeds that all lines have.
 
@@ -65,6 +67,9 @@ def page_text(results: Path) -> str:
     parts.append(_systems({line.system for _, _, found in tables for line in found}))
     for name, size, found in tables:
         parts.append(section(name, size, found))
+        minutes = minutes_of(lines_of(name, size) or [], rows)
+        if minutes is not None:
+            parts.append(f"One seed took {minutes:.0f} minutes, its rates and sources included.\n")
         if _has_picture(found):
             parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
     return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
@@ -109,6 +114,23 @@ def _systems(names: Container[str]) -> str:
     lines = ["| system | what it is |", "|---|---|"]
     lines += [f"| {one.title} | {one.about} |" for key, one in SYSTEMS.items() if key in names]
     return "\n".join(["## Systems", "", *lines, ""])
+
+
+def minutes_of(lines: Sequence[Line], rows: Mapping[str, Row]) -> float | None:
+    """The time of a table with seed 1 where nothing has been trained before, two runs at a time.
+
+    Returns:
+        None if some of its runs are not there.
+    """
+    needed = set[Job]()
+    for line in lines:
+        if 1 not in (found := runs_of(line, rows)):
+            return None
+        rate = float(found[1][0]["rate"])
+        jobs = {*jobs_of_rates(line), *jobs_of_seed(line, 1, rate)}
+        needed |= jobs.union(*map(all_needs, jobs))
+    times = [rows[job.name]["seconds"] for job in needed if job.name in rows]
+    return sum(times) / 2 / 60 if len(times) == len(needed) else None
 
 
 def _has_picture(found: Mapping[Line, Pairs]) -> bool:

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from bench.paper.compare import compared, interval, restricted, runs_of, saved, title_of
-from bench.paper.page import page_text, table_text, write_page
+from bench.paper.jobs import RATE_SEED, source_of
+from bench.paper.page import minutes_of, page_text, table_text, write_page
 from bench.paper.pictures import draw, drawn
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
@@ -56,7 +57,7 @@ def rows_for(lines, losses):
 def row_of(job, loss):
     one = {"name": job.name, "system": job.system, "seed": job.seed, "rate": job.rate}
     curve = {"steps": [0, job.steps], "flops": [0.0, float(job.steps)], "losses": [3.5, loss]}
-    return one | curve | {"source flops": 400.0 * len(job.needs)}
+    return one | curve | {"source flops": 400.0 * len(job.needs), "seconds": 60.0}
 
 
 # three seeds of each line, after 1/4, 1/2 and all of 2,000 steps
@@ -198,6 +199,20 @@ def test_every_point_of_a_picture_is_within_its_axes(tmp_path, monkeypatch):
     ]
     assert len(limits) == 6 and max(end for end, _ in limits) == pytest.approx(1.3)
     assert all(end <= limit for end, limit in limits)
+
+
+def test_the_time_of_a_table_counts_every_run_once():
+    lines = lines_of("moment", "tiny")
+    rows = {row["name"]: row for row in rows_for(lines, [own[:1] for own in MOMENT])}
+    assert minutes_of(lines, rows) is None
+    # four moments of growth, with the seed that chooses the rates
+    for line in lines[1:]:
+        for seed in (1, RATE_SEED):
+            source = row_of(source_of(line.setting, seed), 2.0)
+            rows[source["name"]] = source
+    # 3 rates and 3 lengths of each line, two runs at a time
+    assert minutes_of(lines, rows) == (5 * 6 + 4 * 2) / 2
+    assert minutes_of(lines, {**rows, "other": {"seconds": 1e6}}) == 19
 
 
 def test_a_rate_whose_loss_is_no_number_is_not_the_best():
