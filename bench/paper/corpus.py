@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
 from itertools import chain
@@ -22,7 +23,7 @@ from growkern.demo.corpus import (
     read_corpus,
     train_tokenizer,
 )
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.whole import write_whole
 
 # text of another kind, for models that are trained on Python and go on with C++
@@ -197,6 +198,13 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
         if wanted is not None:
             tokens = len(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
             text = text[: len(text) * wanted // tokens]
+            if tokens < wanted:
+                warnings.warn(
+                    f"{place}: {tokens:,} tokens for validation, and this size is meant to have "
+                    f"{wanted:,}: its losses are less certain. Give more text",
+                    GrowthWarning,
+                    stacklevel=2,
+                )
         _write(used, "\n\n".join([text] * setting.validation_passes))
     files = (place / "train.txt", used)
     sizes = {name: file.stat().st_size for name, file in zip(SIZES, files, strict=True)}

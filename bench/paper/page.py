@@ -31,13 +31,15 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
   for each length, whose learning rate falls to 0.
 - Every method takes the best of three learning rates, in runs of another seed. These are short,
   but not for a BERT or T5 that begins untrained: short runs from scratch end on its plateau. The
-  length of stage 1 and the number of kept tokens do not make another method.
+  length of stage 1 and the number of kept tokens do not make another method. Where the best rate is
+  the lowest or the highest of the three, a better one may lie beyond it.
 - "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
   for GPT-2 and T5. For BERT it is copies.
 - The first line is the baseline. "below it" is how far the loss after all steps is below the
   baseline's of the same seed.
 - "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
-  lengths the loss is interpolated. Some lines have shorter runs for it, which no column shows. The
+  lengths the loss is taken to fall linearly. In truth it falls faster at first, so that the savings
+  are a little too low. Some lines have shorter runs for it, which no column shows. The
   FLOPs of a teacher in training are counted. The next column also counts those before: the training
   of sources, and predictions that are kept once for any number of runs. "≥": some of the shortest
   runs are below that loss already.

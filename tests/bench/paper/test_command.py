@@ -24,7 +24,7 @@ from bench.paper.runs import ROWS, rows_of, take_over
 from bench.paper.settings import FAMILIES, MICRO_GPT, SETTINGS, SIZES
 from bench.paper.systems import job_of, run_of
 from bench.shared.results import RESULTS, ROOT, append_row, read, write
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate")
 DROPOUTS += ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -204,6 +204,12 @@ def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
     text = (tmp_path / setting.validation).read_text()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / setting.tokenizer)
     assert 80 <= len(tokenizer(text).input_ids) <= 120
+
+
+def test_a_text_that_is_too_short_for_the_validation_is_named(lines, tmp_path):
+    setting = replace(MICRO_GPT, validation_tokens=10_000)
+    with pytest.warns(GrowthWarning, match=r"tokens for validation, and this size .* 10,000"):
+        prepare(tmp_path, setting, {"corpus": [lines]})
 
 
 def parts(files):
