@@ -7,6 +7,7 @@ import pytest
 
 from bench.paper.compare import compared, interval, mean_and_half, points_of, saved
 from bench.paper.plans import lines_of
+from bench.paper.runs import CLASSES
 from bench.shared import results
 from growkern.plot.curve import first_crossing
 from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
@@ -88,9 +89,21 @@ def test_what_another_interpolation_would_add():
     assert says(f"would add {min(added):.1f} to {max(added):.1f} points to the savings")
 
 
+def test_the_accuracies_are_those_of_the_table():
+    found = paper_lines("FPI + two stages", rate="0.002")
+    shares = [first(line["accuracy"]) for line in found.values()]
+    assert all("(1 of 3 seeds)" in line["accuracy"] for line in found.values())
+    assert says(f"between {min(shares):.0f} and {max(shares):.0f} % with one seed")
+    assert says(f"Chance is {1 / len(CLASSES):.0%}".replace("%", " %")) and says(
+        "tell five libraries"
+    )
+
+
 def test_a_second_run_on_another_machine_is_within_the_intervals():
     """The whole table was trained again from a fresh clone, its choice of rates included."""
-    again = {row["name"]: row for row in results.read(results.RESULTS / "paper-again.json")["rows"]}
+    document = results.read(results.RESULTS / "paper-again.json")
+    assert says(f"It took {document['minutes']:.0f} minutes and chose the same rates")
+    again = {row["name"]: row for row in document["rows"]}
     rows = training_rows()
     lines = compared(lines_of("table2", "tiny"), "table2", rows)
     repeated = compared(lines_of("table2", "tiny"), "table2", again)
