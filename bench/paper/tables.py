@@ -62,30 +62,31 @@ def table(name: str, size: str, found: Mapping[Line, Pairs]) -> str:
     with equal seeds. Lines of different seeds cannot be compared: losses and savings of seeds
     differ by more than those of most methods. So lines of seeds that no other has stand apart.
     """
-    return f"{_parts(found)}\n\n`python -m bench.paper {name} --size {size} --known`"
+    parts = _parts(found, TABLES[name].classifies)
+    return f"{parts}\n\n`python -m bench.paper {name} --size {size} --known`"
 
 
-def _parts(found: Mapping[Line, Pairs]) -> str:
+def _parts(found: Mapping[Line, Pairs], classifies: bool) -> str:
     full, same = whole(found), common_seeds(found)
     if len(full) == len(found):
-        return _table(full)
+        return _table(full, classifies)
     if not same:
         rest = {line: pairs for line, pairs in found.items() if line not in full}
         said = "Lines of other seeds, which cannot be compared with these:"
-        return "\n".join([_table(full), "", said, "", _table(rest)])
+        return "\n".join([_table(full, classifies), "", said, "", _table(rest, classifies)])
     named = f"seed{'s' * (len(same) > 1)} {' and '.join(map(str, same))}"
-    parts = [_table(full), ""] if len(full) > 1 else []
-    some = _table(restricted(found, same))
+    parts = [_table(full, classifies), ""] if len(full) > 1 else []
+    some = _table(restricted(found, same), classifies)
     return "\n".join([*parts, f"All lines, with {named} alone:", "", some])
 
 
-def _table(found: Mapping[Line, Pairs]) -> str:
-    """Lines in markdown, with the accuracies of classifiers if there are any."""
+def _table(found: Mapping[Line, Pairs], classifies: bool) -> str:
+    """Lines in markdown, with the accuracies of classifiers if the table has them."""
     accuracies = [
         [own[-1].get("accuracy") for own, _ in pairs.values()] for pairs in found.values()
     ]
     lines = [list(TITLES), *(_cells(line, list(found[line].values())) for line in found)]
-    if any(one is not None for accuracy in accuracies for one in accuracy):
+    if classifies and any(one is not None for accuracy in accuracies for one in accuracy):
         for cells, text in zip(lines, ["accuracy", *map(_accuracy, accuracies)], strict=True):
             cells.insert(-1, text)
     head, *rest = (f"| {' | '.join(cells)} |" for cells in lines)

@@ -27,6 +27,30 @@ def test_the_sentences_on_copies_match_their_table():
     assert says(f"Over three seeds AKI saves {more} points more than FPI with routing")
 
 
+def test_the_sentences_on_copies_in_bert_match_their_runs():
+    scratch = runs_of("tiny-bert/scratch")
+    equal, routed, aki = (runs_of(f"tiny-bert/{name}") for name in ("fpi_none", "fpi", "aki"))
+    shares = [100 * saved(runs, scratch) for runs in (equal, aki)]
+    assert says("it saves {:.1f} %, AKI {:.1f} %".format(*shares))
+    ends = [runs[-1]["losses"][-1] for runs in (equal, routed, aki)]
+    assert says(f"it ends {ends[0] - ends[2]:.3f} above AKI")
+    assert says(f"With routing it ends {ends[2] - ends[1]:.3f} below AKI")
+
+
+def test_the_sentences_on_t5_match_their_table():
+    found = paper_lines("FPI, padded stream", rate="0.002", **{"start loss": "1.197"})
+    scratch = found.pop("scratch")
+    assert says(f"it is at {float(scratch['1/2']):.2f} after half of the steps, and at")
+    assert says(f"and at {float(scratch['all']):.2f} in the end")
+    shares = {name: first(line["FLOPs saved"]) for name, line in found.items()}
+    assert len(shares) == 4 and min(shares, key=shares.get) == "DirectCopy"
+    low, high = min(shares.values()), max(shares.values())
+    assert says(f"save over half of the FLOPs, between {low:.0f} and {high:.0f} %") and low > 50
+    ends = {name: float(line["all"]) for name, line in found.items()}
+    assert min(ends, key=ends.get) == "FPI, padded stream"
+    assert {line["seeds"] for line in found.values()} == {"1"}
+
+
 def test_the_sentences_on_bert_match_their_table():
     found = paper_lines("FPI + two stages", rate="0.002")
     shares = {name: first(line["FLOPs saved"]) for name, line in found.items() if name != "MSLT"}
@@ -295,6 +319,13 @@ def test_the_sentences_on_the_optimizer_match_their_table():
     assert says(f"the long run ends {first(rewarmed['all']) - default:.2f} higher")
 
 
+def deep_runs(name):
+    """The runs of a line of twice the layers, of six lengths."""
+    rows = training_rows()
+    steps = (62, 125, 250, 500, 1000, 2000)
+    return [rows[f"tiny-gpt-deep/{name}-{one}-0.003-seed1"] for one in steps]
+
+
 def test_the_sentences_on_when_to_grow_match_their_tables():
     moments = paper_lines("FPI, padded stream, after 10 %")
     counted = [
@@ -339,4 +370,10 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
         f"a stack starts {start['stack'] - start['identity']:.2f} higher than identity and ends "
         f"{old['identity'] - old['stack']:.2f} lower"
     )
+    scratch = runs_of("tiny-gpt-deep/scratch", "0.003")
+    shares = {
+        round(100 * saved(deep_runs(name), scratch))
+        for name in ("fpi_identity", "fpi", "fpi_interleave")
+    }
+    assert says(f"At equal loss the three save {min(shares)} % alike") and len(shares) == 1
     assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())

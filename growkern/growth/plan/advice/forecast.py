@@ -87,8 +87,6 @@ class Forecast:
         if not self.papers:
             return "no evidence"
         found = span(self.low, self.high)
-        if any(one.is_least and one.high == self.high for one in self.papers):
-            found += " or more"
         if len(self.papers) > 1:
             return found
         (one,) = self.papers
