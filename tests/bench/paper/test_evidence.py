@@ -8,7 +8,13 @@ from bench.paper.compare import interval, runs_of, saved
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.settings import TINY_BERT, Size
 from bench.shared.results import RESULTS, read
-from growkern.growth.plan.advice.evidence import DIRECT_COPY, FAR_FACTOR, OURS, SAVINGS
+from growkern.growth.plan.advice.evidence import (
+    DIRECT_COPY,
+    FAR_FACTOR,
+    LONG_SOURCE,
+    OURS,
+    SAVINGS,
+)
 
 # the ways of a saving -> table, system and label of its runs, and the label of the baseline's
 LINES = {
@@ -78,6 +84,13 @@ def test_a_far_growth_did_not_reach_the_loss_from_scratch(rows):
         ):
             found = savings(rows, table, system, f"source 4x{width}")
             assert found and all(map(math.isnan, found))
+
+
+def test_a_far_growth_from_a_long_trained_source_reached_it(rows):
+    (share,) = savings(rows, "narrow", "aki", "source 4x32 of 8,000 steps")
+    assert 0.5 < share < 1
+    (line,) = [one for one in lines_of("narrow", "tiny") if "8,000" in one.label]
+    assert line.setting.source_steps / line.setting.steps == LONG_SOURCE
 
 
 def test_fpi_is_ahead_of_aki_in_every_seed_of_a_small_bert(rows):

@@ -3,7 +3,7 @@
 import math
 
 from bench.paper.compare import interval, saved
-from tests.bench.pages import logs, more_saved, runs_of, training_rows
+from tests.bench.pages import logs, more_saved, runs_of, says, training_rows
 
 
 def share(name, rate="0.002", baseline="tiny-bert/scratch"):
@@ -183,3 +183,49 @@ def test_equal_seeds_and_directions():
         "from scratch and grown: {:.3f} and {:.3f}, both axes {:.3f} and {:.3f}, depth {:.3f} and "
         "{:.3f}".format(*ends)
     )
+
+
+def test_equal_copies_long_sources_and_shorter_runs():
+    scratch = runs_of("tiny-bert/scratch")
+    lines = [runs_of(f"tiny-bert/{name}") for name in ("fpi_none", "aki", "fpi")]
+    shares = [100 * saved(runs, scratch) for runs in lines]
+    assert logs("equal copies save {:.1f} %, AKI {:.1f} %, routing {:.1f} %".format(*shares))
+    above = lines[0][-1]["losses"][-1] - lines[1][-1]["losses"][-1]
+    assert logs(f"equal copies are {above:.3f} above AKI")
+    longer = 100 * saved(runs_of("tiny-bert-from4x32-longer/aki"), scratch)
+    assert logs(f"far more than predicted: {longer:.1f} %")
+    rows = training_rows()
+    source = rows["tiny-bert-from4x32-longer/source-8000-0.003-seed1"]["losses"][-1]
+    assert logs(f"Its source ends at {source:.2f}")
+    deeper = [
+        100
+        * saved(
+            [rows[f"{name}-{steps}-0.003-seed1"] for steps in (62, 125, 250, 500, 1000, 2000)],
+            runs_of(f"{name.split('/')[0]}/scratch", "0.003"),
+        )
+        for name in (
+            *(f"tiny-gpt-deep/{one}" for one in ("fpi_identity", "fpi", "fpi_interleave")),
+            "tiny-gpt-16x64/fpi_identity",
+        )
+    ]
+    assert logs(
+        "{:.1f} % (identity), {:.1f} % (stack) and {:.1f} % (interleave) to twice the layers, "
+        "{:.1f} % to four times".format(*deeper)
+    )
+    t5 = [
+        100 * saved(runs_of(f"tiny-t5/{name}", rate), runs_of("tiny-t5/scratch", "0.001"))
+        for name, rate in (
+            *(("direct_copy", "0.001"), ("fpi", "0.002")),
+            *(("aki", "0.002"), ("fpi_padded", "0.002")),
+        )
+    ]
+    assert logs(
+        "DirectCopy saves {:.1f} %, FPI {:.1f} %, AKI {:.1f} %, FPI with a padded hidden state "
+        "{:.1f} %".format(*t5)
+    )
+    chosen, higher = (runs_of("tiny-bert/direct_copy", rate) for rate in ("0.001", "0.002"))
+    shares = {f"{100 * saved(runs, scratch):.1f}" for runs in (chosen, higher)}
+    lower = chosen[-1]["losses"][-1] - higher[-1]["losses"][-1]
+    assert len(shares) == 1 and logs(f"ends {lower:.3f} lower, a little more than predicted")
+    assert logs(f"saves {min(shares)} % at both rates")
+    assert says(f"At 0.002 it ends {lower:.3f} lower with seed 1, and saves {min(shares)} %")

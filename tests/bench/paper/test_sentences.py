@@ -232,7 +232,12 @@ def test_the_sentences_on_smaller_sources_match_their_table():
         training_rows()[f"tiny-bert{name}/source-2000-0.003-seed1"]["losses"][-1]
         for name in ("-from4x32", "")
     ]
-    assert says("its own loss is {:.2f}, that of 4 x 64 is {:.2f}".format(*own))
+    assert says("Its own loss is {:.2f}, that of 4 x 64 is {:.2f}".format(*own))
+    source = training_rows()["tiny-bert-from4x32-longer/source-8000-0.003-seed1"]["losses"][-1]
+    longer = runs_of("tiny-bert-from4x32-longer/aki")
+    shares = [100 * saved(longer, scratch, with_source=counted) for counted in (False, True)]
+    assert says(f"is at {source:.2f}, and a model that grows from it saves")
+    assert says("saves {:.1f} %, or {:.1f} % with that training counted".format(*shares))
 
 
 def test_the_sentences_on_inheritance_match_their_tables():

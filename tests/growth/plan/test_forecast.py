@@ -129,7 +129,13 @@ def test_a_source_that_saw_little_is_no_doubt_for_more_layers():
         # a source that is practically untrained
         (WIDE, SHORT, 1, BIG, "the source saw fewer than 0.1 tokens per parameter"),
         # a far larger factor, at few tokens
-        ({"hidden_size": 8192}, SHORT, YOUNG, BIG, "did not reach the loss from scratch"),
+        (
+            {"hidden_size": 8192},
+            SHORT,
+            YOUNG,
+            BIG,
+            "reached the loss from scratch only from a source",
+        ),
         ({"num_hidden_layers": 61}, SHORT, YOUNG, {**BIG, "num_hidden_layers": 1}, "61 times"),
     ],
 )
@@ -240,3 +246,12 @@ def test_a_number_of_tokens_that_no_model_sees_is_refused(tokens):
     for given in ({"tokens": tokens}, {"tokens": SHORT, "source_tokens": tokens}):
         with pytest.raises(GrowthError, match=r"give a number of tokens from 1 to 1e\+18"):
             growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDE).forecast(**given)
+
+
+def test_a_far_growth_needs_a_source_that_was_trained_for_long():
+    """Four times the tokens that the target will see."""
+    far = {"hidden_size": 8192}
+    assert forecast_of(far, SHORT, 3.9 * SHORT).against
+    found = forecast_of(far, SHORT, 4 * SHORT)
+    assert not found.against and found.low <= 0 < found.high
+    assert any("times its parameters" in line for line in found.reasons)

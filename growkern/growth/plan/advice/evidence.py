@@ -34,8 +34,10 @@ RELIABLE_FACTOR = 2.0
 MOST_STACKED = 4.0
 # Growth of the parameters, with more width, from which on training from scratch is better. The
 # growth factors have such a limit, but the abstract has no number. A small BERT of ours that grew
-# to 14 times its parameters, by AKI, FPI or direct copy, did not reach the loss from scratch.
+# to 14 times its parameters, by AKI, FPI or direct copy, did not reach the loss from scratch if its
+# source had seen as many tokens as it would itself. From a source of four times as many it did.
 FAR_FACTOR = 13.0
+LONG_SOURCE = 4.0
 # how many times the layers grow at most in a published gain: from 1 to 60 (progressive depth)
 FAR_LAYERS = 60.0
 # Tokens per parameter of the source below which it has nothing to pass on. Our youngest source had
