@@ -78,9 +78,12 @@ def split(files: Sequence[Path]) -> Iterator[Piece]:
     Raises:
         GrowthError: the files hold too little text.
     """
-    # by chance all may be for training
-    if len(files) >= LEAST_FILES and {True, False} <= _unlike(one for one, _ in _by_files(files)):
-        return _by_files(files)
+    if len(files) >= LEAST_FILES:
+        kinds = (held_out for held_out, _ in _by_files(files))
+        first = next(kinds)
+        # by chance all may be for training
+        if any(kind != first for kind in kinds):
+            return _by_files(files)
     size = BLOCK
     # a character has at most 4 bytes
     if sum(path.stat().st_size for path in files) < 4 * LEAST_BLOCKS * BLOCK:
@@ -93,16 +96,6 @@ def split(files: Sequence[Path]) -> Iterator[Piece]:
             )
         size = min(BLOCK, len(text) // LEAST_BLOCKS)
     return _by_blocks(_blocks(_chunks(files), size))
-
-
-def _unlike(found: Iterable[bool]) -> set[bool]:
-    """The different values, read no further than to the second."""
-    seen = set[bool]()
-    for one in found:
-        seen.add(one)
-        if len(seen) == 2:
-            break
-    return seen
 
 
 def _by_files(files: Sequence[Path]) -> Iterator[Piece]:
