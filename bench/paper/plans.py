@@ -157,6 +157,19 @@ def _progressive(setting: Setting) -> list[Line]:
     return [scratch, stackbert, mslt, Line(longer, mslt.system, label, mslt)]
 
 
+def _more_layers(setting: Setting) -> list[Line]:
+    """The first methods at four times the layers and half of the widths.
+
+    StackBERT begins with a quarter of the layers: with three of twelve in the paper.
+    """
+    source, target = (
+        replace(one, layers=4 * one.layers, width=one.width // 2, heads=one.heads // 2)
+        for one in (setting.source, setting.target)
+    )
+    deep = setting.variant(target.name, source=source, target=target)
+    return [Line(deep, name) for name in ("scratch", "direct_copy", "stackbert", "fpi")]
+
+
 def _rates(setting: Setting) -> list[Line]:
     """DirectCopy at the best rate of its short runs, and at the middle one, which is higher."""
     method, higher = Line(setting, "direct_copy"), setting.rates[len(setting.rates) // 2]
@@ -260,6 +273,7 @@ TABLES = {
     "copies": Table(
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
+    "layers": Table("Methods at sixteen layers", "bert", _more_layers),
     "rates": Table("A higher rate than short runs chose", "bert", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",

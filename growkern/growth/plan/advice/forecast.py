@@ -40,7 +40,7 @@ from growkern.growth.plan.advice.kind import (
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.units import human
 
-# the beginning of each verdict that says so
+# the beginning of each verdict that advises it
 FROM_SCRATCH = "train from scratch"
 
 
@@ -57,6 +57,7 @@ class Forecast:
         low: lowest expected saving, the source not counted; 0 without evidence.
         high: highest expected saving, the source not counted; 0 without evidence.
         saves: whether any evidence has a gain for such a growth.
+        from_scratch: whether to train from scratch, even where the source exists already.
         against: why not to grow so, in one sentence; empty if nothing forbids it.
         must_be_free: whether the target sees so many tokens that no source should be trained for
             it.
@@ -69,6 +70,7 @@ class Forecast:
     low: float
     high: float
     saves: bool
+    from_scratch: bool
     against: str
     must_be_free: bool
     papers: tuple[Saving, ...]
@@ -134,7 +136,8 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     """
     check_tokens("tokens", tokens)
     check_tokens("source_tokens", source_tokens)
-    axes, against = axes_of(plan), _against(plan, tokens, source_tokens)
+    axes, scratch = axes_of(plan), _for_scratch(plan, tokens, source_tokens)
+    against = f"{FROM_SCRATCH}: {scratch}" if scratch else _against_options(plan)
     ways = set() if against else ways_of(plan, tokens, source_tokens)
     papers = tuple(one for one in SAVINGS if one.axis in axes and ways.issuperset(one.ways))
     doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
@@ -149,6 +152,7 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
         low=min([*ends, *(one.low for one in papers)]),
         high=high,
         saves=high > 0,
+        from_scratch=bool(scratch) or (bool(papers) and high <= 0),
         against=against,
         must_be_free=tokens > FREE_ABOVE * plan.parameters(),
         papers=papers,
@@ -157,39 +161,43 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     )
 
 
-def _against(plan: Blueprint, tokens: float, source_tokens: float | None) -> str:
-    """Why not to grow so, in one sentence, or an empty string."""
+def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) -> str:
+    """Why to train from scratch, in one sentence, or an empty string."""
     factor, axes = factor_of(plan), axes_of(plan)
+    if source_tokens is not None and source_tokens < LEAST_SEEN * plan.parameters("source"):
+        return (
+            f"the source saw fewer than {LEAST_SEEN:g} tokens per parameter, far fewer than any "
+            "source that saved something (measured by us)"
+        )
+    is_long = source_tokens is not None and source_tokens >= LONG_SOURCE * tokens
+    if "width" in axes and factor > FAR_FACTOR and not is_long:
+        return (
+            f"the model grows to {factor:,.0f} times its parameters; there is a factor above which "
+            "that is better (Mallik et al., 2026), and a small BERT that grew to 14 times reached "
+            f"the loss from scratch only from a source that had seen {LONG_SOURCE:g} times the "
+            "tokens (measured by us, one seed)"
+        )
+    if deepening(plan) > FAR_LAYERS:
+        return (
+            f"the layers grow {deepening(plan):.0f} times, and the farthest gain in our evidence "
+            f"is {FAR_LAYERS:g} times (Bu, 2025)"
+        )
+    if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
+        return (
+            f"the model grows to {factor:.1f} times its parameters and sees more than "
+            f"{CHINCHILLA} tokens per parameter, and gains shrink with both (Mallik et al., 2026)"
+        )
+    return ""
+
+
+def _against_options(plan: Blueprint) -> str:
+    """Why to choose other options, in one sentence, or an empty string."""
     if plan.options.method == "random":
         return "choose method='fpi': method='random' is a baseline that takes nothing over"
     if plan.options.method == "direct_copy":
         return (
             "unknown: method='direct_copy' is a baseline, so the papers' figures are not its; "
             f"a small GPT-2 saved {DIRECT_COPY.text} with it (measured by us)"
-        )
-    if source_tokens is not None and source_tokens < LEAST_SEEN * plan.parameters("source"):
-        return (
-            f"{FROM_SCRATCH}: the source saw fewer than {LEAST_SEEN:g} tokens per parameter, "
-            "far fewer than any source that saved something (measured by us)"
-        )
-    is_long = source_tokens is not None and source_tokens >= LONG_SOURCE * tokens
-    if "width" in axes and factor > FAR_FACTOR and not is_long:
-        return (
-            f"{FROM_SCRATCH}: the model grows to {factor:,.0f} times its parameters; there is "
-            "a factor above which that is better (Mallik et al., 2026), and a small BERT that grew "
-            "to 14 times reached the loss from scratch only from a source that had seen "
-            f"{LONG_SOURCE:g} times the tokens (measured by us, one seed)"
-        )
-    if deepening(plan) > FAR_LAYERS:
-        return (
-            f"{FROM_SCRATCH}: the layers grow {deepening(plan):.0f} times, and the "
-            f"farthest gain in our evidence is {FAR_LAYERS:g} times (Bu, 2025)"
-        )
-    if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
-        return (
-            f"{FROM_SCRATCH}: the model grows to {factor:.1f} times its parameters and sees "
-            f"more than {CHINCHILLA} tokens per parameter, and gains shrink with both (Mallik et "
-            "al., 2026)"
         )
     if has_equal_copies(plan):
         return (

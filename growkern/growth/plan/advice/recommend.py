@@ -7,8 +7,6 @@ from growkern.growth.plan.advice.forecast import FROM_SCRATCH, Forecast
 from growkern.growth.plan.advice.kind import axes_of
 from growkern.growth.plan.blueprint import Blueprint
 
-UNLESS = f"{FROM_SCRATCH}, unless"
-
 
 def recommendation(
     plan: Blueprint, source_tokens: float | None = None, forecast: Forecast | None = None
@@ -21,12 +19,14 @@ def recommendation(
         forecast: of the growth, if there is one. Where it says so, the recommendation is to train
             from scratch.
     """
-    verdict = "" if forecast is None else forecast.verdict
-    if verdict.startswith(UNLESS):
-        return f"if the source exists already, {_growth(plan, source_tokens)}"
-    if verdict.startswith(FROM_SCRATCH):
+    growth = _growth(plan, source_tokens)
+    if forecast is None:
+        return growth
+    if forecast.from_scratch:
         return f"{FROM_SCRATCH} (see the forecast)"
-    return _growth(plan, source_tokens)
+    if forecast.saves and forecast.must_be_free:
+        return f"if the source exists already, {growth}"
+    return growth
 
 
 def _growth(plan: Blueprint, source_tokens: float | None) -> str:
