@@ -113,7 +113,7 @@ FULL = DemoConfig(
     name="full",
     source=Size(n_layer=4, n_embd=64, n_head=4),
     target=Size(n_layer=4, n_embd=128, n_head=8),
-    # 102,400 labels: an evaluation takes about as long as 40 steps
+    # 100,800 labels: an evaluation takes about as long as 40 steps
     training=Training(700, 2e-3, 50, eval_every=100, save_every=100),
     seeds=2,
     eval_blocks=1600,

@@ -1,6 +1,7 @@
 """All figures in the README and the documentation come from a commit and a machine with names."""
 
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.shared import results, time_model
 from bench.shared.loss_measure import plain
+from growkern.demo.config import FULL, QUICK
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
@@ -37,6 +39,11 @@ def test_the_demo_matches_its_result():
     source, target = (document["config"][name] for name in ("source", "target"))
     sizes = [f"{size['n_layer']} x {size['n_embd']}" for size in (target, source)]
     assert says(f"grows it to {sizes[0]}") and says(f"{source['n_layer']} layers x")
+    # the first token of a block is no label
+    labels, quick = (config.eval_blocks * (config.sequence_length - 1) for config in (FULL, QUICK))
+    assert says(f"Losses are over {labels:,} labels") and labels >= 100_000
+    assert says(f"fewer steps and {quick:,} labels")
+    assert document["config"] == asdict(FULL)
 
 
 PROVIDERS = {
