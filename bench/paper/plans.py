@@ -158,16 +158,18 @@ def _progressive(setting: Setting) -> list[Line]:
 
 
 def _more_layers(setting: Setting) -> list[Line]:
-    """The first methods at four times the layers and half of the widths.
+    """Four times the layers and half of the widths.
 
-    StackBERT begins with a quarter of the layers: with three of twelve in the paper.
+    StackBERT then begins with four layers. In the paper it begins with three of twelve.
     """
     source, target = (
         replace(one, layers=4 * one.layers, width=one.width // 2, heads=one.heads // 2)
         for one in (setting.source, setting.target)
     )
-    deep = setting.variant(target.name, source=source, target=target)
-    return [Line(deep, name) for name in ("scratch", "direct_copy", "stackbert", "fpi")]
+    deep = setting.variant(target.name, target=target)
+    grown = deep.variant(f"from{source.name}", source=source)
+    untrained = [Line(deep, name) for name in ("scratch", "stackbert")]
+    return [*untrained, *(Line(grown, name) for name in ("direct_copy", "fpi_padded"))]
 
 
 def _rates(setting: Setting) -> list[Line]:
@@ -273,7 +275,7 @@ TABLES = {
     "copies": Table(
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
-    "layers": Table("Methods at sixteen layers", "bert", _more_layers),
+    "layers": Table("Methods at sixteen layers", "gpt2", _more_layers),
     "rates": Table("A higher rate than short runs chose", "bert", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",
