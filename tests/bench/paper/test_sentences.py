@@ -13,6 +13,15 @@ from growkern.plot.curve import first_crossing
 from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
 
 
+def test_the_summary_matches_the_tables():
+    bert, gpt = (
+        paper_lines(name, rate=rate, seeds="3")[name]
+        for name, rate in (("FPI", "0.002"), ("FPI, padded stream", "0.003"))
+    )
+    for column in ("FLOPs saved", "with the source's"):
+        assert says(f"BERT {bert[column]}, GPT-2 {gpt[column]}")
+
+
 def test_the_sentences_on_copies_match_their_table():
     found = paper_lines("FPI, equal copies")
     ends = {name: float(line["all"].split()[0]) for name, line in found.items()}
