@@ -229,6 +229,10 @@ def test_the_recommendation_follows_the_forecast():
     assert said == "train from scratch (see the forecast)"
     said = recommended(WIDE, tokens=1e12, source_tokens=SHORT)
     assert said.startswith("if the source exists already, method fpi")
+    # every measurement of such a growth was a loss
+    large = {**BIG, "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 16}
+    said = recommended({"hidden_size": 3072, "method": "aki"}, large, tokens=SHORT)
+    assert said == "train from scratch (see the forecast)"
     # a baseline is no reason not to grow
     assert recommended({**WIDE, "method": "random"}, tokens=SHORT).startswith("method fpi")
 
