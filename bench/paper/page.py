@@ -17,8 +17,8 @@ from bench.paper.tables import heading, section, table, tables_in
 
 # those that pages of the documentation show
 IN_DOCS = (
-    *("table2", "progressive", "table4", "narrow", "table5", "table6", "inheritance"),
-    *("symmetry", "copies", "optimizer", "moment", "depth", "directions"),
+    *("table2", "progressive", "table4", "narrow", "table5", "layers", "table6"),
+    *("inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
 )
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LEAST_LINES = 4

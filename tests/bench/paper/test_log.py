@@ -229,3 +229,20 @@ def test_equal_copies_long_sources_and_shorter_runs():
     assert len(shares) == 1 and logs(f"ends {lower:.3f} lower, a little more than predicted")
     assert logs(f"saves {min(shares)} % at both rates")
     assert says(f"At 0.002 it ends {lower:.3f} lower with seed 1, and saves {min(shares)} %")
+
+
+def test_sixteen_layers():
+    systems = ("stackbert", "direct_copy", "fpi_padded")
+    folders = ("tiny-gpt-16x64", *2 * ("tiny-gpt-16x64-from16x32",))
+    scratch = runs_of("tiny-gpt-16x64/scratch", "0.003")
+    runs = [runs_of(f"{a}/{b}", "0.009") for a, b in zip(folders, systems, strict=True)]
+    stacked, direct, padded = (100 * saved(one, scratch) for one in runs)
+    assert logs(f"At 16 layers StackBERT saves {stacked:.1f} %, where at four it does not reach")
+    shallow = [share(f"tiny-gpt/{name}", "0.003", "tiny-gpt/scratch") for name in systems]
+    assert math.isnan(shallow[0])
+    assert logs(f"DirectCopy saves {direct:.1f} % ({shallow[1]:.1f} % at four layers)")
+    assert logs(f"hidden state {padded:.1f} % ({shallow[2]:.1f} %)")
+    gap = runs[0][-1]["losses"][-1] - runs[1][-1]["losses"][-1]
+    before = end("tiny-gpt/stackbert", "0.003") - end("tiny-gpt/direct_copy", "0.003")
+    assert logs(f"StackBERT ends {gap:.3f} above DirectCopy, at four layers {before:.3f}")
+    assert before / 2 < gap < before

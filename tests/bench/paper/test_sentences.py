@@ -195,6 +195,31 @@ def test_the_sentences_on_gpt2_match_their_table():
     assert float(alone["AKI + two stages"]["all"]) > float(alone["AKI"]["all"])
 
 
+def test_the_sentences_on_sixteen_layers_match_their_table():
+    found = paper_lines("StackBERT", rate="0.009")
+    shares = {
+        column: {name: first(line[column]) for name, line in found.items()}
+        for column in ("FLOPs saved", "with the source's")
+    }
+    stacked, saved_by = found["StackBERT"], shares["FLOPs saved"]
+    assert says(f"Here it does, and saves {stacked['FLOPs saved']}")
+    counted = shares["with the source's"]
+    assert max(counted, key=counted.get) == "StackBERT"
+    more = saved_by["FPI, padded stream"] - saved_by["DirectCopy"]
+    assert says(f"FPI saves {more:.1f} points more than DirectCopy, and at four layers")
+    direct, padded, scratch = (
+        runs_of(f"tiny-gpt/{name}", "0.003") for name in ("direct_copy", "fpi_padded", "scratch")
+    )
+    assert saved(padded, scratch) - saved(direct, scratch) < 0.005
+    assert math.isnan(saved(runs_of("tiny-gpt/stackbert", "0.003"), scratch))
+    assert {line["seeds"] for line in found.values()} == {"1"}
+    wide, deep = (
+        runs_of(f"{name}/scratch", "0.003")[-1]["flops"][-1]
+        for name in ("tiny-gpt", "tiny-gpt-16x64")
+    )
+    assert deep == pytest.approx(wide, rel=0.005)
+
+
 def test_the_sentence_on_the_source_matches_its_runs():
     rows = training_rows()
     ends = [
