@@ -7,8 +7,8 @@ It writes:
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md, symmetry.md and paper.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png from demo.json, growth.png from symmetry.json, and the pictures of
-  paper.md.
+- bench/results/demo.png from demo.json, growth.png from symmetry.json, the pictures of paper.md,
+  and paper-readme.png.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.paper.page import IN_DOCS, table_text, write_page
+from bench.paper.page import IN_DOCS, draw_for_readme, table_text, write_page
 from bench.shared.loss_measure import beside_compile, range_of
 from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
@@ -386,6 +386,7 @@ def main(argv: list[str]) -> int:
     (args.results / "symmetry.md").write_text(symmetry_page(args.results))
     made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
     made += draw_demo(args.results) + draw_growth(args.results) + write_page(args.results)
+    made += draw_for_readme(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):
