@@ -255,6 +255,7 @@ TABLES = {
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
     "progressive": Table("Fewer layers first", "bert", _progressive),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),
+    "layers": Table("More and narrower layers", "gpt2", _more_layers),
     "table6": Table(
         "bert2BERT, Table 6: T5",
         "t5",
@@ -275,7 +276,6 @@ TABLES = {
     "copies": Table(
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
-    "layers": Table("Methods at sixteen layers", "gpt2", _more_layers),
     "rates": Table("A higher rate than short runs chose", "bert", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",
