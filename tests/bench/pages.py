@@ -70,12 +70,17 @@ def runs_of(name, rate="0.002", seed=1):
 
 
 def more_saved(setting, one, other, rate="0.002", rates=None):
-    """How many points `one` saves more than `other`, for each of three seeds."""
+    """How many points `one` saves more than `other`, for each of three seeds.
+
+    Both are systems of the setting, or of another one if that stands before it: "setting/system".
+    """
     differences = []
     for seed in (1, 2, 3):
         scratch = runs_of(f"{setting}/scratch", rate, seed)
         runs = [
-            runs_of(f"{setting}/{name}", (rates or {}).get(name, rate), seed)
+            runs_of(
+                name if "/" in name else f"{setting}/{name}", (rates or {}).get(name, rate), seed
+            )
             for name in (one, other)
         ]
         first, second = (100 * saved(own, scratch) for own in runs)

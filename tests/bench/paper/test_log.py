@@ -246,3 +246,14 @@ def test_sixteen_layers():
     before = end("tiny-gpt/stackbert", "0.003") - end("tiny-gpt/direct_copy", "0.003")
     assert logs(f"StackBERT ends {gap:.3f} above DirectCopy, at four layers {before:.3f}")
     assert before / 2 < gap < before
+
+
+def test_more_seeds_of_copies_and_of_stage_1():
+    more = interval(more_saved("tiny-bert", "fpi_none", "aki"), 1)
+    assert logs(f"At the mark they save {more} points more than AKI")
+    stages = [f"tiny-bert{part}/aki_two_stage" for part in ("-eb2", "", "-eb10")]
+    less = [interval(more_saved("tiny-bert", "aki", name), 1) for name in stages]
+    assert logs("10 save {}, {} and {} points less than AKI alone".format(*less))
+    before = ("aki_after_stage1", "tiny-bert-lb2/aki_after_stage1")
+    gains = [interval(more_saved("tiny-bert", name, "aki_adamw"), 1) for name in before]
+    assert logs("stage 1 adds {} points, or {} from two layers".format(*gains))
