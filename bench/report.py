@@ -7,8 +7,7 @@ It writes:
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md, symmetry.md and paper.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png from demo.json, growth.png from symmetry.json, the pictures of paper.md,
-  and paper-readme.png.
+- bench/results/demo.png, growth.png from symmetry.json, paper-readme.png, those of paper.md.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
