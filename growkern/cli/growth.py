@@ -54,8 +54,7 @@ def plan(
     source_tokens: Annotated[
         float | None,
         typer.Option(
-            help="Tokens that SRC was trained on, such as 2e10: for advice on depth and, with "
-            "--tokens, for the forecast.",
+            help="Tokens that SRC was trained on, such as 2e10: for the forecast, with --tokens.",
             parser=token_count,
             metavar="FLOAT",
         ),
@@ -73,14 +72,15 @@ def plan(
 
     Where it must measure a bound, it also runs SRC on random texts, and reads its weights.
     """
+    from growkern.growth.plan.advice.forecast import forecast_if_asked
     from growkern.growth.plan.advice.recommend import recommendation
     from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, revision=revision, **growth)
     if as_json:
-        more = {"estimate": made.estimate(ranks), "advice": made.advice(source_tokens)}
-        forecast = None if tokens is None else made.forecast(tokens, source_tokens)
-        more["recommended"] = recommendation(made, source_tokens, forecast)
+        more = {"estimate": made.estimate(ranks), "advice": made.advice()}
+        forecast = forecast_if_asked(made, tokens, source_tokens)
+        more["recommended"] = recommendation(made, forecast)
         if forecast is not None:
             more["forecast"] = asdict(forecast)
         print_json({**made.to_dict(), **more})

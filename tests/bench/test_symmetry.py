@@ -137,6 +137,20 @@ def test_the_sentences_on_other_variants_match_their_runs():
     assert min(behind) > 0
 
 
+def test_copies_can_become_different_too_fast():
+    assert says("with `routing` of amplitude 0.5 they do so more slowly than by default, with 3")
+    for model in SMALL.values():
+        found = {
+            row["amplitude"]: (row["apart"]["200"]["stream"], row["losses"]["2000"])
+            for row in rows()
+            if (row["model"], row["symmetry"], row["optimizer"]) == (model, "routing", "growth")
+            and (row["steps"], row["rate"], row["seed"]) == (2000, 1e-3, 11)
+            and row.get("warmup", 50) == 50
+        }
+        apart, ends = zip(*(found[one] for one in (0.5, 1.0, 3.0)), strict=True)
+        assert list(apart) == sorted(apart) and min(ends) == ends[1]
+
+
 def test_the_table_at_the_best_rate_matches_its_result():
     head, *lines = table_with("at 5e-4")
     assert head[1] == "small model, trained on" and len(lines) == 2

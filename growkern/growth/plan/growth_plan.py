@@ -20,7 +20,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.cost import estimate
-from growkern.growth.plan.advice.forecast import Forecast, forecast
+from growkern.growth.plan.advice.forecast import Forecast, forecast, forecast_if_asked
 from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
@@ -78,9 +78,9 @@ class GrowthPlan(Blueprint):
         """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.cost.estimate`."""
         return estimate(self, ranks)
 
-    def advice(self, source_tokens: float | None = None) -> tuple[str, ...]:
+    def advice(self) -> tuple[str, ...]:
         """Warnings from published evidence; see `growkern.growth.plan.advice.notes.advice`."""
-        return advice(self, source_tokens)
+        return advice(self)
 
     def forecast(self, tokens: float, source_tokens: float | None = None) -> Forecast:
         """What growth may save in training, from published savings.
@@ -119,14 +119,14 @@ class GrowthPlan(Blueprint):
         self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
     ) -> Any:
         """The plan as a rich renderable; arguments as in `estimate` and `forecast`."""
-        expected = None if tokens is None else self.forecast(tokens, source_tokens)
+        expected = forecast_if_asked(self, tokens, source_tokens)
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks),
-            self.advice(source_tokens),
+            self.advice(),
             ranks,
-            recommendation(self, source_tokens, expected),
+            recommendation(self, expected),
             expected,
         )
 

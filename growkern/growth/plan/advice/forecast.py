@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from growkern.errors import GrowthError
 from growkern.growth.plan.advice.evidence import (
+    CHEAP,
     CHINCHILLA,
     DIRECT_COPY,
     EARLY,
@@ -18,6 +20,7 @@ from growkern.growth.plan.advice.evidence import (
     FAR_LAYERS,
     FREE_ABOVE,
     LEAST_SEEN,
+    LEAST_SEEN_LATER,
     LEAST_STACKED,
     LONG_SOURCE,
     MOMENTS,
@@ -59,8 +62,8 @@ class Forecast:
         saves: whether any evidence has a gain for such a growth.
         from_scratch: whether to train from scratch, even where the source exists already.
         against: why not to grow so, in one sentence; empty if nothing forbids it.
-        must_be_free: whether the target sees so many tokens that no source should be trained for
-            it.
+        must_be_free: whether no source should be trained for this target, which sees so many
+            tokens that little may be saved.
         papers: the savings that the forecast rests on.
         reasons: sentences, each from a publication or from our own runs.
     """
@@ -85,6 +88,14 @@ class Forecast:
         return self.low - share, self.high - share
 
     @property
+    def needs_free_source(self) -> bool:
+        """Whether to grow only if the source exists already."""
+        with_source = self.with_source
+        return self.saves and (
+            self.must_be_free or (with_source is not None and with_source[1] <= 0)
+        )
+
+    @property
     def range(self) -> str:
         """The expected saving in percent, or that there is no evidence."""
         if not self.papers:
@@ -107,8 +118,10 @@ class Forecast:
             return f"{FROM_SCRATCH}: in every measurement such growth cost more than it saved"
         if self.must_be_free:
             return f"{FROM_SCRATCH}, unless the source exists already: then {self._gain}"
-        if self.with_source is not None and self.with_source[1] <= 0:
+        if self.needs_free_source:
             return f"grow if the source exists already ({self.range}); do not train one for this"
+        if any(one.share < 0 for one in self.papers):
+            return f"try it on a small scale first: {self._gain}"
         return f"grow: {self._gain}"
 
     @property
@@ -121,6 +134,24 @@ def span(low: float, high: float) -> str:
     """Two shares as a range in percent, or as one number if they round to the same."""
     ends = percent(low), percent(high)
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
+def forecast_if_asked(
+    plan: Blueprint, tokens: float | None, source_tokens: float | None
+) -> Forecast | None:
+    """The forecast for a number of tokens; None without one.
+
+    Raises:
+        GrowthError: only `source_tokens` is given, or see `forecast`.
+    """
+    if tokens is not None:
+        return forecast(plan, tokens, source_tokens)
+    if source_tokens is not None:
+        raise GrowthError(
+            f"source_tokens={source_tokens:g} is for the forecast: give tokens too, those that the "
+            "target will be trained on"
+        )
+    return None
 
 
 def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None) -> Forecast:
@@ -137,13 +168,14 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     check_tokens("tokens", tokens)
     check_tokens("source_tokens", source_tokens)
     axes, scratch = axes_of(plan), _for_scratch(plan, tokens, source_tokens)
-    against = f"{FROM_SCRATCH}: {scratch}" if scratch else _against_options(plan)
+    against = f"{FROM_SCRATCH}: {scratch}" if scratch else _against_options(plan, tokens)
     ways = set() if against else ways_of(plan, tokens, source_tokens)
     papers = tuple(one for one in SAVINGS if one.axis in axes and ways.issuperset(one.ways))
     doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
     ends = [0.0] if doubts or not papers else []
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
+    is_cheap = spent is not None and spent < CHEAP * flops
     timing = () if against else _timing(plan, axes, tokens, source_tokens)
     high = max((one.high for one in papers), default=0.0)
     return Forecast(
@@ -154,7 +186,7 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
         saves=high > 0,
         from_scratch=bool(scratch) or (bool(papers) and high <= 0),
         against=against,
-        must_be_free=tokens > FREE_ABOVE * plan.parameters(),
+        must_be_free=tokens > FREE_ABOVE * plan.parameters() and not is_cheap,
         papers=papers,
         # a baseline and equal copies lose for reasons of their own
         reasons=(*doubts, *timing) if papers else (),
@@ -175,7 +207,7 @@ def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) ->
             f"the model grows to {factor:,.0f} times its parameters; there is a factor above which "
             "that is better (Mallik et al., 2026), and a small BERT that grew to 14 times reached "
             f"the loss from scratch only from a source that had seen {LONG_SOURCE:g} times the "
-            "tokens (measured by us, one seed)"
+            "tokens (measured by us)"
         )
     if deepening(plan) > FAR_LAYERS:
         return (
@@ -190,8 +222,8 @@ def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) ->
     return ""
 
 
-def _against_options(plan: Blueprint) -> str:
-    """Why to choose other options, in one sentence, or an empty string."""
+def _against_options(plan: Blueprint, tokens: float) -> str:
+    """Why to choose other options, or more tokens, in one sentence, or an empty string."""
     if plan.options.method == "random":
         return "choose method='fpi': method='random' is a baseline that takes nothing over"
     if plan.options.method == "direct_copy":
@@ -202,7 +234,12 @@ def _against_options(plan: Blueprint) -> str:
     if has_equal_copies(plan):
         return (
             "choose symmetry='routing': with equal copies a small GPT-2 did not reach the loss "
-            "from scratch (measured by us, one seed)"
+            "from scratch (measured by us)"
+        )
+    if tokens < LEAST_SEEN_LATER * plan.parameters():
+        return (
+            f"unknown: the target sees fewer than {LEAST_SEEN_LATER:g} tokens per parameter, far "
+            "fewer than in any measurement"
         )
     return ""
 

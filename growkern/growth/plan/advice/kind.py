@@ -40,9 +40,9 @@ def is_large_decoder(plan: Blueprint) -> bool:
 
 
 def has_equal_copies(plan: Blueprint) -> bool:
-    """Whether the hidden state is copied and no copy differs from the others."""
+    """Whether something is copied and no copy differs from the others."""
     options = plan.options
-    is_copied = "width" in axes_of(plan) and not plan.layout.is_padded
+    is_copied = any(row["most"] > 1 for row in plan.maps().values())
     return options.method == "fpi" and options.symmetry == "none" and is_copied
 
 

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from growkern.growth.plan.advice.evidence import CHINCHILLA, check_tokens, is_past_chinchilla
-from growkern.growth.plan.advice.kind import is_decoder, is_large_decoder
+from growkern.growth.plan.advice.evidence import MOST_STACKED
+from growkern.growth.plan.advice.kind import (
+    has_equal_copies,
+    is_decoder,
+    is_large_decoder,
+)
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.target import PAD_VOCAB
 
@@ -16,26 +20,17 @@ from growkern.growth.plan.target import PAD_VOCAB
 TILE = 64
 
 
-def advice(plan: Blueprint, source_tokens: float | None = None) -> tuple[str, ...]:
-    """Warnings about this growth, one sentence each.
-
-    Args:
-        source_tokens: number of tokens that the source was trained on, if known. For a deeper
-            target, the advice then names the depth method that the evidence favours.
-
-    Raises:
-        GrowthError: `source_tokens` is not positive or not finite.
-    """
-    check_tokens("source_tokens", source_tokens)
+def advice(plan: Blueprint) -> tuple[str, ...]:
+    """Warnings about this growth, one sentence each."""
     parts = (_aki, _width, _depth, _symmetry, _heads, _cache, _tiles)
-    return tuple(line for part in parts for line in part(plan, source_tokens))
+    return tuple(line for part in parts for line in part(plan))
 
 
 def _grows(plan: Blueprint, key: str) -> bool:
     return plan.small.size(key) != plan.large.size(key)
 
 
-def _aki(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+def _aki(plan: Blueprint) -> Iterator[str]:
     if plan.options.method == "aki" and is_decoder(plan) and any(t.upper for t in plan.tasks):
         yield (
             "with aki, decoders start with a far higher loss than their source: 7.81 for a growth "
@@ -44,7 +39,7 @@ def _aki(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         )
 
 
-def _width(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+def _width(plan: Blueprint) -> Iterator[str]:
     old, new = plan.layout.stream_sizes
     if new > 2 * old:
         yield (
@@ -59,46 +54,26 @@ def _width(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         )
 
 
-def _depth(plan: Blueprint, tokens: float | None) -> Iterator[str]:
+def _depth(plan: Blueprint) -> Iterator[str]:
     family = plan.small.family
-    deeper = [key for key in family.stacks.values() if _grows(plan, key)]
-    if not deeper:
-        return
-    for key in deeper:
+    for key in family.stacks.values():
         factor = plan.large.size(key) / plan.small.size(key)
-        if plan.options.depth == "stack" and factor > 4:
+        if plan.options.depth == "stack" and factor > MOST_STACKED:
             yield (
                 f"{family.config_field(key)} grows {factor:.1f} times; stacking worked best at 2 "
-                "to 4 times (Du et al., 2024)"
+                f"to {MOST_STACKED:g} times (Du et al., 2024)"
             )
-    if tokens is None:
-        return
-    is_past = is_past_chinchilla(tokens, plan.parameters("source"))
-    if is_past:
-        better = "interleave"
-        why = "suits converged mixtures of experts (Wang et al., 2025), but this model is dense"
-    else:
-        better, why = "stack", "was the fastest of several ways (Du et al., 2024)"
-    side = "past" if is_past else "below"
-    optimum = CHINCHILLA * plan.parameters("source")
-    yours = ", as you have it," if plan.options.depth == better else ""
-    yield (
-        f"the source saw {tokens:.3g} tokens, {side} {CHINCHILLA} per parameter ({optimum:.3g}): "
-        f"depth={better!r}{yours} {why}; with a small GPT-2 identity, stack and interleave ended "
-        "within 0.03 of each other (measured by us, one seed)"
-    )
 
 
-def _symmetry(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
-    copied = any(row["most"] > 1 for row in plan.maps().values())
-    if plan.options.symmetry == "none" and plan.options.method == "fpi" and copied:
+def _symmetry(plan: Blueprint) -> Iterator[str]:
+    if has_equal_copies(plan):
         yield (
             "symmetry='none': all copies get equal gradients and never become different; use "
             "symmetry='routing' or 'noise' to train the model"
         )
 
 
-def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+def _heads(plan: Blueprint) -> Iterator[str]:
     pre = [s for s in plan.small.family.spaces.values() if s.part == "before_norm"]
     if pre and plan.small.head_dim() != plan.large.head_dim():
         yield (
@@ -107,7 +82,7 @@ def _heads(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         )
 
 
-def _cache(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+def _cache(plan: Blueprint) -> Iterator[str]:
     if plan.large.short_cache:
         field, layers = plan.large.short_cache
         yield (
@@ -117,7 +92,7 @@ def _cache(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
         )
 
 
-def _tiles(plan: Blueprint, _tokens: float | None) -> Iterator[str]:
+def _tiles(plan: Blueprint) -> Iterator[str]:
     family = plan.small.family
     for key in ("stream", "vocab", *family.unit_sizes):
         old, new = plan.layout.sizes(key)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from growkern.growth.plan.advice.evidence import OURS, SAVINGS, is_past_chinchilla
+from growkern.growth.plan.advice.evidence import OURS, SAVINGS
 from growkern.growth.plan.advice.forecast import FROM_SCRATCH, Forecast
 from growkern.growth.plan.advice.kind import axes_of
 from growkern.growth.plan.blueprint import Blueprint
 
 
-def recommendation(
-    plan: Blueprint, source_tokens: float | None = None, forecast: Forecast | None = None
-) -> str:
+def recommendation(plan: Blueprint, forecast: Forecast | None = None) -> str:
     """The method, the stream and the depth that the evidence favours, each with its source.
 
     Args:
         plan: of the growth.
-        source_tokens: number of tokens that the source was trained on, if known.
         forecast: of the growth, if there is one. Where it says so, the recommendation is to train
             from scratch.
     """
-    growth = _growth(plan, source_tokens)
+    growth = _growth(plan)
     if forecast is None:
         return growth
     if forecast.from_scratch:
         return f"{FROM_SCRATCH} (see the forecast)"
-    if forecast.saves and forecast.must_be_free:
+    if forecast.needs_free_source:
         return f"if the source exists already, {growth}"
     return growth
 
 
-def _growth(plan: Blueprint, source_tokens: float | None) -> str:
+def _growth(plan: Blueprint) -> str:
     axes, parts = axes_of(plan), []
     if "width" in axes:
         padded, copies = (_own("fpi", stream) for stream in ("padded", "copies"))
@@ -43,20 +40,12 @@ def _growth(plan: Blueprint, source_tokens: float | None) -> str:
     else:
         parts.append("method fpi (keeps the function; no evidence that it trains faster)")
     if "depth" in axes:
-        parts.append(_depth(plan, source_tokens))
-    return ", ".join(parts)
-
-
-def _depth(plan: Blueprint, source_tokens: float | None) -> str:
-    if source_tokens is None or is_past_chinchilla(source_tokens, plan.parameters("source")):
-        return (
-            "depth identity (keeps the function; in a small GPT-2 stack and interleave ended "
-            "within 0.03 of it; measured by us, one seed)"
+        parts.append(
+            "depth identity (keeps the function; in a small GPT-2 identity, stack and interleave "
+            "saved alike, measured by us; at 1.1 billion parameters stack saved 33%, and layers "
+            "that add nothing 32%, Du et al., 2024)"
         )
-    return (
-        "depth stack (the fastest of several ways, Du et al., 2024; in a small GPT-2 it ended "
-        "within 0.03 of identity, measured by us, one seed; the loss rises at first)"
-    )
+    return ", ".join(parts)
 
 
 def _own(*ways: str) -> str:
