@@ -42,9 +42,10 @@ def merged(results: Path, rows: Iterable[Row]) -> dict[str, Row]:
     new = {row["name"]: row for row in rows}
     _check(new.values(), known, f"the rows in {FILE}", "Print and save them apart")
     for name, row in new.items():
-        # a row that was trained again has not been classified again
-        accuracy = {k: v for k, v in there.get(name, {}).items() if k == "accuracy"}
-        there[name] = {**accuracy, **row}
+        old = there.get(name, {})
+        # the same model, which has not been classified again
+        is_same = "accuracy" in old and old["losses"] == row["losses"]
+        there[name] = {**({"accuracy": old["accuracy"]} if is_same else {}), **row}
     return there
 
 

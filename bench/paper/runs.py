@@ -137,7 +137,10 @@ class Workplace:
                     undone.remove(job)
 
     def _keep(self, job: Job, seconds: float) -> None:
-        """Append the row of a job that has been trained, and delete what nobody needs."""
+        """Append the row of a job that has been trained, and delete what nobody needs.
+
+        A row of another machine is replaced: rows tell of the models in the folder.
+        """
         out = self.folder / job.name
         curve = read_curve(out)
         row = {
@@ -147,6 +150,7 @@ class Workplace:
             "seed": job.seed,
             "rate": job.rate,
             "source flops": self._flops_before(job),
+            "needs": {one.name: self.rows[one.name]["losses"][-1] for one in job.needs},
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
@@ -155,9 +159,15 @@ class Workplace:
             "machine": machine(),
             **git_facts(),
         }
-        if job.name not in self.rows:
+        known = self.rows.get(job.name)
+        if known is None or known["losses"] != row["losses"]:
             append_row(self.folder / ROWS, row)
             self.rows[job.name] = row
+        if known is not None and known["losses"] != row["losses"]:
+            self.say(
+                f"{job.name}: its known loss is {known['losses'][-1]:.4f}, of another machine. So "
+                "known runs that begin with this model began with other weights"
+            )
         run_file(job, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
         for left in out.glob("checkpoint-*"):
             # some systems go on with the moments of their source

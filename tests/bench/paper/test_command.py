@@ -92,12 +92,15 @@ def test_saving_drops_no_row(results, tmp_path, monkeypatch, capsys):
     assert "Table 5" in capsys.readouterr().out
 
 
-def test_a_row_that_is_saved_again_keeps_its_accuracy(tmp_path):
-    save(tmp_path, [row("tiny-gpt/a", accuracy=0.5), row("tiny-gpt/b")])
-    save(tmp_path, [row("tiny-gpt/a", 1.0), row("tiny-gpt/b", accuracy=0.25)])
+def test_an_accuracy_is_that_of_the_row_s_own_model(tmp_path):
+    save(tmp_path, [row(f"tiny-gpt/{name}", accuracy=0.5) for name in "ab"] + [row("tiny-gpt/c")])
+    # the first model ended elsewhere
+    again = [row("tiny-gpt/a", 1.0), row("tiny-gpt/b"), row("tiny-gpt/c", accuracy=0.25)]
+    save(tmp_path, again)
     assert read(tmp_path / "paper.json")["rows"] == [
-        row("tiny-gpt/a", 1.0, accuracy=0.5),
-        row("tiny-gpt/b", accuracy=0.25),
+        row("tiny-gpt/a", 1.0),
+        row("tiny-gpt/b", accuracy=0.5),
+        row("tiny-gpt/c", accuracy=0.25),
     ]
     (tmp_path / "paper.json").write_text("{")
     with pytest.raises(GrowthError, match="not JSON"):

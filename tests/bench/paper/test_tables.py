@@ -18,7 +18,7 @@ from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, lines_of
 from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
-from bench.shared.results import write
+from bench.shared.results import append_row, write
 from growkern.train.topk_teacher.header import read_header
 
 DOMAIN = lines_of("domain", "micro")[0].setting
@@ -123,12 +123,18 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
     command.main()
     assert capsys.readouterr().out == out and len(file.read_text().splitlines()) == 2
 
-    # rows of another machine come without models
+    # rows of another machine come without models, and these end elsewhere
     file.unlink()
     for job in found:
         shutil.rmtree(tmp_path / "runs" / job["name"])
+    rows = tmp_path / "runs" / runs.ROWS
+    known = [json.loads(line) for line in rows.read_text().splitlines()]
+    changed = next(row for row in known if row["name"] == found[0]["name"])
+    changed["losses"] = [loss + 1 for loss in changed["losses"]]
+    append_row(rows, changed)
     command.main()
-    assert capsys.readouterr().out == out
+    shown, said = capsys.readouterr()
+    assert shown == out and f"{changed['name']}: its known loss is" in said
 
     call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs")]
     monkeypatch.setattr("sys.argv", call)
