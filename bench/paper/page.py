@@ -31,10 +31,10 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 
 - A run that is stopped early ends at a high learning rate, and so at a high loss. So there is a run
   for each length, whose learning rate falls to 0.
-- Every method takes the best of three learning rates, in runs of another seed. These are short,
-  but not for a BERT or T5 that begins untrained: short runs from scratch end on its plateau. The
-  length of stage 1 and the number of kept tokens do not make another method. Where the best rate is
-  the lowest or the highest of the three, a better one may lie beyond it.
+- Every method takes the best of three learning rates, of four for T5, in runs of another seed.
+  These are short, but not for a BERT or T5 that begins untrained: short runs from scratch end on
+  its plateau. The length of stage 1 and the number of kept tokens do not make another method. Where
+  the best rate is the lowest or the highest, a better one may lie beyond it.
 - "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
   for GPT-2 and T5. For BERT it is copies.
 - The first line is the baseline. "below it" is how far the loss after all steps is below the

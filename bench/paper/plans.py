@@ -271,6 +271,8 @@ TABLES = {
         lambda setting: [
             *_systems("scratch", "fpi_none", "fpi_noise", "fpi_split")(setting),
             Line(setting, "fpi", "routing"),
+            # copies against none, and rows of the next layer with both
+            *_systems("aki", "fpi_padded", "aki_padded")(setting),
         ],
     ),
     "copies": Table(
