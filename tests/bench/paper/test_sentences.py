@@ -8,6 +8,7 @@ import pytest
 from bench.paper.compare import compared, interval, mean_and_half, points_of, saved
 from bench.paper.plans import lines_of
 from bench.paper.runs import CLASSES
+from bench.paper.settings import SETTINGS
 from bench.shared import results
 from growkern.plot.curve import first_crossing
 from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
@@ -25,6 +26,49 @@ def test_the_summary_matches_the_tables():
     )
     for column in ("FLOPs saved", "with the source's"):
         assert says(f"BERT {bert[column]}, GPT-2 {gpt[column]}")
+    assert says("DirectCopy saves as much in GPT-2, and less in BERT and T5")
+    ahead = more_saved("tiny-gpt", "fpi_padded", "direct_copy", "0.003")
+    assert abs(sum(ahead) / 3) < 3
+    rates = {"direct_copy": "0.001"}
+    assert min(more_saved("tiny-bert", "fpi", "direct_copy", rates=rates)) > 3
+    assert says("AKI is not ahead of it") and max(more_saved("tiny-bert", "aki", "fpi")) < 0
+    assert says("no, they save less than growth alone")
+    for name in ("aki_two_stage", "aki_two_stage_ki"):
+        assert min(more_saved("tiny-bert", "aki", name)) > 0
+
+
+def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
+    assert says("half the layers and half the width; a quarter of the width if it was trained for")
+    scratch = runs_of("tiny-bert/scratch")
+    half, quarter, longer = (
+        saved(runs_of(f"tiny-bert-{name}/aki", rate), scratch)
+        for name, rate in (
+            *(("from2x64", "0.002"), ("from4x32", "0.004")),
+            ("from4x32-longer", "0.002"),
+        )
+    )
+    assert min(half, longer) > 0.5 and math.isnan(quarter)
+    assert says("with `GrowthAdamW` and AdamW a model saves alike")
+    scratch, *both = (
+        runs_of(f"tiny-gpt/{name}", "0.003") for name in ("scratch", "fpi_padded", "padded_adamw")
+    )
+    own, plain = (100 * saved(runs, scratch) for runs in both)
+    assert abs(own - plain) < 3
+    more = more_saved("tiny-bert", "aki_adamw", "aki")
+    assert says(f"It saves {interval(more, 1)} points more, so at equal loss")
+    ends = zip(ends_of("tiny-bert/aki"), ends_of("tiny-bert/aki_adamw"), strict=True)
+    level, *lower = sorted(one - other for one, other in ends)
+    assert says("ends {:.3f} and {:.3f} lower in two seeds".format(*lower)) and abs(level) < 0.002
+
+
+def test_the_models_are_as_small_as_the_pages_say():
+    settings = [SETTINGS["tiny", family] for family in ("gpt2", "bert", "t5")]
+    sizes = [sum(p.numel() for p in one.untrained(one.target, 0).parameters()) for one in settings]
+    assert says("models of at most two million parameters") and max(sizes) < 2e6
+    seen = [
+        one.steps * one.batch * one.length / size for one, size in zip(settings, sizes, strict=True)
+    ]
+    assert says("one or two tokens per parameter") and min(seen) > 1 and max(seen) < 2.5
 
 
 def test_the_sentences_on_copies_match_their_table():
@@ -428,7 +472,6 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
     }
     spread = {age: max(found.values()) - min(found.values()) for age, found in ends.items()}
     assert says(f"the three ways end within {spread['source of 200 steps']:.3f} of each other")
-    assert says(f"ways ended within {spread['source of 2,000 steps']:.2f} of each other")
     start = {
         way: float(depth[f"FPI, {way}, source of 2,000 steps"]["start loss"])
         for way in ("identity", "stack")
@@ -445,4 +488,13 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
         for name in ("fpi_identity", "fpi", "fpi_interleave")
     }
     assert says(f"At equal loss the three save {min(shares)} % alike") and len(shares) == 1
+    assert says(
+        f"the small model stands at {start['identity']:.3f} before it grows, and 8 x 64 reaches "
+        f"{scratch[-1]['losses'][-1]:.3f} from scratch"
+    )
+    counted = {
+        round(100 * saved(deep_runs(name), scratch, with_source=True))
+        for name in ("fpi_identity", "fpi", "fpi_interleave")
+    }
+    assert says(f"training counted, {min(counted)} % is saved") and len(counted) == 1
     assert says("Both are of one seed") == all(line["seeds"] == "1" for line in depth.values())
