@@ -63,13 +63,13 @@ def training_rows():
     return {row["name"]: row for row in results.read(results.RESULTS / "paper.json")["rows"]}
 
 
-def runs_of(name, rate="0.002", seed=1):
+def runs_of(name, rate="0.002", seed=1, rows=None):
     """The runs of a setting and system with a seed, after 500, 1000 and 2000 steps."""
-    rows = training_rows()
+    rows = rows or training_rows()
     return [rows[f"{name}-{steps}-{rate}-seed{seed}"] for steps in (500, 1000, 2000)]
 
 
-def more_saved(setting, one, other, rate="0.002", rates=None):
+def more_saved(setting, one, other, rate="0.002", rates=None, rows=None):
     """How many points `one` saves more than `other`, for each of three seeds.
 
     Both are systems of the setting, or of another one if that stands before it: "setting/system".
@@ -79,7 +79,10 @@ def more_saved(setting, one, other, rate="0.002", rates=None):
         scratch = runs_of(f"{setting}/scratch", rate, seed)
         runs = [
             runs_of(
-                name if "/" in name else f"{setting}/{name}", (rates or {}).get(name, rate), seed
+                name if "/" in name else f"{setting}/{name}",
+                (rates or {}).get(name, rate),
+                seed,
+                rows,
             )
             for name in (one, other)
         ]

@@ -3,6 +3,7 @@
 import math
 
 from bench.paper.compare import interval, saved
+from bench.shared import results
 from tests.bench.pages import logs, more_saved, runs_of, says, training_rows
 
 
@@ -42,9 +43,15 @@ def test_runs_of_each_length_and_a_padded_hidden_state():
     assert logs("Saved: {} %, copies {} %, DirectCopy {} %".format(*shares))
 
 
+def rows_before_entry_77():
+    """The runs with rows of another CPU, which this entry replaced."""
+    other = results.read(results.RESULTS / "paper-other-cpu.json")["rows"]
+    return training_rows() | {row["name"]: row for row in other}
+
+
 def test_what_two_stages_save_less():
     for method in ("aki", "fpi"):
-        less = more_saved("tiny-bert", method, f"{method}_two_stage")
+        less = more_saved("tiny-bert", method, f"{method}_two_stage", rows=rows_before_entry_77())
         assert logs("{:.1f}, {:.1f} and {:.1f} points less than".format(*less)), method
     rows = training_rows()
     longer = rows["tiny-bert-longer/mslt-2900-0.002-seed1"]["losses"][-1]
@@ -252,8 +259,22 @@ def test_more_seeds_of_copies_and_of_stage_1():
     more = interval(more_saved("tiny-bert", "fpi_none", "aki"), 1)
     assert logs(f"At the mark they save {more} points more than AKI")
     stages = [f"tiny-bert{part}/aki_two_stage" for part in ("-eb2", "", "-eb10")]
-    less = [interval(more_saved("tiny-bert", "aki", name), 1) for name in stages]
+    before = rows_before_entry_77()
+    less = [interval(more_saved("tiny-bert", "aki", name, rows=before), 1) for name in stages]
     assert logs("10 save {}, {} and {} points less than AKI alone".format(*less))
     before = ("aki_after_stage1", "tiny-bert-lb2/aki_after_stage1")
     gains = [interval(more_saved("tiny-bert", name, "aki_adamw"), 1) for name in before]
     assert logs("stage 1 adds {} points, or {} from two layers".format(*gains))
+
+
+def test_rows_of_another_cpu():
+    rows = training_rows()
+    ends = [rows[f"tiny-t5/scratch-2000-{x}-seed100"]["losses"][-1] for x in ("0.0005", "0.001")]
+    assert logs("With 0.0005 it ends at {:.3f}, with 0.001 at {:.3f}".format(*ends))
+    aki, fpi = (more_saved("tiny-bert", name, f"{name}_two_stage") for name in ("aki", "fpi"))
+    assert logs("saves {:.1f}, {:.1f} and {:.1f} points less than AKI".format(*aki))
+    assert logs("FPI {:.1f}, {:.1f} and {:.1f} less than FPI".format(*fpi))
+    before = more_saved("tiny-bert", "fpi", "fpi_two_stage", rows=rows_before_entry_77())
+    assert logs(f"{before[0]:.1f} points for one seed of FPI") and before[0] > 2 * fpi[0]
+    less = interval(more_saved("tiny-bert", "aki_two_stage", "aki_two_stage_ki"), 1)
+    assert logs(f"Inheritance on top saves {less} points less")
