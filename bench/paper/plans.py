@@ -146,6 +146,18 @@ def _stages(setting: Setting) -> list[Line]:
     ]
 
 
+def _stage_before(setting: Setting) -> list[Line]:
+    """Stage 1 inside a run, and as a run before it."""
+    whole = Line(setting, "aki")
+    return [
+        Line(setting, "scratch"),
+        whole,
+        Line(setting, "aki_two_stage"),
+        Line(setting, "aki_adamw", like=whole),
+        Line(setting, "aki_after_stage1", like=whole),
+    ]
+
+
 def _progressive(setting: Setting) -> list[Line]:
     """Methods that train fewer layers first, and MSLT with as many FLOPs as from scratch.
 
@@ -160,7 +172,7 @@ def _progressive(setting: Setting) -> list[Line]:
 def _more_layers(setting: Setting) -> list[Line]:
     """Four times the layers and half of the widths.
 
-    StackBERT then begins with four layers. In the paper it begins with three of twelve.
+    StackBERT and MSLT then begin with four layers. In the papers they begin with three of twelve.
     """
     source, target = (
         replace(one, layers=4 * one.layers, width=one.width // 2, heads=one.heads // 2)
@@ -168,7 +180,7 @@ def _more_layers(setting: Setting) -> list[Line]:
     )
     deep = setting.variant(target.name, target=target)
     grown = deep.variant(f"from{source.name}", source=source)
-    untrained = [Line(deep, name) for name in ("scratch", "stackbert")]
+    untrained = [Line(deep, name) for name in ("scratch", "stackbert", "mslt")]
     return [*untrained, *(Line(grown, name) for name in ("direct_copy", "fpi_padded"))]
 
 
@@ -256,6 +268,7 @@ TABLES = {
     "progressive": Table("Fewer layers first", "bert", _progressive),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),
     "layers": Table("More and narrower layers", "gpt2", _more_layers),
+    "stages": Table("Stage 1 as a run before: GPT-2", "gpt2", _stage_before),
     "table6": Table(
         "bert2BERT, Table 6: T5",
         "t5",
