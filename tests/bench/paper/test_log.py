@@ -278,3 +278,32 @@ def test_rows_of_another_cpu():
     assert logs(f"{before[0]:.1f} points for one seed of FPI") and before[0] > 2 * fpi[0]
     less = interval(more_saved("tiny-bert", "aki_two_stage", "aki_two_stage_ki"), 1)
     assert logs(f"Inheritance on top saves {less} points less")
+
+
+def test_more_seeds_of_teachers_and_of_t5():
+    names = ("taught_by_generations", "taught", "taught_by_two")
+    scratch = [runs_of("tiny-gpt/scratch", "0.003", seed) for seed in (1, 2, 3)]
+    shares = [
+        [
+            100 * saved(runs_of(f"tiny-gpt/{name}", "0.003", seed), scratch[seed - 1])
+            for seed in (1, 2, 3)
+        ]
+        for name in names
+    ]
+    texts = [interval(one, 1) for one in shares]
+    assert logs("generations save {} %, one teacher {} % and two {} %".format(*texts))
+    assert logs("than seed 1 said, {:.0f}, {:.0f} and {:.0f} %".format(*(x[0] for x in shares)))
+    ends = [runs[-1]["losses"][-1] for runs in scratch]
+    assert max(ends) == ends[0]
+    t5 = [
+        100 * saved(runs_of(f"tiny-t5/{name}", rate, 2), runs_of("tiny-t5/scratch", "0.001", 2))
+        for name, rate in (
+            *(("direct_copy", "0.001"), ("fpi", "0.002")),
+            *(("aki", "0.002"), ("fpi_padded", "0.002")),
+        )
+    ]
+    assert logs(
+        "DirectCopy {:.1f} %, FPI {:.1f} %, AKI {:.1f} %, a padded hidden state {:.1f} %".format(
+            *t5
+        )
+    )
