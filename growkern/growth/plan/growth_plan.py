@@ -118,7 +118,11 @@ class GrowthPlan(Blueprint):
     def table(
         self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
     ) -> Any:
-        """The plan as a rich renderable; arguments as in `estimate` and `forecast`."""
+        """The plan as a rich renderable; arguments as in `estimate` and `forecast`.
+
+        Raises:
+            GrowthError: `source_tokens` without `tokens`, or see `forecast`.
+        """
         expected = forecast_if_asked(self, tokens, source_tokens)
         return plan_table(
             self,

@@ -10,7 +10,6 @@ with two exceptions: bert2BERT's FPI alone, and G_stack's comparison at 1.1 bill
 | SPARKLING | Yu et al., 2026, arXiv 2602.02472 |
 | growth factors | Mallik et al., 2026, arXiv 2605.13405 |
 | progressive depth | Bu, 2025, arXiv 2511.04981 |
-| orthogonal growth | Wang et al., 2025, arXiv 2510.08008 |
 | overtrained sources | Liew and Kato, 2025, arXiv 2510.06548 |
 | upcycling | Liew et al., 2025, arXiv 2502.03009, of dense models that become mixtures of experts |
 | Chinchilla | Hoffmann et al., 2022, arXiv 2203.15556 |
