@@ -164,9 +164,10 @@ class Workplace:
             append_row(self.folder / ROWS, row)
             self.rows[job.name] = row
         if known is not None and known["losses"] != row["losses"]:
+            away = abs(row["losses"][-1] - known["losses"][-1])
             self.say(
-                f"{job.name}: its known loss is {known['losses'][-1]:.4f}, of another machine. So "
-                "known runs that begin with this model began with other weights"
+                f"{job.name}: another machine ended {away:.1g} away from this loss. So known runs "
+                "that begin with this model began with other weights"
             )
         run_file(job, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
         for left in out.glob("checkpoint-*"):

@@ -134,7 +134,7 @@ def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
     append_row(rows, changed)
     command.main()
     shown, said = capsys.readouterr()
-    assert shown == out and f"{changed['name']}: its known loss is" in said
+    assert shown == out and f"{changed['name']}: another machine ended 1 away" in said
 
     call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs")]
     monkeypatch.setattr("sys.argv", call)
