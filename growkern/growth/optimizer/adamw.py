@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import (
@@ -177,6 +178,9 @@ class GrowthAdamW(torch.optim.AdamW):
             adamw_step(part, self._factors[p], ratio, rule)
         for (_, _, rule, uniform, share), parts in fused.items():
             step_fused(parts, uniform, share, rule)
+        # Compiled kernels write past PyTorch. Without this, a backward pass through the weights
+        # before the step would go on with those after it, and nothing would tell of a change
+        increment_version([p for p in group["params"] if p.grad is not None])
 
     def _count_step(self, group: dict[str, Any], p: Tensor) -> tuple[Part, float, float]:
         """Count one more step of a parameter; its tensors here, and its steps so far."""

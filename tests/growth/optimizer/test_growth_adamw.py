@@ -184,6 +184,18 @@ def test_rewarming_goes_on_after_a_restart():
     assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("how", [{"n_embd": 24}, {"n_embd": 20}])
+def test_a_backward_pass_through_weights_before_the_step_is_refused(how):
+    """As with the optimizers of PyTorch: the gradient would be of neither model."""
+    target = growkern.grow(random_model("GPT2LMHeadModel", GPT2), **how)
+    optimizer = growkern.GrowthAdamW(target.named_parameters(), target.growth_plan)
+    target(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    early = target(torch.ones(1, 4, dtype=torch.int64)).logits.sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
 def test_state_of_zero_steps_counts_no_steps():
     model, optimizer = grown(random_model("GPT2LMHeadModel", GPT2), None, {"n_embd": 20})
     before = [p.clone() for p in model.parameters()]

@@ -75,6 +75,8 @@ def test_no_record_of_a_model_that_has_changed(tmp_path):
 
     assert saves("grown", lambda model: model)
     assert not saves("trained", trained)
+    assert not saves("by kernels", trained_by_kernels)
+    assert not saves("by data", one_weight_written_past_autograd)
     assert not saves("cast", lambda model: model.bfloat16())
 
 
@@ -82,6 +84,23 @@ def trained(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
     optimizer.step()
+    return model
+
+
+def trained_by_kernels(model):
+    """With steps that PyTorch does not make itself."""
+    optimizer = growkern.GrowthAdamW(model.named_parameters(), model.growth_plan, lr=0.1)
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    optimizer.step()
+    return model
+
+
+def one_weight_written_past_autograd(model):
+    """As some optimizers do it; PyTorch does not count such a write."""
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    written = weight._version
+    weight.data -= 0.1
+    assert weight._version == written
     return model
 
 
