@@ -237,9 +237,26 @@ class FreezableCollator(Protocol):
         """The variant for evaluation."""
 
 
-def evaluation_collator(collator: Collator) -> Collator:
-    """The variant for evaluation if the collator has one, else the collator itself."""
-    return collator.frozen() if isinstance(collator, FreezableCollator) else collator
+@runtime_checkable
+class PassageCollator(Protocol):
+    """A collator that completes rows with passages of other rows."""
+
+    def drawing_from(self, passages: Any) -> Collator:
+        """A copy that takes the passages from other rows."""
+
+
+def evaluation_collator(collator: Collator, rows: Any = None) -> Collator:
+    """The variant for evaluation if the collator has one, else the collator itself.
+
+    Args:
+        collator: for training.
+        rows: that are evaluated. No text of the training data is mixed with them.
+    """
+    if isinstance(collator, FreezableCollator):
+        collator = collator.frozen()
+    if rows is not None and isinstance(collator, PassageCollator):
+        collator = collator.drawing_from(rows)
+    return collator
 
 
 @runtime_checkable

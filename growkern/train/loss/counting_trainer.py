@@ -74,7 +74,7 @@ class CountingTrainer(Trainer):
         data = self.eval_dataset
         for one in data.values() if isinstance(data, dict) else [data]:
             if _has_index(one):
-                self._search_label(one, evaluation_collator(self.data_collator), "evaluation")
+                self._search_label(one, evaluation_collator(self.data_collator, one), "evaluation")
 
     def _search_label(
         self, dataset: Any, collator: Any, name: str, row_weights: str | None = None
@@ -114,7 +114,9 @@ class CountingTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Like Trainer's, but a collator that draws masks draws the same at every evaluation."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        with self._collating(evaluation_collator(self.data_collator), dataset):
+        # of several sets Trainer gives the name
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        with self._collating(evaluation_collator(self.data_collator, dataset), dataset):
             return super().get_eval_dataloader(eval_dataset)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:

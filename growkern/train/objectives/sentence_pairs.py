@@ -9,6 +9,7 @@ another row. The loss is the mean over the masked tokens plus the mean over the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,12 +51,7 @@ class SentencePairCollator(MaskedLMCollator):
         super().__init__(tokenizer, probability, seed)
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             raise GrowthError("sentence pairs need a tokenizer with a cls and a sep token")
-        if not isinstance(passages, IndexedDataset):
-            raise GrowthError(
-                "sentence pairs need rows with an index, to choose random passages: set "
-                "data.streaming to false"
-            )
-        self.passages = passages
+        self.passages = _indexed(passages)
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
         self.full_stops = full_stops(tokenizer)
 
@@ -74,6 +70,16 @@ class SentencePairCollator(MaskedLMCollator):
             types_S[len(first) + 2 : len(first) + len(second) + 3] = 1
         labels_B = torch.tensor([label for _, _, label in pairs])
         return {**batch, "token_type_ids": types_BS, "next_sentence_label": labels_B}
+
+    def drawing_from(self, passages: Any) -> SentencePairCollator:
+        """A copy that takes random passages from other rows, such as those of an evaluation.
+
+        Raises:
+            GrowthError: the rows have no index.
+        """
+        twin = copy.copy(self)
+        twin.passages = _indexed(passages)
+        return twin
 
     def pair(self, feature: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
         """Two passages, and whether the second follows the first (0) or is random (1)."""
@@ -107,6 +113,15 @@ class SentencePairCollator(MaskedLMCollator):
         runs = np.split(tokens_S, cuts)
         found = max((run[1:] if i else run for i, run in enumerate(runs)), key=len)
         return found if len(found) else tokens_S
+
+
+def _indexed(passages: Any) -> IndexedDataset:
+    if not isinstance(passages, IndexedDataset):
+        raise GrowthError(
+            "sentence pairs need rows with an index, to choose random passages: set "
+            "data.streaming to false"
+        )
+    return passages
 
 
 class NextSentenceLoss:

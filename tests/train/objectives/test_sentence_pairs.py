@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, BertForPreTraining, TrainingArguments
 
-from growkern import GrowthError
+from growkern import GrowthError, TwoStageTrainer
 from growkern.train.data import TokenBlocks
 from growkern.train.objectives.sentence_pairs import SentencePairCollator
 from tests.train.objectives.places import rows_of, tokenizer
@@ -83,6 +84,33 @@ def test_masks_and_pairs_depend_on_the_seed_the_epoch_and_the_row():
         pairs.append(make([rows[1]])["input_ids"][0].tolist())
         assert torch.equal(frozen([rows[1]])["input_ids"], alone["input_ids"])
     assert len(set(map(tuple, pairs))) == 12
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_evaluation_reads_no_text_of_the_training_data(tmp_path, several):
+    def blocks(least):
+        ids = np.random.default_rng(least).integers(least, least + 20, (24, 12))
+        return TokenBlocks(ids.astype(np.int32))
+
+    seen, held_out = blocks(100), {"one": blocks(200), "two": blocks(300)}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=len(TOKENIZER), intermediate_size=8, **sizes)
+    trainer = TwoStageTrainer(
+        BertForPreTraining(config),
+        TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none"),
+        train_dataset=seen,
+        eval_dataset=held_out if several else held_out["one"],
+        data_collator=collator(seen),
+    )
+    special = {*TOKENIZER.all_special_ids}
+    for name in held_out if several else [None]:
+        least = 300 if name == "two" else 200
+        batches = list(trainer.get_eval_dataloader(name))
+        assert 0 in batches[0]["next_sentence_label"] and 1 in batches[0]["next_sentence_label"]
+        read = {*torch.cat([unmasked(batch).flatten() for batch in batches]).tolist()}
+        assert read - special <= set(range(least, least + 20))
+    read = {*unmasked(next(iter(trainer.get_train_dataloader()))).flatten().tolist()}
+    assert read - special <= set(range(100, 120))
 
 
 def test_streams_and_other_tokenizers_are_refused():
