@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError
 
@@ -27,3 +29,14 @@ def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
     if not 0 <= seed <= most:
         raise GrowthError(f"{name} is {seed}: it must lie in 0 .. {most}")
     return seed
+
+
+def seed_of_process(seed: int, rank: int) -> int:
+    """A seed for one of several processes: of each seed and rank another one.
+
+    Args:
+        seed: that the processes share.
+        rank: of the process.
+    """
+    (found,) = np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)
+    return int(found) & MOST_SEED

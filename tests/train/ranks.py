@@ -1,7 +1,8 @@
 """The work of one of several processes: `python -m tests.forked_ranks N tests.train.ranks FOLDER`.
 
 Trains on the rows that the other process does not have, evaluates, stops, resumes, and leaves what
-it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere.
+it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere. The places that
+dropout set to 0 are in FOLDER/dropped<rank>.pt.
 """
 
 import torch
@@ -66,3 +67,16 @@ def main(folder):
         found["resumed"] = again.model.state_dict()
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{i}.pt")
+    torch.save(dropped_in(folder / "dropout"), folder / f"dropped{dist.get_rank()}.pt")
+
+
+def dropped_in(folder):
+    """What dropout sets to 0 in the first layer, in each step of a run. The rows are all alike."""
+    model, found = build("bert", layers=1), []
+    model.bert.embeddings.dropout.p = 0.5
+    model.bert.embeddings.dropout.register_forward_hook(
+        lambda module, given, output: found.append(output == 0) if module.training else None
+    )
+    args = arguments(folder, max_steps=3, per_device_train_batch_size=2, use_cpu=True)
+    TwoStageTrainer(model, args, train_dataset=[Batches(1)[0]] * 12).train()
+    return found

@@ -24,9 +24,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_ranks(2, ranks.__name__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
     return [torch.load(folder / f"{i}.pt", weights_only=True) for i in range(len(ranks.CASES))]
 
 
@@ -49,6 +54,16 @@ def test_two_processes_are_one_with_batches_twice_as_large(found, i, tmp_path, m
         torch.testing.assert_close(found[i]["weights"][name], weight, rtol=1e-7, atol=1e-9)
     assert found[i]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-9)
     assert found[i]["flops"] == pytest.approx(alone["flops"])
+
+
+def test_every_process_drops_other_values(folder, tmp_path):
+    one, other = (torch.load(folder / f"dropped{i}.pt", weights_only=True) for i in range(2))
+    assert len(one) == 3
+    for mask, another in zip(one, other, strict=True):
+        assert 0.2 < (mask != another).double().mean() < 0.8
+    alone = ranks.dropped_in(tmp_path / "alone")
+    # one process draws what plain Trainer draws
+    assert torch.equal(alone[0], one[0])
 
 
 @pytest.mark.parametrize("i", range(len(ranks.CASES)))

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, nearest
+from growkern.seeds import seed_of_process
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     close_staging,
@@ -131,6 +133,10 @@ class SafeTrainer(SavingTrainer):
                 raise GrowthError(f"{resume_from_checkpoint} is damaged: {wrong}")
         if resume_from_checkpoint:
             options["resume_from_checkpoint"] = str(resume_from_checkpoint)
+        if self.args.process_index:
+            # Trainer seeds all processes alike. The order of the data is drawn apart from this; a
+            # checkpoint brings the generator of each process along
+            torch.manual_seed(seed_of_process(self.args.seed, self.args.process_index))
         self._saved_at = time.monotonic()
         self._stop = self._skipped_in_a_row = 0
         self._report, self._step_loss = None, 0.0
@@ -145,6 +151,21 @@ class SafeTrainer(SavingTrainer):
                 raise
             self.wait_for_checkpoint()
             return result
+
+    def take_end(self, checkpoint: Path) -> None:
+        """Take over the last checkpoint of a run that was killed after it, as if it ended now.
+
+        Args:
+            checkpoint: at `args.max_steps`. The model has its size.
+        """
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if self.is_evaluated_at(self.state.global_step):
+            self.evaluate_if_missed()
+        best = self._best_checkpoint(checkpoint.parent)
+        self.state.best_model_checkpoint = best and str(best)
+        if self.args.load_best_model_at_end and best is not None:
+            self._load_best_model()
 
     def newest_whole_checkpoint(self) -> Path | None:
         """The latest whole checkpoint in the output directory, the same for all processes.
