@@ -61,6 +61,7 @@ class ModelCost:
         self._at_input = [
             [_linear_flops(layer, first[layer]) for layer in stack] for stack in stacks
         ]
+        self._output_is_bare = uses.output_is_bare
         # a decoder beside an encoder
         self._crosses = [any(layer in uses.crosses for layer in stack) for stack in stacks]
         outside = _linear_flops(model, uses.rows) - sum(map(sum, self._layers))
@@ -124,18 +125,27 @@ class ModelCost:
         """As `train`, of a batch whose rows may be unequal."""
         if part is None:
             return 3 * self.forward_of(sizes)
-        below = max(0, part.depth - part.trained)
-        frozen = self._layer_flops(sizes, below)
-        trained = self._layer_flops(sizes, part.depth) - frozen
+        of_stacks = part.of(self._layers)
+        frozen = self._layer_flops(sizes, [below for _, below in of_stacks])
+        trained = self._layer_flops(sizes, [n for n, _ in of_stacks]) - frozen
         once = 3 * sizes.sequences * self._per_sequence
-        if not part.input_is_frozen:
-            return frozen + once + 3 * (trained + sizes.tokens * (self._before + self._after))
-        lowest = [max(0, min(part.depth, len(stack)) - part.trained) for stack in self._at_input]
+        # the stacks whose lowest trained layer passes no gradient on to what it reads
+        ends = [below > 0 or part.embeddings == "frozen" for _, below in of_stacks]
         saved = sum(
-            self._tokens(sizes, crosses) * stack[i]
-            for stack, i, crosses in zip(self._at_input, lowest, self._crosses, strict=True)
+            self._tokens(sizes, crosses) * stack[below]
+            for stack, (n, below), crosses, is_end in zip(
+                self._at_input, of_stacks, self._crosses, ends, strict=True
+            )
+            if is_end and below < n
         )
-        outside = sizes.tokens * (self._before + 3 * self._after)
+        if self._output_is_bare and any(below == n for n, below in of_stacks):
+            # keys and values that are made of the output of a frozen encoder pass nothing on
+            saved += sum(
+                sizes.tokens * sum(stack[below:n])
+                for stack, (n, below) in zip(self._of_encoder, of_stacks, strict=True)
+            )
+        before = 1 if all(ends) else 3
+        outside = sizes.tokens * (before * self._before + 3 * self._after)
         return frozen + once + 3 * trained + outside - saved
 
     def head_row(self, *, train: bool) -> float:
@@ -148,10 +158,13 @@ class ModelCost:
     def _tokens(self, sizes: "Sizes", crosses: bool) -> int:
         return sizes.decoder_tokens if crosses else sizes.tokens
 
-    def _layer_flops(self, sizes: "Sizes", depth: int | None = None) -> float:
+    def _layer_flops(self, sizes: "Sizes", depths: Sequence[int] | None = None) -> float:
+        """Of the bottom layers of each stack; None: of all layers."""
         total = 0.0
-        for layers, of_encoder, crosses in zip(
-            self._layers, self._of_encoder, self._crosses, strict=True
+        for layers, of_encoder, crosses, depth in zip(
+            *(self._layers, self._of_encoder, self._crosses),
+            depths or [None] * len(self._layers),
+            strict=True,
         ):
             linear, outer, count = sum(layers[:depth]), sum(of_encoder[:depth]), len(layers[:depth])
             pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
@@ -225,6 +238,7 @@ class _Uses(NamedTuple):
     crosses: set[nn.Module]  # layers that attend to the output of an encoder too
     of_encoder: dict[nn.Module, float]  # of the maps of these that read that output
     per_sequence: dict[nn.Module, float]  # of maps that run once per sequence, rows per sequence
+    output_is_bare: bool  # whether the last layer of an encoder gives its output, and not a norm
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
@@ -244,10 +258,16 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     crosses: set[nn.Module] = set()
     of_encoder: Counter[nn.Module] = Counter()
     per_sequence: dict[nn.Module, float] = {}
+    left: list[Any] = []  # the output of the layer that ran last
+    bare: list[bool] = []
+
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        left[:] = output[:1] if isinstance(output, tuple) else [output]
 
     def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append((layer, args[0] if args else kwargs["hidden_states"]))
         beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
+        bare.append(any(x is y for x in beside for y in left))
 
     def count(linear: nn.Module, args: Any, output: Tensor) -> None:
         uses = math.prod(output.shape[:-1])
@@ -265,11 +285,9 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
             of_encoder[linear] += uses
 
     hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
-    hooks += [
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        for stack in stacks
-        for layer in stack
-    ]
+    for layer in (layer for stack in stacks for layer in stack):
+        hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(layer.register_forward_hook(leave))
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
     sequences, length = inputs[model.main_input_name].shape
     try:
@@ -285,7 +303,8 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
 
     first = {layer: per_token(counts) for layer, counts in at_input.items()}
     return _Uses(
-        per_token(rows), per_token(before), first, crosses, per_token(of_encoder), per_sequence
+        *(per_token(rows), per_token(before), first, crosses, per_token(of_encoder)),
+        *(per_sequence, any(bare)),
     )
 
 

@@ -85,11 +85,12 @@ class GrowingTrainer(SafeTrainer):
         # after the dtype of the weights in training is known
         self._sizes = sizes_of_run(model, self.growth) if self.growth else []
         for one, size in zip(self.growth, self._sizes[1:], strict=False):
-            old, new = layers_of(size)
+            old, new = zip(*layers_of(size), strict=True)
             if one.new_layers_steps and (new == old or one.depth != "stack"):
+                before, after = (" and ".join(map(str, layers)) for layers in (old, new))
                 raise GrowthError(
                     f"the growth at step {one.at_step}: new_layers_steps needs new layers above "
-                    f"the old ones, but {old} layers become {new} with depth={one.depth!r}"
+                    f"the old ones, but {before} layers become {after} with depth={one.depth!r}"
                 )
         self._class_name = type(model).__name__.removeprefix("FSDP")
         # the checkpoint of the smaller model from which the model in memory was just grown
@@ -289,7 +290,10 @@ def _check(
             "or use a run file"
         )
     optimizers = options.get("optimizers")
+    frozen = next((name for name, p in model.named_parameters() if not p.requires_grad), None)
     refusals = {
+        f"{frozen} is frozen, and all parameters of the larger model train: leave it trainable, or "
+        "grow the model between two trainings": frozen is not None,
         "model_init makes models of one size: pass the model": options.get("model_init"),
         "the optimizer that was passed holds the small model's parameters: set args.optim": (
             optimizers is not None and any(one is not None for one in optimizers)

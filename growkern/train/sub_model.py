@@ -33,19 +33,20 @@ class Part(NamedTuple):
     """The part of a model that runs and trains in a step.
 
     Attributes:
-        depth: layers that run, from the bottom.
-        trained: how many of these train, from the top.
+        depth: layers that run, from the bottom. A stack with fewer runs completely.
+        trained: how many of these train, from the top: in every stack, or a number for each.
         embeddings: "frozen", or "bottom" to train them together with the bottom layers.
     """
 
     depth: int
-    trained: int
+    trained: int | tuple[int, ...]
     embeddings: Embeddings = "frozen"
 
-    @property
-    def input_is_frozen(self) -> bool:
-        """Whether the lowest trained layer passes no gradient on."""
-        return self.depth > self.trained or self.embeddings == "frozen"
+    def of(self, stacks: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+        """For each stack: the layers that run, and how many of these are frozen."""
+        each = self.trained if isinstance(self.trained, tuple) else (self.trained,) * len(stacks)
+        runs = [min(self.depth, len(stack)) for stack in stacks]
+        return [(n, max(0, n - trained)) for n, trained in zip(runs, each, strict=True)]
 
 
 def only(
@@ -54,7 +55,7 @@ def only(
     """`sub_model` for a part of a model; None: nothing changes."""
     if part is None:
         return contextlib.nullcontext()
-    return sub_model(stacks, part.depth, part.trained, part.embeddings)
+    return sub_model(stacks, part)
 
 
 class _Proxy:
@@ -139,32 +140,27 @@ def model_depth(stacks: Sequence[nn.ModuleList]) -> int:
 
 
 @contextlib.contextmanager
-def sub_model(
-    stacks: Sequence[nn.ModuleList],
-    depth: int,
-    trained_layers: int,
-    embeddings: Embeddings = "frozen",
-) -> Iterator[None]:
+def sub_model(stacks: Sequence[nn.ModuleList], part: Part) -> Iterator[None]:
     """While active, only the bottom layers of a model run, and only the top ones of these train.
 
     Afterwards the model is as it was before, also after an exception.
 
     Args:
-        stacks: from `layer_stacks`. A stack with fewer than `depth` layers runs completely.
-        depth: layers that run, from the bottom.
-        trained_layers: how many of these get gradients, from the top.
-        embeddings: "frozen", or "bottom" to train them together with the bottom block.
+        stacks: from `layer_stacks`.
+        part: that runs and trains.
 
     Raises:
-        GrowthError: `depth` or `trained_layers` is not positive.
+        GrowthError: no layer runs, or none trains.
     """
-    if depth < 1 or trained_layers < 1:
-        raise GrowthError(f"depth {depth}, trained_layers {trained_layers}: both must be positive")
-    for stack in stacks:
-        blocks = list(stack._modules.values())[:depth]
-        cut = max(0, len(blocks) - trained_layers)
-        shown: list[Any] = [_Frozen(block) for block in blocks[:cut]] + blocks[cut:]
-        if cut == 0 and embeddings == "frozen":
+    layers = [list(stack._modules.values()) for stack in stacks]
+    of_stacks = part.of(layers)
+    if part.depth < 1 or all(frozen >= n for n, frozen in of_stacks):
+        raise GrowthError(
+            f"depth {part.depth}, trained_layers {part.trained}: both must be positive"
+        )
+    for stack, blocks, (n, frozen) in zip(stacks, layers, of_stacks, strict=True):
+        shown: list[Any] = [_Frozen(block) for block in blocks[:frozen]] + blocks[frozen:n]
+        if frozen == 0 and part.embeddings == "frozen":
             shown[0] = _FirstTrained(blocks[0])
         stack.__dict__["_shown"] = shown
         stack.__class__ = _LayerWindow

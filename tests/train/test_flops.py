@@ -111,7 +111,7 @@ def test_every_family_and_stage_agrees_with_the_counter(name):
     check(lambda: model(**inputs).loss.backward(), cost.train(ROWS, LENGTH), train=True)
 
     def step(depth, embeddings):
-        with sub_model(stacks, depth, 2, embeddings):
+        with sub_model(stacks, Part(depth, 2, embeddings)):
             loss = model(**inputs).loss
         loss.backward()
 
@@ -120,6 +120,37 @@ def test_every_family_and_stage_agrees_with_the_counter(name):
         check(lambda depth=depth: step(depth, "frozen"), layers, train=True)
     layers = cost.train(ROWS, LENGTH, Part(2, 2, "bottom"))
     check(lambda: step(2, "bottom"), layers, train=True)
+
+
+PARTS = [
+    *(Part(2, 2), Part(4, 1), Part(4, 2), Part(4, 2, "bottom"), Part(4, (1, 3))),
+    # the encoder has no new layers
+    *(Part(4, (0, 2)), Part(4, (0, 4))),
+]
+
+
+@pytest.mark.parametrize("name", ["t5", "bart with encoder"])
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_stacks_of_unequal_depth_agree_with_the_counter(name, part, monkeypatch):
+    encoder = "num_layers" if name == "t5" else "encoder_layers"
+    decoder = "num_decoder_layers" if name == "t5" else "decoder_layers"
+    auto, sizes = ALL_FAMILIES[name]
+    monkeypatch.setitem(ALL_FAMILIES, name, (auto, {**sizes, encoder: 2, decoder: 4}))
+    model, inputs = model_of(name), batch(ROWS, LENGTH)
+    stacks = layer_stacks(model)
+    assert [len(stack) for stack in stacks] == [2, 4]
+
+    def step():
+        with sub_model(stacks, part):
+            loss = model(**inputs).loss
+        loss.backward()
+
+    cost = ModelCost(model, stacks)
+    expected = cost.train(ROWS, LENGTH, part) + ROWS * LENGTH * cost.head_row(train=True)
+    assert expected == pytest.approx(counted(step), rel=2e-3)
+    for stack, (n, frozen) in zip(stacks, part.of(stacks), strict=True):
+        moves = [any(p.grad is not None for p in layer.parameters()) for layer in stack]
+        assert moves == [frozen <= i < n for i in range(len(stack))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -50,16 +50,16 @@ def new_part(step: int, growth: GrowthStep, size: Size) -> Part | None:
     """
     if step >= growth.at_step + growth.new_layers_steps:
         return None
-    old, new = layers_of(size)
-    return Part(new, new - old)
+    layers = layers_of(size)
+    return Part(max(new for _, new in layers), tuple(new - old for old, new in layers))
 
 
-def layers_of(size: Size) -> tuple[int, int]:
-    """The layers before and after the growth to a size, in the deepest stack of each model."""
+def layers_of(size: Size) -> list[tuple[int, int]]:
+    """The layers before and after the growth to a size, of each stack in the order of the model."""
     if size.plan is None:
         raise ValueError("a run begins with this size, without a growth")
     keys = size.plan.small.family.stacks.values()
-    return max(map(size.plan.small.size, keys)), max(map(size.plan.large.size, keys))
+    return [(size.plan.small.size(key), size.plan.large.size(key)) for key in keys]
 
 
 def sizes_of_run(model: Any, growth: Sequence[GrowthStep]) -> list[Size]:

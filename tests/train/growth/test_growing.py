@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback, TrainingArguments
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
+from growkern.train.growth.models import new_part, sizes_of_run
+from growkern.train.sub_model import Part, layer_stacks
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import Batches
@@ -172,6 +174,38 @@ def test_only_new_layers_train_at_first(tmp_path):
     assert not torch.equal(weights[4][head], weights[3][head])
 
 
+def test_the_growth_goes_on_from_its_checkpoint_also_if_only_the_best_is_kept(tmp_path):
+    """At the end of each part of a run, Trainer deletes all others."""
+    args = {
+        "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2,
+        "metric_for_best_model": "eval_loss",
+    }  # fmt: skip
+    growth = [GrowthStep(at_step=4, sizes={"num_hidden_layers": 4})]
+    trainer = trainer_in(tmp_path, growth, args=args, eval_dataset=Batches(4))
+    trainer._evaluate = lambda *_: {"eval_loss": float(trainer.state.global_step)}
+    trainer.train()
+    assert trainer.state.global_step == STEPS and trainer.model.config.num_hidden_layers == 4
+    kept = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert kept == {"checkpoint-2", f"checkpoint-{STEPS}"}
+
+
+def test_each_stack_trains_the_layers_that_it_gains():
+    config = T5Config(
+        vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=3, num_decoder_layers=2
+    )
+    model = T5ForConditionalGeneration(config)
+    for sizes, trained in (
+        ({"num_decoder_layers": 4}, (0, 2)),
+        ({"num_layers": 4, "num_decoder_layers": 6}, (1, 4)),
+    ):
+        growth = GrowthStep(at_step=2, sizes=sizes, new_layers_steps=3)
+        size = sizes_of_run(model, [growth])[1]
+        depths = [len(stack) for stack in layer_stacks(T5ForConditionalGeneration(size.config))]
+        assert new_part(4, growth, size) == Part(max(depths), trained)
+        assert [n - added for n, added in zip(depths, trained, strict=True)] == [3, 2]
+        assert new_part(5, growth, size) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -199,6 +233,15 @@ def test_refused_before_any_work(options, message, tmp_path):
     with pytest.raises(GrowthError, match=message):
         trainer_in(tmp_path / "out", **options)
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_a_frozen_parameter_is_refused(tmp_path):
+    """The larger model would train it."""
+    model = build("gpt2", layers=2)
+    model.transformer.wpe.requires_grad_(False)
+    growth = [GrowthStep(at_step=2, sizes={"n_layer": 4})]
+    with pytest.raises(GrowthError, match=r"transformer\.wpe\.weight is frozen"):
+        TwoStageTrainer(model, TrainingArguments(str(tmp_path), max_steps=4), growth=growth)
 
 
 @pytest.mark.parametrize(
