@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
@@ -123,9 +121,9 @@ def _train(
     reports_of(run.output)
     output = base / run.output.directory
     kept = [base / run.data.cache] if run.data.cache else []
-    check_output(output, [*(base / name for name in _input_directories(run)), *kept], texts)
+    check_output(output, [*(base / name for name in _inputs(run)), *kept], texts)
     # by the names in the run file: a cache may lie elsewhere tomorrow
-    named = zip(_input_directories(settings), _input_directories(run), strict=True)
+    named = zip(_inputs(settings), _inputs(run), strict=True)
     identity = identity_of(settings, texts, {name: base / place for name, place in named})
     is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
@@ -176,7 +174,7 @@ def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
 
     Returns:
         The output of `transformers.Trainer`, or None when that checkpoint is the end of the run.
-        The trainer then holds the weights and the log history of the checkpoint.
+        The trainer then holds the weights and the log history that the run ended with.
 
     Raises:
         GrowthError: there are checkpoints, but all of them are damaged.
@@ -191,12 +189,7 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     if step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
         return trainer.train(resume_from_checkpoint=checkpoint)
     trainer.fit_to(checkpoint)
-    trainer._load_from_checkpoint(str(checkpoint))
-    trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    last = [line for line in trainer.state.log_history if line["step"] == step_of(checkpoint)]
-    if trainer.args.eval_strategy != "no" and not any("eval_loss" in line for line in last):
-        # a signal ended the last evaluation
-        trainer.evaluate()
+    trainer.take_end(checkpoint)
     return None
 
 
@@ -353,6 +346,7 @@ def _checkpoint_directories(run: Run) -> list[str]:
     return [run.checkpoint, *generator, *(run.teacher.paths if run.teacher else ())]
 
 
-def _input_directories(run: Run) -> list[str]:
-    cache = run.teacher.cache if run.teacher else None
-    return _checkpoint_directories(run) + ([cache] if cache else [])
+def _inputs(run: Run) -> list[str]:
+    others = [run.model.tokenizer, run.teacher.cache if run.teacher else None]
+    others.append(run.first_growth.optimizer if run.first_growth else None)
+    return _checkpoint_directories(run) + [one for one in others if one]

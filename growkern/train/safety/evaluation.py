@@ -36,7 +36,7 @@ class MissedEvaluation(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if args.eval_strategy == "steps" and state.global_step >= max(1, args.eval_delay):
+        if self.trainer.is_evaluated_at(state.global_step):
             self.trainer.evaluate_if_missed()
 
 
@@ -67,14 +67,20 @@ class StoppableTrainer(ShardedTrainer):
         if pending:
             raise _EvaluationStopped(pending)
 
+    def is_evaluated_at(self, step: int) -> bool:
+        """Whether an undisturbed run has an evaluation after a step."""
+        if self.args.eval_strategy != "steps" or step < max(1, self.args.eval_delay):
+            return False
+        return step % self.state.eval_steps == 0 or step == self.state.max_steps
+
     def evaluate_if_missed(self) -> None:
-        """Evaluate the checkpoint that was loaded if its step has an evaluation but no numbers."""
+        """Evaluate the checkpoint that was loaded if the evaluation of its step has no numbers."""
         step = self.state.global_step
         lines = [line for line in self.state.log_history if line["step"] == step]
         several = isinstance(self.eval_dataset, dict)
         names = [f"eval_{name}" for name in self.eval_dataset] if several else ["eval"]
         found = {key for line in lines for key in line}
-        if step % self.state.eval_steps or all(f"{name}_loss" in found for name in names):
+        if all(f"{name}_loss" in found for name in names):
             return
         if metrics := self._evaluate(None, None):
             self._determine_best_metric(metrics, None)

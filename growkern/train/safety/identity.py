@@ -32,15 +32,15 @@ MOST_CHANGES, MOST_CHARACTERS = 6, 60
 
 
 def identity_of(
-    run: Run, texts: Mapping[str, Iterable[Path]], directories: Mapping[str, Path]
+    run: Run, texts: Mapping[str, Iterable[Path]], paths: Mapping[str, Path]
 ) -> dict[str, Any]:
     """The identity of a run; two runs are the same if these are equal.
 
     Args:
         run: the settings.
         texts: the local files of the data, by its use ("train", "validation").
-        directories: the checkpoints and the teacher cache that the run reads, by their names in
-            the run file.
+        paths: what else the run reads, such as checkpoints, a tokenizer or a teacher cache, by
+            the names in the run file.
 
     Returns:
         Values for JSON: the settings, and a fingerprint of each input by its name.
@@ -54,7 +54,7 @@ def identity_of(
             if values[section] is not None and not orders:
                 del values[section][name]
     inputs = {f"data.{name}": _of_texts(files) for name, files in texts.items()}
-    inputs |= {name: _of_directory(path) for name, path in directories.items()}
+    inputs |= {name: _of_path(path) for name, path in paths.items()}
     return {"run": json.loads(json.dumps(values)), "inputs": inputs}
 
 
@@ -65,9 +65,9 @@ def _of_texts(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _of_directory(directory: Path) -> str:
+def _of_path(path: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.*")):
+    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
         if file.is_file():
             digest.update(fingerprint(file).encode())
     return digest.hexdigest()

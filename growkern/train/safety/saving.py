@@ -154,6 +154,18 @@ class SavingTrainer(StoppableTrainer):
         self.wait_for_checkpoint()
         super()._load_best_model()
 
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        """Trainer's, but the last checkpoint stays beside the best one.
+
+        Trainer deletes it if it keeps one checkpoint. A run that is killed before it has saved its
+        model would then train again from the best one, and a growth continues from the last.
+        """
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **options)
+        finally:
+            self.args.save_total_limit = limit
+
     def _best_checkpoint(self, run: Path) -> Path | None:
         """The checkpoint with the best metric so far; this one if the metric is this step's."""
         step = self.state.best_global_step

@@ -7,7 +7,7 @@ from growkern import GrowthError
 from growkern.train.dataset.fingerprint import BLOCK, END, READ_WHOLE, fingerprint
 from growkern.train.run import train
 from growkern.train.safety.identity import changes
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 from tests.train.tiny import build
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
@@ -38,6 +38,21 @@ def test_other_weights_of_the_same_size(begun, name):
     assert file.stat().st_size == before
     with pytest.raises(GrowthError, match=rf"the files of \S*{name} changed\)"):
         train(begun / "run.toml", progress=False)
+
+
+@ONE
+def test_another_tokenizer_of_the_same_name(workplace, monkeypatch):  # noqa: F811
+    """The ids of the text would change in the middle of the run."""
+    text = RUN.replace('path = "model"', 'path = "model"\ntokenizer = "words"')
+    (workplace / "run.toml").write_text(text)
+    save_tokenizer(workplace / "words")
+    monkeypatch.setattr("growkern.train.run._train_from", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(workplace / "run.toml", progress=False)
+    file = workplace / "words" / "tokenizer.json"
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(GrowthError, match="the files of words changed"):
+        train(workplace / "run.toml", progress=False)
 
 
 @ONE

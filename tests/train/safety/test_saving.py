@@ -10,6 +10,7 @@ import pytest
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
+from growkern.train.run import train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
@@ -140,6 +141,29 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
     assert names(tmp_path) == ["checkpoint-8", "checkpoint-4"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert_same(weights_of(trainer), best)
+
+
+@pytest.mark.parametrize("best", [4, 7])
+def test_the_best_model_is_loaded_after_a_kill_at_the_end_too(tmp_path, best):
+    """The last checkpoint is whole, and the final model was not saved. 7 is the last step."""
+    args = {
+        "eval_strategy": "steps", "eval_steps": 2, "max_steps": 7,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+    }  # fmt: skip
+
+    def trainer_in(path):
+        trainer = small_trainer(path, args=args)
+        trainer._evaluate = lambda *_: {"eval_loss": abs(trainer.state.global_step - best)}
+        return trainer
+
+    whole = trainer_in(tmp_path / "run")
+    whole.train()
+    # a folder may move
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    again = trainer_in(moved)
+    assert train_or_resume(again) is None
+    assert again.state.best_model_checkpoint == str(moved / f"checkpoint-{best}")
+    assert_same(weights_of(again), weights_of(whole))
 
 
 def test_checkpoints_by_the_clock(tmp_path):
