@@ -256,6 +256,15 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         "accelerator_config even_batches=False gives some processes a batch more, for which the "
         "others would wait for ever: leave it True. Rows that fill up the last batch do not count"
     ] = args.world_size > 1 and not args.accelerator_config.even_batches
+    refusals[
+        f"train_sampling_strategy={args.train_sampling_strategy!r} draws another order in each "
+        'process and after a restart, so rows would be repeated and left out: use "random" or '
+        '"sequential"'
+    ] = args.train_sampling_strategy not in ("random", "sequential")
+    refusals[
+        "accelerator_config use_seedable_sampler=False draws another order after a restart, so "
+        "rows would be repeated and left out: leave it True"
+    ] = not args.accelerator_config.use_seedable_sampler
     refusals["use_liger_kernel needs the package Liger: pip install liger-kernel"] = (
         args.use_liger_kernel and not is_liger_kernel_available()
     )

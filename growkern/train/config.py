@@ -270,6 +270,11 @@ class Run:
         check_order(self.growths, self.training.steps)
         if self.optimizer is not None:
             self.optimizer.check_fits(self.training.optimizer)
+        if self.training.eval_every and not (self.data.validation or self.data.validation_split):
+            raise GrowthError(
+                "training.eval_every needs data to evaluate: give data.validation (files) or "
+                "data.validation_split (of a data set)"
+            )
         if (self.model.path is None) != (self.first_growth is not None):
             raise GrowthError(
                 "give either model.path (a checkpoint to train) or [growth] (one to grow first)"

@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.families.load import load_family, supported_families
 from growkern.growth.disk.companions import beside_weights
 from growkern.growth.source.config import read_config
 from growkern.growth.source.links import refuse_links_out
@@ -178,7 +179,7 @@ def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
         GrowthError: the blocks are too long or the tokenizer is too large.
     """
     config = read_config(directory, any_family=True)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = _positions_of(config)
     if positions is not None and length > positions:
         raise GrowthError(
             f"the sequence length (data.sequence_length, --sequence-length) is {length}, but "
@@ -189,6 +190,16 @@ def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
             f"the tokenizer has {len(tokenizer)} ids, but {directory} has a vocabulary of "
             f"{config.vocab_size}"
         )
+
+
+def _positions_of(config: Any) -> int | None:
+    """The longest input of a model in tokens, as far as its config tells."""
+    if config.model_type in supported_families():
+        size = load_family(config.model_type).config.get("positions")
+        if size is not None:
+            # a RoBERTa numbers its positions from 2
+            return size.of(config) - size.reserved
+    return getattr(config, "max_position_embeddings", None)
 
 
 def is_causal(model: Any) -> bool:

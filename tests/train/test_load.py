@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from growkern.errors import GrowthError
 from growkern.growth.source import config_values
 from growkern.train.load import check_fits, load_language_model, load_tokenizer
+from tests.growth.models import BERT, GPT2, random_model
 from tests.train.test_run import save_tokenizer
 from tests.train.tiny import build
 
@@ -128,6 +129,40 @@ def test_a_tokenizer_is_not_loaded_by_a_hostile_config(model, name):
     edit(model / "config.json", **change)
     assert words in refusal(load_tokenizer, model)
     assert words in refusal(check_fits, model, None, 8)
+
+
+@pytest.mark.parametrize(
+    "class_name, sizes, longest",
+    [
+        ("BertForMaskedLM", BERT | {"max_position_embeddings": 12}, 12),
+        ("GPT2LMHeadModel", GPT2 | {"n_positions": 12}, 12),
+        # its positions begin at 2
+        ("RobertaForMaskedLM", BERT | {"max_position_embeddings": 12, "pad_token_id": 1}, 10),
+        (
+            "BartForCausalLM",
+            {
+                "d_model": 8,
+                "decoder_attention_heads": 2,
+                "vocab_size": 50,
+                "decoder_layers": 1,
+                "decoder_ffn_dim": 8,
+                "max_position_embeddings": 12,
+            },
+            12,
+        ),
+    ],
+)
+def test_the_longest_rows_are_those_that_the_model_can_read(tmp_path, class_name, sizes, longest):
+    model = random_model(class_name, sizes, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = range(model.config.vocab_size)
+    check_fits(tmp_path, tokenizer, longest)
+    model(torch.full((1, longest), 5))
+    assert f"has {longest} positions: give {longest} or" in refusal(
+        check_fits, tmp_path, tokenizer, longest + 1
+    )
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, longest + 1), 5))
 
 
 def test_deep_configs_are_refused(model):

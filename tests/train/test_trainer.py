@@ -374,6 +374,11 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
     two.accelerator_config.even_batches = False
     refuse("even_batches=False gives some processes", args=two)
     monkeypatch.undo()
+    for strategy in ("group_by_length", "batch_rebalance"):
+        args = given(train_sampling_strategy=strategy)
+        refuse(f"train_sampling_strategy='{strategy}' draws another order", args=args)
+    args = given(accelerator_config={"use_seedable_sampler": False})
+    refuse("use_seedable_sampler=False draws another order", args=args)
     refuse("pip install liger-kernel", args=given(use_liger_kernel=True))
     refuse("'lomo', which cannot be used: .*pip install lomo", args=given(optim="lomo"))
     refuse("pip install grokadamw", args=given(optim="grokadamw"))

@@ -16,8 +16,13 @@ from growkern.train.objectives.span_corruption import check_spans
 
 # more tokens than any row has
 MOST = 1 << 40
-# they describe a data set, and mean nothing for files
-OF_DATASET = ("dataset_config", "revision", "validation_split")
+# they describe a data set, and mean nothing for files; with what they are if they are not given
+OF_DATASET = {"dataset_config": None, "revision": None, "split": "train", "validation_split": None}
+
+WINDOW = 1000
+MEAN_SPAN = 3.0
+# "auto" may stand for one of the others
+WITH_SPANS = ("auto", "span_corruption", "denoising")
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,12 @@ class DataSection:
     attention_mask_column: str | None = None
     packing: bool | None = None
     streaming: bool = False
-    shuffle_window: int = 1000
+    shuffle_window: int = WINDOW
     cache: str | None = None
     sequence_length: int = 128
     objective: Objective = "auto"
     masking_probability: float | None = None
-    mean_span_length: float = 3.0
+    mean_span_length: float = MEAN_SPAN
 
     def __post_init__(self) -> None:
         for name in self.validation_names:
@@ -100,8 +105,8 @@ class DataSection:
                 "data.dataset is given beside files (data.train, data.validation): give one of them"
             )
         if self.dataset is None:
-            for name in OF_DATASET:
-                if getattr(self, name) is not None:
+            for name, default in OF_DATASET.items():
+                if getattr(self, name) != default:
                     raise GrowthError(f"data.{name} describes a data set: give data.dataset too")
             if not self.train:
                 raise GrowthError("give data.train (files) or data.dataset (a data set)")
@@ -128,6 +133,10 @@ class DataSection:
             raise GrowthError(
                 f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
             )
+        if self.shuffle_window != WINDOW and not self.streaming:
+            raise GrowthError(
+                "data.shuffle_window is for a stream: leave it out, or set data.streaming to true"
+            )
         check_spans(self.mean_span_length)
         self._check_objective()
 
@@ -140,6 +149,8 @@ class DataSection:
                 raise GrowthError(f"{name} makes the labels itself: leave out data.{column}")
         if self.objective in OF_BARE_ROWS and not self.pack:
             raise GrowthError(f"{name} needs full rows: leave out data.packing = false")
+        if self.mean_span_length != MEAN_SPAN and self.objective not in WITH_SPANS:
+            raise GrowthError(f"{name} masks no spans: leave out data.mean_span_length")
         if self.objective == "mlm+nsp" and self.streaming:
             raise GrowthError(
                 f"{name} takes random passages from all rows: set data.streaming to false"

@@ -63,8 +63,13 @@ class OptimizerOptions:
             choice: an `OptimizerChoice`.
 
         Raises:
-            GrowthError: there is such an option.
+            GrowthError: there is such an option, or one that has no effect.
         """
+        if self.rewarm_peak != OptimizerOptions.rewarm_peak and not self.rewarm_steps:
+            raise GrowthError(
+                "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps: give both or "
+                "neither"
+            )
         for field in fields(self):
             if getattr(self, field.name) == field.default:
                 continue
