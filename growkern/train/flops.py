@@ -160,11 +160,9 @@ class ModelCost:
 
     def _layer_flops(self, sizes: "Sizes", depths: Sequence[int] | None = None) -> float:
         """Of the bottom layers of each stack; None: of all layers."""
-        total = 0.0
+        total, depths = 0.0, [len(stack) for stack in self._layers] if depths is None else depths
         for layers, of_encoder, crosses, depth in zip(
-            *(self._layers, self._of_encoder, self._crosses),
-            depths or [None] * len(self._layers),
-            strict=True,
+            self._layers, self._of_encoder, self._crosses, depths, strict=True
         ):
             linear, outer, count = sum(layers[:depth]), sum(of_encoder[:depth]), len(layers[:depth])
             pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)

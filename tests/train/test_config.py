@@ -22,6 +22,7 @@ steps = 100
 learning_rate = 1
 precision = "bf16"
 optimizer = "growth-adamw"
+eval_every = 50
 
 [optimizer]
 rewarm_steps = 20
@@ -81,6 +82,12 @@ def test_round_trip(load):
     [
         ("steps = 100", "step = 100", r"\[training\] has no key 'step'; did you mean 'steps'"),
         ("rewarm_peak", "rewarm_peek", r"\[optimizer\] has no key .*; did you mean 'rewarm_peak'"),
+        ("rewarm_steps = 20\n", "", "rewarm_peak has no effect without optimizer.rewarm_steps"),
+        (
+            'validation = ["held-out.txt"]\n',
+            "",
+            r"training.eval_every needs data to evaluate: give data.validation \(files\)",
+        ),
         (
             "rewarm_steps = 20",
             "ns_steps = 3",

@@ -19,7 +19,6 @@ MOST = 1 << 40
 # they describe a data set, and mean nothing for files; with what they are if they are not given
 OF_DATASET = {"dataset_config": None, "revision": None, "split": "train", "validation_split": None}
 
-WINDOW = 1000
 MEAN_SPAN = 3.0
 # "auto" may stand for one of the others
 WITH_SPANS = ("auto", "span_corruption", "denoising")
@@ -87,7 +86,7 @@ class DataSection:
     attention_mask_column: str | None = None
     packing: bool | None = None
     streaming: bool = False
-    shuffle_window: int = WINDOW
+    shuffle_window: int = 1000
     cache: str | None = None
     sequence_length: int = 128
     objective: Objective = "auto"
@@ -132,10 +131,6 @@ class DataSection:
         if not 0 < self.share <= 1:
             raise GrowthError(
                 f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
-            )
-        if self.shuffle_window != WINDOW and not self.streaming:
-            raise GrowthError(
-                "data.shuffle_window is for a stream: leave it out, or set data.streaming to true"
             )
         check_spans(self.mean_span_length)
         self._check_objective()

@@ -65,11 +65,6 @@ class OptimizerOptions:
         Raises:
             GrowthError: there is such an option, or one that has no effect.
         """
-        if self.rewarm_peak != OptimizerOptions.rewarm_peak and not self.rewarm_steps:
-            raise GrowthError(
-                "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps: give both or "
-                "neither"
-            )
         for field in fields(self):
             if getattr(self, field.name) == field.default:
                 continue
@@ -84,3 +79,8 @@ class OptimizerOptions:
                     f"optimizer.{field.name} is an option of Muon, but training.optimizer is "
                     f"{choice!r}: set it to 'muon', or leave the option out"
                 )
+        if self.rewarm_peak != OptimizerOptions.rewarm_peak and not self.rewarm_steps:
+            raise GrowthError(
+                "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps: give both or "
+                "neither"
+            )

@@ -255,6 +255,11 @@ def test_records_that_cannot_be_used(record, options, match, streaming, load, tm
         ({"train": ("a",), "dataset": "b"}, "data.dataset is given beside files"),
         ({"validation": ("a",), "dataset": "b"}, "data.dataset is given beside files"),
         ({"train": ("a",), "revision": "main"}, "data.revision describes a data set"),
+        ({"train": ("a",), "split": "train[:10%]"}, "data.split describes a data set"),
+        (
+            {"train": ("a",), "objective": "mlm", "mean_span_length": 4.0},
+            "data.objective = 'mlm' masks no spans: leave out data.mean_span_length",
+        ),
         ({"train": ("a",), "labels_column": "l"}, "data.labels_column belongs to token ids"),
         ({"train": ("a",), "packing": False}, "data.packing = false needs token ids"),
         ({"dataset": "no/such/name"}, "is not a directory: give a directory or a name on the Hub"),
