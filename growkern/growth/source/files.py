@@ -7,6 +7,7 @@ import mmap
 import os
 import reprlib
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from growkern.bounded import parse_json, read_json
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 
@@ -107,13 +108,18 @@ MOST_INDEX_BYTES = 20_000_000
 
 
 def read_headers(
-    directory: Path, read_shard: Callable[[Path], dict[str, Header]] | None = None
+    directory: Path,
+    read_shard: Callable[[Path], dict[str, Header]] | None = None,
+    is_single: bool | None = None,
 ) -> dict[str, Header]:
     """The headers of all tensors of a checkpoint, by their names in the files.
+
+    A warning says so if the directory has an index that is not read.
 
     Args:
         directory: the checkpoint.
         read_shard: file -> its headers; default: from the file, which must lie in the directory.
+        is_single: whether it has a single file of weights; default: whether it lies there.
 
     Raises:
         GrowthError: no weights; a shard that is missing, truncated or corrupt; an index that does
@@ -121,10 +127,20 @@ def read_headers(
             that growth cannot handle.
     """
     refuse_directory(directory)
-    index, names = directory / INDEX_FILE, shard_names(directory)
-    if not index.is_file():
-        return read_shard(directory / names[0]) if read_shard else _read_weights(directory)
-    headers: dict[str, Header] = {}
+    index = directory / INDEX_FILE
+    if is_single is None:
+        is_single = (directory / WEIGHTS_FILE).is_file()
+    if is_single and index.is_file():
+        warnings.warn(
+            f"{directory}: {WEIGHTS_FILE} is read, and {INDEX_FILE} with its files is ignored, as "
+            "transformers does: delete those that are out of date",
+            GrowthWarning,
+            stacklevel=2,
+        )
+    if is_single or not index.is_file():
+        single = directory / WEIGHTS_FILE
+        return read_shard(single) if read_shard else _read_weights(directory)
+    names, headers = shard_names(directory), dict[str, Header]()
     for shard in names:
         found = (read_shard or _read_shard)(directory / shard)
         for name, header in found.items():
@@ -140,11 +156,14 @@ def read_headers(
 def shard_names(directory: Path) -> list[str]:
     """The names of the files that hold the weights, whether they are there or not.
 
+    Where there is a single file of weights, transformers does not look at the index. Nor does
+    growth.
+
     Raises:
         GrowthError: the index is damaged, or points outside the directory.
     """
     index = directory / INDEX_FILE
-    if not index.is_file():
+    if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
         return [WEIGHTS_FILE]
     refuse_links_out(index, directory)
     names = sorted(set(_read_index(index).values()))

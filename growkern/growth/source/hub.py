@@ -24,8 +24,10 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.source.files import (
+    INDEX_FILE,
     LENGTH,
     MOST_HEADER_BYTES,
+    WEIGHTS_FILE,
     Header,
     parse_headers,
     read_headers,
@@ -234,7 +236,9 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
             head += _bytes_of(model, file.name, len(head), missing)[0]
         return parse_headers(file, head[: LENGTH.size + length], size)
 
-    found = read_headers(directory, read_shard)
+    # without an index there is no other file
+    is_single = not (directory / INDEX_FILE).is_file() or _has_file(model, WEIGHTS_FILE)
+    found = read_headers(directory, read_shard, is_single)
     return {name: RemoteTensor(model, header) for name, header in found.items()}
 
 
@@ -243,6 +247,15 @@ def _whole_file(model: HubModel, name: str) -> str:
 
     try:
         return hf_hub_download(model.id, name, revision=model.commit)
+    except Exception as error:
+        raise GrowthError(_why(model.id, model.commit, error)) from error
+
+
+def _has_file(model: HubModel, name: str) -> bool:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().file_exists(model.id, name, revision=model.commit)
     except Exception as error:
         raise GrowthError(_why(model.id, model.commit, error)) from error
 

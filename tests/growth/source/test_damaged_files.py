@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 import growkern
+from growkern.errors import GrowthWarning
 from growkern.growth.source.files import MOST_TENSORS, read_headers
 from tests.walks import walk
 
@@ -209,6 +210,16 @@ def test_a_lying_index_is_refused(sharded, text, message):
     (sharded / INDEX).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(growkern.GrowthError, match=message):
         read_headers(sharded)
+
+
+def test_a_single_file_goes_before_an_index(sharded):
+    """As in transformers: the index and its files may be left from an earlier save."""
+    save_file({"a": TENSORS["a"] + 1}, sharded / "model.safetensors")
+    for index in (json.dumps({"weight_map": GOOD_MAP}), "damaged"):
+        (sharded / INDEX).write_text(index)
+        with pytest.warns(GrowthWarning, match=f"{INDEX} with its files is ignored"):
+            headers = read_headers(sharded)
+        assert torch.equal(headers.pop("a").read(), TENSORS["a"] + 1) and not headers
 
 
 def test_a_tensor_in_two_shards_is_refused(sharded):

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import growkern
+from growkern.errors import GrowthWarning
 from growkern.growth.source.hub import hub_model, located
 from tests.growth.models import BERT, LLAMA, random_model
 from tests.growth.record.test_lineage import files
@@ -104,6 +105,18 @@ def test_a_path_that_exists_is_never_looked_up(server, small):
         growkern.grow(random_model("LlamaForCausalLM", LLAMA), hidden_size=24, revision="v1")
 
 
+def test_a_single_file_on_the_hub_goes_before_an_index(server, small):
+    """The plan looks at the headers there, and the growth at the files here."""
+    random_model("LlamaForCausalLM", LLAMA, dtype=torch.bfloat16).save_pretrained(
+        small.parent / "single"
+    )
+    shutil.copy(small.parent / "single" / "model.safetensors", small)
+    with pytest.warns(GrowthWarning, match="is ignored"):
+        assert growkern.plan(NAME, hidden_size=24).dtype == torch.bfloat16
+    with pytest.warns(GrowthWarning, match="is ignored"):
+        assert growkern.grow(NAME, hidden_size=24).dtype == torch.bfloat16
+
+
 def test_revisions(server, small, tmp_path):
     for revision, at in (("v1", tmp_path / "older"), (commit_of(small), small)):
         directory = located(NAME, revision)
@@ -127,7 +140,8 @@ def test_a_plan_downloads_no_weights(server, small, shard_size, monkeypatch):
     monkeypatch.setattr("growkern.growth.source.hub.FIRST_BYTES", 100)
     made = growkern.plan(NAME, hidden_size=24)
     assert made.to_dict() == growkern.plan(small, hidden_size=24).to_dict()
-    ranges = [asked for _, path, asked in server.asked if path.endswith(".safetensors")]
+    asked = [(method, at) for method, path, at in server.asked if path.endswith(".safetensors")]
+    ranges = [at for method, at in asked if method == "GET"]
     assert ranges and all(ranges)
     assert not list(made.source.directory.glob("*.safetensors"))
     for name in made.source.dtypes:
