@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError
+from growkern.growth.disk.replaceable import why_kept
 from growkern.publish import workplace
 
 KIND = "growing"
@@ -35,9 +36,7 @@ def sweep(target: Path) -> None:
 
 def may_replace(directory: Path) -> bool:
     """Whether a directory is a checkpoint or empty: nothing else is ever replaced."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    return (directory / "config.json").is_file() or not any(directory.iterdir())
+    return why_kept(directory) is None
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -61,9 +60,9 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise GrowthError(f"{target} is a file: give a directory")
     if source == target or target in source.parents:
         raise GrowthError(f"{target} holds the source itself: give another directory")
-    if not may_replace(target):
+    if why := why_kept(target):
         raise GrowthError(
-            f"{target} holds something other than a checkpoint, which is never replaced: "
+            f"{target} holds something other than a checkpoint, which is never replaced: {why}: "
             "give another directory"
         )
 

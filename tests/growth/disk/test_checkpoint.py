@@ -372,20 +372,70 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     (target / "precious.txt").write_text("mine")
     with pytest.raises(growkern.GrowthError, match=r"exists.*overwrite"):
         grow(source, target)
-    with pytest.raises(growkern.GrowthError, match="never replaced: give another directory"):
+    for config in (None, '{"port": 8080}', '["model_type"]', "model_type"):
+        if config is not None:
+            (target / "config.json").write_text(config)
+        with pytest.raises(growkern.GrowthError, match=r"it has no config\.json of a model"):
+            grow(source, target, overwrite=True)
+    (target / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(growkern.GrowthError, match=r"precious\.txt is no file of a checkpoint"):
         grow(source, target, overwrite=True)
-    (target / "config.json").write_text("{}")
+    (target / "precious.txt").rename(target / "vocab.txt")
     with pytest.raises(growkern.GrowthError, match="smaller"):
         grow(source, target, hidden_size=12, overwrite=True)
-    assert snapshot(target) == {"precious.txt": b"mine", "config.json": b"{}"}
+    assert snapshot(target) == {"vocab.txt": b"mine", "config.json": b'{"model_type": "bert"}'}
     grow(source, target, overwrite=True)
-    assert "precious.txt" not in snapshot(target) and (target / "config.json").is_file()
+    assert snapshot(target)["vocab.txt"] == (source / "vocab.txt").read_bytes()
     (tmp_path / "config.json").write_text("{}")
     for holds_the_source in (source, tmp_path):
         with pytest.raises(growkern.GrowthError, match="the source itself"):
             grow(source, holds_the_source, overwrite=True)
     (tmp_path / "config.json").unlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
+
+
+FOREIGN = ["thesis.tex", "notes.md", "data.json", "train.py", ".git/HEAD", ".git", ".gitignore"]
+FOREIGN += ["original/params.json", "onnx/model.onnx", "checkpoint-1/model.safetensors", "empty/"]
+FOREIGN += ["1_Pooling/notes/config.json", "figure.png"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_target_with_anything_else_in_it_is_not_replaced(source, tmp_path, name):
+    target = tmp_path / "grown"
+    shutil.copytree(source, target)
+    (target / "modules.json").write_text('[{"path": "1_Pooling", "type": "Pooling"}]')
+    # a record of ours must not give away what is in .git
+    files = {"files": {".git/HEAD": {}, ".git": {}}}
+    (target / "manifest.json").write_text(json.dumps(files))
+    (target / name).parent.mkdir(exist_ok=True, parents=True)
+    (target / name).mkdir() if name.endswith("/") else (target / name).write_text("mine")
+    before = snapshot(target)
+    with pytest.raises(growkern.GrowthError, match=f"{name.strip('/')} is no file of a checkpoint"):
+        grow(source, target, overwrite=True)
+    assert snapshot(target) == before and (target / name).exists()
+
+
+def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
+    """Those with the usual names, and all that growth wrote, whatever names the source had."""
+    target = tmp_path / "grown"
+    (source / "figure.png").write_text("of the source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("x")
+    grow(source, target)
+    assert (target / "figure.png").is_file()
+    names = ["merges.txt", "spiece.model", "tokenizer.model.v3", "source.spm", "LICENSE.txt"]
+    names += [".gitattributes", "modeling_x.py", "optimizer.pt", "model.gguf", "x.jinja"]
+    for name in names:
+        (target / name).write_text("x")
+    (target / "link.safetensors").symlink_to(source, target_is_directory=True)
+    grow(source, target, overwrite=True)
+    assert not {*names} & {*snapshot(target)} and (target / "figure.png").is_file()
+    assert (source / "config.json").is_file()
+    folded = tmp_path / "folded"
+    growkern.fold(target, folded, progress=False)
+    growkern.fold(target, folded, progress=False, overwrite=True)
+    growkern.grow(source, hidden_size=48).save_pretrained(folded)
+    grow(source, folded, overwrite=True)
 
 
 def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, monkeypatch):

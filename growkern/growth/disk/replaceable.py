@@ -1,0 +1,120 @@
+"""Says which directories may be deleted because a new checkpoint takes their place.
+
+A directory may go if a model's config is in it and every file belongs to a checkpoint: growkern
+recorded it when it wrote the directory, or its name is one that transformers or
+sentence-transformers give to weights, tokenizers and the like. One name that is not known keeps the
+whole directory. The user can then delete that file by hand, and growkern cannot bring one back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import CHAT_TEMPLATE_DIR
+
+from growkern.bounded import read_json
+from growkern.errors import GrowthError
+from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, MOST_FILES
+from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
+from growkern.growth.source.formats import weight_files
+from growkern.publish.manifest import MANIFEST
+
+# of a config or a record
+MOST_BYTES = 16_000_000
+# of a checkpoint, besides weights and the files that growkern recorded
+KNOWN = (
+    CONFIG_FILE,
+    *(LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
+    *("generation_config*.json", "*.index.json", "adapter_config.json", "params.json"),
+    # tokenizers and processors
+    *("tokenizer*", "vocab.*", "vocab-*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "bpe.codes", "dict.txt"),
+    *("tekken.json", "normalizer.json", "*processor_config.json", "chat_template.*", "*.jinja"),
+    # sentence-transformers
+    *(MODULES_FILE, "config_sentence_transformers.json", "sentence_*_config.json"),
+    # code of models that are not part of transformers
+    *("configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py"),
+    *("processing_*.py", "image_processing_*.py", "feature_extraction_*.py"),
+    # the card and the terms
+    *("README.md", "modelcard.json", ".gitattributes", "LICENSE*", "LICENCE*", "NOTICE*"),
+    *("COPYING*", "USE_POLICY*"),
+    # of the Trainer
+    *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin"),
+    *("trainer_state.json", "*_results.json", ".metadata", "*.distcp"),
+)
+
+
+def why_kept(directory: Path) -> str | None:
+    """Why a directory must not be deleted, as a phrase about it; None if it may be.
+
+    A directory may be deleted if it is empty, or the directory of a checkpoint and of nothing else.
+    Nothing whose name starts with `.git` is ever deleted, but for `.gitattributes`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return "it is no directory"
+    if not any(directory.iterdir()):
+        return None
+    config = _table(directory / CONFIG_FILE)
+    if not isinstance(config.get("model_type"), str):
+        return f"it has no {CONFIG_FILE} of a model"
+    names = (*weight_files(), *KNOWN)
+    recorded, folders = _recorded(directory), {CHAT_TEMPLATE_DIR, *_module_folders(directory)}
+    for count, path in enumerate(_files(directory)):
+        file = path.relative_to(directory)
+        is_module = len(file.parts) == 2 and file.parts[0] in folders
+        is_known = any(fnmatch(file.name, pattern) for pattern in names)
+        is_known = is_known and (len(file.parts) == 1 or is_module)
+        is_recorded = file.as_posix() in recorded and not file.parts[0].startswith(".")
+        if count >= MOST_FILES or not (is_known or is_recorded):
+            name = file.as_posix()
+            return f"{name} is no file of a checkpoint (delete it or move it away by hand)"
+    return None
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """All files, links and empty folders, those of folders too. No link is followed."""
+    for place, folders, files in os.walk(directory, onerror=_raise):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in sorted([*files, *links]):
+            yield Path(place, name)
+        if not folders and not files and Path(place) != directory:
+            yield Path(place)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _recorded(directory: Path) -> set[str]:
+    """The files that growkern noted when it wrote the directory."""
+    records = (_table(directory / name).get("files") for name in (CHECKSUMS_FILE, MANIFEST))
+    return {name for record in records if isinstance(record, dict) for name in record}
+
+
+def _module_folders(directory: Path) -> set[str]:
+    """The folders that a model of sentence-transformers names."""
+    modules = _read(directory / MODULES_FILE)
+    entries = islice(modules if isinstance(modules, list) else [], MOST_FILES)
+    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)]
+    return {path for path in paths if isinstance(path, str)}
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is missing or holds something else."""
+    found = _read(file)
+    return found if isinstance(found, dict) else {}
+
+
+def _read(file: Path) -> Any:
+    try:
+        return read_json(file, MOST_BYTES, "record")
+    except GrowthError:
+        return None
