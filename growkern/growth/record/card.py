@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,6 +34,9 @@ RECORD = "`lineage.json` says where every weight comes from."
 RECORD_BEFORE = "`lineage.json` says where every weight came from when the model was grown."
 # a card is read into memory
 MOST_BYTES = 1_000_000
+# the last line of a card that growkern wrote: the checksum of the lines above it
+STAMP = "<!-- growkern rewrites this file as long as nobody edits it: {} -->\n"
+STAMPED = re.compile(f"(.*\n){re.escape(STAMP).replace(re.escape('{}'), '([0-9a-f]{64})')}", re.S)
 
 
 def source_name(plan: GrowthPlan) -> str:
@@ -92,13 +98,18 @@ def python_code(plan: GrowthPlan, settings: Settings) -> str:
 def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
     """Write `README.md` into `directory`. Its bytes do not depend on where directories are.
 
-    Licence, languages, data sets and tags are those of the source's card.
+    Licence, languages, data sets and tags are those of the source's card. A file that somebody else
+    wrote, or edited, stays. Only the sentences that `note_training` changes are brought up to date.
 
     Args:
         plan: the plan that was carried out.
         settings: further settings of the growth.
         directory: the grown checkpoint.
     """
+    file = directory / CARD_FILE
+    if os.path.lexists(file) and not _is_unedited(_text(file)):
+        note_training(directory, trained=False)
+        return
     name, kept = source_name(plan), _kept(plan.source.directory)
     kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
     if ID.fullmatch(name):
@@ -129,20 +140,36 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
         made,
         RECORD,
     ]
-    (directory / CARD_FILE).write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text(_stamped("\n\n".join(lines) + "\n"), encoding="utf-8")
 
 
-def note_training(directory: Path) -> None:
-    """Let the card of a growth, if there is one, say that the weights are others now.
+def note_training(directory: Path, *, trained: bool = True) -> None:
+    """Let the card of a growth, if there is one, say whether the weights are others now.
 
     Args:
         directory: whose weights are replaced. All else in its card stays.
+        trained: False: they are those of the growth again.
     """
     file = directory / CARD_FILE
-    text = _text(file)
-    if UNTRAINED in text and RECORD in text:
-        text = text.replace(UNTRAINED, TRAINED).replace(COMPARED, COMPARED_BEFORE)
-        file.write_text(text.replace(RECORD, RECORD_BEFORE), encoding="utf-8")
+    before = text = _text(file)
+    pairs = ((UNTRAINED, TRAINED), (COMPARED, COMPARED_BEFORE), (RECORD, RECORD_BEFORE))
+    swaps = [pair if trained else pair[::-1] for pair in pairs]
+    if swaps[0][0] in text and swaps[-1][0] in text:
+        for old, new in swaps:
+            text = text.replace(old, new)
+        unedited = STAMPED.fullmatch(text) if _is_unedited(before) else None
+        file.write_text(_stamped(unedited[1]) if unedited else text, encoding="utf-8")
+
+
+def _stamped(text: str) -> str:
+    """A card with the line that tells `_is_unedited` whether it was edited since."""
+    return text + STAMP.format(hashlib.sha256(text.encode()).hexdigest())
+
+
+def _is_unedited(text: str) -> bool:
+    """Whether a card is as growkern wrote it."""
+    found = STAMPED.fullmatch(text)
+    return found is not None and _stamped(found[1]) == text
 
 
 def _text(file: Path) -> str:

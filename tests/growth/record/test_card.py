@@ -134,6 +134,30 @@ def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
     assert "was not trained since" in (large / "README.md").read_text()
 
 
+def test_a_card_that_somebody_wrote_or_edited_is_left_alone(tmp_path):
+    card, small = tmp_path / "README.md", random_model("GPT2LMHeadModel", GPT2)
+    large, larger = (growkern.grow(small, n_embd=size) for size in (32, 48))
+    for own in ("# My notes\n", "", "\n", "x" * 2_000_000):
+        card.write_text(own)
+        large.save_pretrained(tmp_path)
+        assert card.read_text() == own
+    card.unlink()
+    large.save_pretrained(tmp_path)
+    first = card.read_text()
+    assert "| n_embd | 12 | 32 |" in first
+    # one that nobody touched describes the weights that lie beside it
+    trained(growkern.grow(small, n_embd=32)).save_pretrained(tmp_path)
+    assert "changed since" in card.read_text()
+    larger.save_pretrained(tmp_path)
+    assert "| n_embd | 12 | 48 |" in card.read_text()
+    large.save_pretrained(tmp_path)
+    assert card.read_text() == first
+    for edited in (first + "\nMore.\n", first.replace("# GPT2", "# My GPT2"), first[:-70] + "x\n"):
+        card.write_text(edited)
+        larger.save_pretrained(tmp_path)
+        assert card.read_text() == edited
+
+
 @pytest.mark.parametrize("class_name, sizes, how", CASES)
 def test_the_cards_code_grows_the_same_model_in_memory(class_name, sizes, how, tmp_path):
     small = random_model(class_name, sizes, dtype=torch.float32)
