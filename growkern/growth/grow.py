@@ -19,7 +19,7 @@ from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk.checksums import write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
-from growkern.growth.disk.sentence import check_modules, write_modules
+from growkern.growth.disk.sentence import becomes_sentence_model, check_modules, write_modules
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
@@ -29,11 +29,12 @@ from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
-from growkern.growth.record.card import write_card
+from growkern.growth.record.card import card_text, write_card
 from growkern.growth.record.lineage import (
     Settings,
     file_stamps,
     identity,
+    lineage_text,
     source_files,
     write_lineage,
 )
@@ -316,8 +317,9 @@ def carry_out(
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     with staging(target, resume=resume) as place:
         check_target(source_dir, target, overwrite)
-        directory = place.open_new()
-        made_of, stamps = identity(grown, layout, settings), file_stamps(grown.source)
+        directory, stamps = place.open_new(), file_stamps(grown.source)
+        made_of = identity(grown, layout, settings)
+        record, card = _texts(grown, settings, made_of["source"])
         with Journal(place.journal, made_of) as journal:
             stream = Stream(
                 grown,
@@ -328,20 +330,36 @@ def carry_out(
                 backend=settings.backend,
             )
             stream.run(workers, progress=progress)
-        files = source_files(grown.source)
-        if files != made_of["source"] or file_stamps(grown.source) != stamps:
-            raise GrowthError(f"{source_dir} was changed while it was grown: start over")
+        _refuse_changed(grown, made_of["source"], stamps)
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         complete(directory, grown.large, grown.dtype, layout, source_dir)
         write_modules(grown, directory)
-        write_lineage(grown, settings, files, directory)
+        write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums())
         # but not that of the card, which is there to be edited
-        write_card(grown, settings, directory)
+        write_card(card, directory)
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
+
+
+def _texts(grown: GrowthPlan, settings: Settings, files: dict[str, Any]) -> tuple[str, str]:
+    """The lineage and the card. They are made first: a long growth must not fail in the end."""
+    card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
+    return lineage_text(grown, settings, files), card
+
+
+def _refuse_changed(
+    grown: GrowthPlan, files: dict[str, Any], stamps: dict[str, tuple[int, ...]]
+) -> None:
+    """Refuse a source whose files are not those of the start.
+
+    Raises:
+        GrowthError: they are not.
+    """
+    if source_files(grown.source) != files or file_stamps(grown.source) != stamps:
+        raise GrowthError(f"{grown.source.directory} was changed while it was grown: start over")

@@ -69,6 +69,12 @@ def is_sentence_model(directory: Path | None) -> bool:
     return directory is not None and (directory / MODULES_FILE).is_file()
 
 
+def becomes_sentence_model(plan: Blueprint) -> bool:
+    """Whether `write_modules` makes the target of a plan one of sentence-transformers."""
+    source = plan.source.directory
+    return source is not None and is_sentence_model(config_directory(source))
+
+
 def read_modules(directory: Path) -> list[Module]:
     """The modules of a directory; none if it is not that of sentence-transformers.
 

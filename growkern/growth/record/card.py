@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
@@ -95,26 +94,37 @@ def python_code(plan: GrowthPlan, settings: Settings) -> str:
     return f"large = growkern.grow({', '.join(['small', *words])})"
 
 
-def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
-    """Write `README.md` into `directory`. Its bytes do not depend on where directories are.
+def write_card(text: str, directory: Path) -> None:
+    """Write `README.md` into `directory`, unless somebody else wrote or edited the one there.
 
-    Licence, languages, data sets and tags are those of the source's card. A file that somebody else
-    wrote, or edited, stays. Only the sentences that `note_training` changes are brought up to date.
+    Of such a file only the sentences that `note_training` changes are brought up to date.
 
     Args:
-        plan: the plan that was carried out.
-        settings: further settings of the growth.
+        text: of `card_text`.
         directory: the grown checkpoint.
     """
     file = directory / CARD_FILE
     if os.path.lexists(file) and not _is_unedited(_text(file)):
         note_training(directory, trained=False)
-        return
+    else:
+        file.write_text(text, encoding="utf-8")
+
+
+def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str:
+    """The card of a grown checkpoint. It does not depend on where directories are.
+
+    Licence, languages, data sets and tags are those of the source's card.
+
+    Args:
+        plan: the plan that is carried out.
+        settings: further settings of the growth.
+        is_sentence: whether sentence-transformers loads the checkpoint.
+    """
     name, kept = source_name(plan), _kept(plan.source.directory)
-    kept["tags"] = sorted({*kept.get("tags", ()), "growkern"})
+    tags = kept.get("tags", [])
+    kept["tags"] = sorted({*([tags] if isinstance(tags, str) else tags), "growkern"})
     if ID.fullmatch(name):
         kept["base_model"] = name
-    is_sentence = is_sentence_model(directory)
     library = "sentence-transformers" if is_sentence else "transformers"
     data = ModelCardData(library_name=library, **kept)
     rows = [
@@ -140,7 +150,7 @@ def write_card(plan: GrowthPlan, settings: Settings, directory: Path) -> None:
         made,
         RECORD,
     ]
-    file.write_text(_stamped("\n\n".join(lines) + "\n"), encoding="utf-8")
+    return _stamped("\n\n".join(lines) + "\n")
 
 
 def note_training(directory: Path, *, trained: bool = True) -> None:
@@ -192,5 +202,14 @@ def _kept(directory: Path | None) -> dict[str, Any]:
     except Exception:
         # a card is free text: one that nobody can read says nothing
         return {}
-    found = data.to_dict()
-    return {name: found[name] for name in KEPT if found.get(name)}
+    found = {name: _texts(value) for name, value in data.to_dict().items() if name in KEPT}
+    return {name: value for name, value in found.items() if value}
+
+
+def _texts(value: Any) -> str | list[str]:
+    """A text or a list of texts; other values of a list are left out, and others are empty."""
+    if isinstance(value, list):
+        return [text for text in map(_texts, value) if isinstance(text, str) and text]
+    # half of a surrogate pair, which YAML can spell, cannot be written
+    is_text = isinstance(value, str) and value == value.encode(errors="ignore").decode()
+    return value if is_text else ""

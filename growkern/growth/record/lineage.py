@@ -140,21 +140,15 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
     return dict(json.loads(json.dumps(record)))
 
 
-def write_lineage(
-    plan: GrowthPlan,
-    settings: Settings,
-    files: Mapping[str, Any],
-    directory: Path,
-    *,
-    trained: bool = False,
-) -> None:
-    """Write `lineage.json` into `directory`. Its bytes do not depend on where directories are.
+def lineage_text(
+    plan: GrowthPlan, settings: Settings, files: Mapping[str, Any], *, trained: bool = False
+) -> str:
+    """`lineage.json` of a grown checkpoint. It does not depend on where directories are.
 
     Args:
-        plan: the plan that was carried out.
+        plan: the plan that is carried out.
         settings: further settings of the growth.
         files: of `source_files`, before the growth.
-        directory: the grown checkpoint.
         trained: whether the weights were trained or changed since the growth.
     """
     source, on_hub = plan.source.directory, hub_model(plan.source.directory)
@@ -168,7 +162,11 @@ def write_lineage(
         "source_files": without_times(files),
         **({TRAINED: True} if trained else {}),
     }
-    text = json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+
+
+def write_lineage(text: str, directory: Path) -> None:
+    """Write the text of `lineage_text` into a grown checkpoint."""
     (directory / LINEAGE_FILE).write_text(text, encoding="utf-8")
 
 

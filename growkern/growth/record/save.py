@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.card import note_training, write_card
-from growkern.growth.record.lineage import Settings, source_files, write_lineage
+from growkern.growth.record.card import card_text, note_training, write_card
+from growkern.growth.record.lineage import (
+    Settings,
+    lineage_text,
+    source_files,
+    write_lineage,
+)
 from growkern.growth.sharded.placement import local_tensor
 
 # what `save_pretrained` takes by default
@@ -51,9 +57,10 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
             directory.mkdir(parents=True, exist_ok=True)
             # those of the weights that are replaced
             (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
-            write_lineage(plan, settings, files, directory, trained=not is_own)
+            write_lineage(lineage_text(plan, settings, files, trained=not is_own), directory)
             if is_own:
-                write_card(plan, settings, directory)
+                is_sentence = is_sentence_model(directory)
+                write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
             else:
                 note_training(directory)
         return type(self).save_pretrained(self, save_directory, *args, **options)

@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 import growkern
 from growkern.bounded import read_json
 from growkern.errors import FunctionChangedWarning
+from growkern.growth.disk.stream import Stream
 from growkern.publish.manifest import differences
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.record.test_lineage import files
@@ -195,6 +196,38 @@ def test_the_card_keeps_what_the_source_says_of_its_licence(tmp_path):
         assert card.data.base_model == "google/small"
         assert card.data.tags == (["growkern", "tiny"] if licence else ["growkern"])
         assert "# google/small, grown with growkern" in card.text and "exact:" in card.text
+
+
+@pytest.mark.parametrize(
+    "value, kept",
+    [
+        ("[llama, 2024, null, [a], {b: c}, 2024-01-01, llama]", ["growkern", "llama"]),
+        ("llama", ["growkern", "llama"]),
+        ('["\\ud800", "\\0"]', ["\0", "growkern"]),
+        ("2024", ["growkern"]),
+        ("false", ["growkern"]),
+    ],
+)
+def test_nothing_in_the_sources_card_fails_a_growth(value, kept, tmp_path):
+    source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
+    other = "".join(f"{name}: {value}\n" for name in ("license", "language", "datasets"))
+    (source / "README.md").write_text(f"---\ntags: {value}\n{other}---\n# Small\n")
+    growkern.grow_checkpoint(source, tmp_path / "large", n_layer=4, progress=False)
+    found = ModelCard.load(tmp_path / "large" / "README.md").data
+    assert found.tags == kept
+    texts = [found.license] if isinstance(found.license, str) else found.license or []
+    assert {*texts} == {*kept} - {"growkern"}
+
+
+def test_the_records_are_made_before_the_weights(tmp_path, monkeypatch):
+    """What cannot be recorded must fail before hours of work."""
+    source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
+    monkeypatch.setattr(Stream, "run", lambda *args, **how: pytest.fail("weights were written"))
+    for made in ("card_text", "lineage_text"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"growkern.growth.grow.{made}", lambda *args, **how: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                growkern.grow_checkpoint(source, tmp_path / "large", n_layer=4, progress=False)
 
 
 @pytest.mark.parametrize("card", [None, "# A model", "---\nlicense: mit\n---\n# A model"])
