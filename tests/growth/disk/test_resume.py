@@ -13,7 +13,8 @@ import growkern
 from growkern.growth.disk import stream
 from growkern.growth.disk.staging import staging
 from growkern.growth.disk.target_file import TargetFile
-from growkern.growth.plan import pieces
+from growkern.growth.plan import growth_plan, pieces
+from growkern.growth.plan.finding import Finding
 from growkern.growth.source.files import read_headers
 from tests import walks, warm
 from tests.growth.disk.small_pieces import BYTES, cut_small
@@ -233,6 +234,20 @@ def test_memory_limit_and_progress_may_change(source, expected, tmp_path, monkey
     interrupt(monkeypatch, source, target, after=30, memory_limit="2GB")
     assert growkern.grow_checkpoint(source, target, **HOW, memory_limit="500MB").bytes_kept > 0
     assert snapshot(target) == expected
+
+
+def test_another_kind_of_cpu_may_measure_another_bound(source, expected, tmp_path, monkeypatch):
+    """Findings describe the result, and decide no byte of the weights."""
+    target = tmp_path / "grown"
+    interrupt(monkeypatch, source, target, after=30)
+    made = growth_plan.findings
+    one = Finding("approximate", "the outputs", "measured", bound=1e-3)
+    monkeypatch.setattr(growth_plan, "findings", lambda plan: (*made(plan), one))
+    report = growkern.grow_checkpoint(source, target, **HOW)
+    assert report.bytes_kept > 0 and not report.plan.exact
+    found = snapshot(target)
+    differ = {name for name in found if found[name] != expected[name]}
+    assert differ == {"lineage.json", "checksums.json", "README.md"}
 
 
 def change_unseen(source, name):
