@@ -45,6 +45,21 @@ class Format(NamedTuple):
     read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None
 
 
+# functions with names, as a plan that is pickled holds its format
+
+
+def _has_any(directory: Path) -> bool:
+    return True
+
+
+def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+    return read_headers(directory)
+
+
+def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+    return read_remote_headers(directory)
+
+
 def _has_metadata(directory: Path) -> bool:
     return (directory / METADATA_FILE).is_file()
 
@@ -74,9 +89,9 @@ DISTRIBUTED = Format(
 )
 # any other directory: `read` says which file is missing
 SAFETENSORS = Format(
-    recognises=lambda directory: True,
+    recognises=_has_any,
     weights=("*.safetensors", "*.safetensors.index.json"),
-    read=lambda directory, model: read_headers(directory),
+    read=_read_safetensors,
     read_header=read_header_bytes,
     suffix=".safetensors",
     loads=True,
@@ -86,7 +101,7 @@ SAFETENSORS = Format(
 REMOTE = SAFETENSORS._replace(
     recognises=lacks_weights,
     weights=(),
-    read=lambda directory, model: read_remote_headers(directory),
+    read=_read_remote,
     suffix=None,
     loads=False,
 )

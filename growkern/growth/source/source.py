@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from growkern.growth.source.live import (
 )
 from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
 from growkern.growth.source.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
         )
-    return opened if allow_nonfinite else _refusing_nonfinite(opened)
+    return opened if allow_nonfinite else dataclasses.replace(opened, read=_Checked(opened.read))
 
 
 def refuse_unreadable(source: Source) -> None:
@@ -137,17 +140,60 @@ def refuse_unreadable(source: Source) -> None:
             )
 
 
-def _refusing_nonfinite(source: Source) -> Source:
-    checked: set[str] = set()
+# ------------------------------------------------------------------ readers
 
-    def read(name: str) -> Tensor:
-        tensor = source.read(name)
-        if name not in checked:
+
+class _Reader:
+    """name -> tensor. A grown model carries its plan, and so this: it can be pickled.
+
+    Copies of the model share it, as tensors are only read.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+@dataclass(frozen=True)
+class _Stored(_Reader):
+    """Reads tensors of files."""
+
+    headers: Mapping[str, StoredTensor]
+
+    def __call__(self, name: str) -> Tensor:
+        return self.headers[name].read()
+
+
+@dataclass(frozen=True)
+class _Live(_Reader):
+    """Reads tensors of a model in memory. A pickle leaves them out: they are another model's."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __call__(self, name: str) -> Tensor:
+        if not self.tensors:
+            raise GrowthError(
+                f"{name} of the source cannot be read: a saved plan has no weights of a model in "
+                "memory: make the plan again from the source"
+            )
+        return self.tensors[name].detach()
+
+    def __reduce__(self) -> tuple[type[_Live], tuple[dict[str, Tensor]]]:
+        return _Live, ({},)
+
+
+class _Checked(_Reader):
+    """Refuses NaN and Inf when a tensor is read for the first time."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        self._read = read
+        self._checked: set[str] = set()
+
+    def __call__(self, name: str) -> Tensor:
+        tensor = self._read(name)
+        if name not in self._checked:
             refuse_nonfinite(name, tensor)
-        checked.add(name)
+        self._checked.add(name)
         return tensor
-
-    return dataclasses.replace(source, read=read)
 
 
 # ------------------------------------------------------------------- models
@@ -174,11 +220,8 @@ def _open_model(model: Any) -> Source:
     dtypes = {name: t.dtype for name, t in own.items()}
     device = next(iter(own.values())).device
 
-    def read(name: str) -> Tensor:
-        return own[name].detach()
-
     generation = getattr(model, "generation_config", None)
-    return Source(spec, dtypes, read, device=device, generation=generation)
+    return Source(spec, dtypes, _Live(own), device=device, generation=generation)
 
 
 # -------------------------------------------------------------- directories
@@ -200,11 +243,8 @@ def _open_directory(directory: Path) -> Source:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
 
-    def read(name: str) -> Tensor:
-        return own[name].read()
-
     generation = read_generation(config_directory(directory))
-    return Source(spec, dtypes, read, directory, format, own, generation=generation)
+    return Source(spec, dtypes, _Stored(own), directory, format, own, generation=generation)
 
 
 def _read_spec(directory: Path) -> ModelSpec:

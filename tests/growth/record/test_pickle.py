@@ -1,0 +1,64 @@
+"""Grown models that are pickled or saved whole, as any model of transformers can be."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.distributed import checkpoint as distributed
+
+import growkern
+from tests.growth.models import BERT, LLAMA, random_model
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+def opened(kind, directory):
+    """A source in memory, or one of its directories."""
+    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    if kind == "memory":
+        return model
+    model.save_pretrained(directory, max_shard_size="8KB" if kind == "sharded" else "5GB")
+    if kind == "distributed":
+        (directory / "model.safetensors").unlink()
+        distributed.save(model.state_dict(), checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+@pytest.mark.parametrize("allow_nonfinite", [False, True])
+@pytest.mark.parametrize("kind", ["memory", "file", "sharded", "distributed"])
+def test_a_grown_model_is_saved_whole_and_loaded(kind, allow_nonfinite, tmp_path):
+    source = opened(kind, tmp_path / "small")
+    large = growkern.grow(source, allow_nonfinite=allow_nonfinite, **SIZES)
+    tokens = torch.arange(6)[None]
+    file, logits = io.BytesIO(), large(tokens).logits
+    torch.save(large, file)
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(large))):
+        assert torch.equal(loaded(tokens).logits, logits)
+        assert loaded.growth_plan.to_dict() == large.growth_plan.to_dict()
+        # its plan still says which parameters are copies
+        for model in (loaded, copy.deepcopy(large)):
+            optimizer = growkern.GrowthAdamW(model.named_parameters(), model.growth_plan, lr=0.1)
+            model(tokens).logits.square().sum().backward()
+            optimizer.step()
+        stepped, other = loaded.state_dict(), model.state_dict()
+        assert all(torch.equal(stepped[name], other[name]) for name in other)
+        # as any other model
+        loaded.save_pretrained(tmp_path / "large")
+        assert type(loaded).from_pretrained(tmp_path / "large").config.hidden_size == 24
+
+
+def test_a_pickle_holds_no_weights_of_the_source():
+    small = random_model("BertForMaskedLM", {**BERT, "vocab_size": 5000})
+    plan = growkern.plan(small, hidden_size=24)
+    data = pickle.dumps(plan)
+    assert len(data) < 5000 * 12 * 8 / 4
+    name = "bert.embeddings.word_embeddings.weight"
+    with pytest.raises(growkern.GrowthError, match=f"{name} of the source cannot be read: a saved"):
+        pickle.loads(data).source.read(name)
+    assert plan.source.read(name).data_ptr() == small.get_input_embeddings().weight.data_ptr()
+    # nor does a copy take memory for them
+    copied = copy.deepcopy(plan)
+    assert copied.source.read(name).data_ptr() == small.get_input_embeddings().weight.data_ptr()
