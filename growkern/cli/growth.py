@@ -208,10 +208,12 @@ def verify(
 
     silence_transformers()
     if checksums:
-        options = {"--text": text, "--lineage": lineage, "--revision": revision}
+        options: dict[str, object] = {"--text": text, "--lineage": lineage}
+        # one directory has no source whose revision could count
+        options |= {} if target else {"--revision": revision}
         if given := [name for name, value in options.items() if value is not None]:
             raise GrowthError(f"{given[0]} has no effect with --checksums: give one of them")
-        compare_checksums(source, target)
+        compare_checksums(source, target, revision)
         return
     if target is None:
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
@@ -220,24 +222,42 @@ def verify(
     finish(source, target, {**compared, "lineage": lineage_there(lineage)})
 
 
-def compare_checksums(source: Path, target: Path | None) -> None:
+def compare_checksums(source: Path, target: Path | None, revision: str | None = None) -> None:
     """Print the files and tensors that changed; exit 1 if any did.
 
     Args:
-        source: its tensors are checked if the directory still exists.
+        source: what the grown checkpoint was grown from; its tensors are checked too.
         target: the grown checkpoint. None: `source` is the directory to check, of any kind.
+        revision: of a source on the Hub.
+
+    Raises:
+        GrowthError: one of the two is missing; or `target` is of a kind that has no source.
     """
     from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
     from growkern.growth.source.formats import weight_files
+    from growkern.growth.source.hub import located
     from growkern.publish.manifest import differences
 
-    if not ((target or source) / CHECKSUMS_FILE).exists():
-        found = differences(target or source, weight_files())
+    place = target or source
+    if not place.is_dir():
+        raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
+    is_grown = (place / CHECKSUMS_FILE).exists()
+    origin = None if target is None else located(source, revision)
+    if origin is not None and not origin.is_dir():
+        raise GrowthError(
+            f"{origin}: no such directory: give the source of {place}, or {place} alone"
+        )
+    if origin is not None and not is_grown:
+        raise GrowthError(
+            f"SRC has no effect, as {place} has no {CHECKSUMS_FILE} with checksums of a source: "
+            f"give {place} alone"
+        )
+    if not is_grown:
+        found = differences(place, weight_files())
         wrong, checked = list(found.wrong), f"{found.checked} files"
         print_uncovered(found.uncovered)
     else:
-        is_source = target is not None and source.exists()
-        report = verify_checksums(target or source, source if is_source else None)
+        report = verify_checksums(place, origin)
         wrong = list(report.wrong)
         counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
         checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())

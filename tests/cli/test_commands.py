@@ -363,7 +363,6 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     code, out, err = run("verify", checkpoint, target, "--checksums")
     assert code == 0 and "0 changed" in out, out + err
     assert "source tensors" in out
-    assert "source" not in run("verify", tmp_path / "gone", target, "--checksums")[1]
     code, out, err = run("verify", target, "--checksums")
     assert code == 0 and "target tensors" in out and "source" not in out, out + err
     file = target / "model.safetensors"
@@ -372,6 +371,25 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     file.write_bytes(raw)
     code, out, _ = run("verify", checkpoint, target, "--checksums")
     assert code == 1 and "1 changed" in out and str(file) in out
+
+
+def test_checksums_need_a_source_that_is_there(run, checkpoint, tmp_path):
+    large, back = tmp_path / "large", tmp_path / "back"
+    assert run("grow", checkpoint, large, *SIZES)[0] == 0
+    assert run("fold", large, back)[0] == 0
+    for place in (large, back):
+        missing = run("verify", tmp_path / "gone", place, "--checksums")
+        assert_bad_input(missing, f"{tmp_path / 'gone'}: no such directory", f"{place} alone")
+        on_hub = run("verify", "acme/gone", place, "--checksums")
+        assert_bad_input(on_hub, "acme/gone is no directory", "Hub")
+        one = run("verify", place, "--checksums", "--revision", "main")
+        assert_bad_input(one, "--revision has no effect")
+    folded = run("verify", large, back, "--checksums")
+    assert_bad_input(folded, "SRC has no effect", f"{back} alone")
+    revision = run("verify", checkpoint, large, "--checksums", "--revision", "main")
+    assert_bad_input(revision, "is for models on the Hub")
+    for places in ((checkpoint, tmp_path / "gone"), (tmp_path / "gone",)):
+        assert_bad_input(run("verify", *places, "--checksums"), "gone: no such directory")
 
 
 def test_checksums_find_an_edited_file(run, checkpoint, tmp_path):
