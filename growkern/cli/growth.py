@@ -1,5 +1,6 @@
 """The commands `growkern plan`, `growkern grow` and `growkern verify`."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -146,8 +147,9 @@ def grow(
     if optimizer is not None and moments in (None, "grow"):
         print_moments(report)
     if text is None:
-        at = "" if revision is None else f" --revision {revision}"
-        print(f"check the result with: growkern verify {source} {report.directory}{at}")
+        at = [] if revision is None else ["--revision", revision]
+        words = ["growkern", "verify", str(source), str(report.directory), *at]
+        print(f"check the result with: {shlex.join(words)}")
     else:
         finish(report.plan.source.directory or source, report.directory, compared)
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -371,6 +373,16 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     file.write_bytes(raw)
     code, out, _ = run("verify", checkpoint, target, "--checksums")
     assert code == 1 and "1 changed" in out and str(file) in out
+
+
+def test_the_printed_command_checks_the_result(run, checkpoint, tmp_path):
+    """As it stands, whatever the names of the directories."""
+    source, target = tmp_path / "my small", tmp_path / "it's large"
+    shutil.copytree(checkpoint, source)
+    code, out, err = run("grow", source, target, *SIZES)
+    assert code == 0, err
+    command = out.splitlines()[-1].removeprefix("check the result with: growkern ")
+    assert run(*shlex.split(command))[0] == 0
 
 
 def test_checksums_need_a_source_that_is_there(run, checkpoint, tmp_path):
