@@ -21,6 +21,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.cost import estimate
 from growkern.growth.plan.advice.forecast import Forecast, forecast, forecast_if_asked
+from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.advice.notes import advice
 from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
@@ -202,23 +203,6 @@ def plan(
     if target_config is not None:
         check_given(opened.spec, target_config, made.large)
     return made
-
-
-def refuse_idle_options(plan: GrowthPlan) -> None:
-    """Refuse options that change nothing, as `GrowthOptions` does with `noise` and `routing`.
-
-    Records of such growths exist, so only calls of users are checked.
-
-    Raises:
-        GrowthError: one has no effect at these sizes, or in this family.
-    """
-    if plan.options.carry != GrowthOptions.carry and not plan.layout.uses_carry:
-        raise GrowthError(
-            f"carry={plan.options.carry:g} has no effect in this growth: it is for models "
-            "with LayerNorm whose stream gets extra coordinates: leave it out"
-        )
-    if plan.options.stream == "padded" and not plan.layout.is_padded:
-        raise GrowthError("stream='padded' has no effect: the hidden size stays. Leave it out")
 
 
 def plan_growth(

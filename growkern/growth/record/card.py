@@ -60,13 +60,14 @@ def _choices(plan: GrowthPlan) -> dict[str, Any]:
     }
     asked = replace(plan.options, stream="auto")
     stream = with_stream(asked, plan.small, plan.large).stream
-    default = GrowthOptions(scheme=plan.options.scheme, stream=stream)
+    chosen = {name: getattr(plan.options, name) for name in ("method", "scheme")}
+    # what "auto" stands for depends on these two
+    default = GrowthOptions(stream=stream, **chosen)
     for name in (field.name for field in fields(GrowthOptions)):
         value = getattr(plan.options, name)
         if value != getattr(default, name):
             found[name] = value
-    if plan.options.scheme != GrowthOptions.scheme:
-        found["scheme"] = plan.options.scheme
+    found |= {k: v for k, v in chosen.items() if v != getattr(GrowthOptions, k)}
     return found
 
 

@@ -23,13 +23,9 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.growth.models import fit_cache, materialise, persistent_buffers, restore_buffers
 from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import (
-    GrowthPlan,
-    GrowthReport,
-    plan_growth,
-    refuse_idle_options,
-)
+from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow

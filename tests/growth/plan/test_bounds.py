@@ -238,8 +238,10 @@ def test_blocks_that_float16_cannot_hold_are_refused():
     assert growkern.plan(source, num_hidden_layers=4, identity_gain=1e-3)
     # norms in front of blocks need no gain, and random weights neither
     ahead = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float16)
-    assert growkern.plan(ahead, n_layer=4, identity_gain=1e-8).exact
-    growkern.plan(source, num_hidden_layers=4, identity_gain=1e-8, method="random")
+    for how in ({"source": ahead, "n_layer": 4}, {"source": source, "method": "random"}):
+        sizes = {} if "n_layer" in how else {"num_hidden_layers": 4}
+        with pytest.raises(growkern.GrowthError, match="identity_gain=1e-08 has no effect"):
+            growkern.plan(**how, **sizes, identity_gain=1e-8)
 
 
 @pytest.mark.parametrize("width", [2, 8])
