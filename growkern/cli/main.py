@@ -5,6 +5,7 @@ reason is one line on stderr. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; 
 resume.
 """
 
+import io
 import os
 import shlex
 import signal
@@ -62,6 +63,9 @@ def _stopped(number: int, arguments: list[str]) -> str:
 def main() -> None:
     """Run the command. Errors that the user can correct become one line and exit code 2."""
     warnings.formatwarning = _format_warning
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # names of files that are no UTF-8 are printed as they are
+        sys.stdout.reconfigure(errors="surrogateescape")
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     if not debug:

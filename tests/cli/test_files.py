@@ -4,6 +4,9 @@ Truth: the files themselves, changed by hand.
 """
 
 import os
+import shutil
+import subprocess
+import sys
 
 from growkern.train.safety.checkpoints import open_staging, publish_into
 from tests.cli.test_commands import SIZES, assert_bad_input, checkpoint, run
@@ -21,6 +24,16 @@ def test_a_pipe_in_place_of_a_file_is_refused(run, checkpoint, tmp_path):
     assert_bad_input(
         run(*cache, "--k", 4, "--temperature", 2, "--sequence-length", 8), "not a regular file"
     )
+
+
+def test_names_that_are_not_utf8_are_printed_as_they_are(checkpoint, tmp_path):
+    """To a terminal or a file, whose encoding is UTF-8: the bytes are those of the names."""
+    small, large = tmp_path / os.fsdecode(b"mod\xe8le"), tmp_path / os.fsdecode(b"gro\xdf")
+    shutil.copytree(checkpoint, small)
+    words = [sys.executable, "-m", "growkern", "grow", small, large, *map(str, SIZES)]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONUTF8": "1"})
+    assert done.returncode == 0, done.stderr
+    assert b"mod\xe8le" in done.stdout and b"gro\xdf" in done.stdout
 
 
 def test_a_masking_probability_that_is_none_is_refused(run, checkpoint, tmp_path):

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
-from growkern.growth.source.hub import ID, hub_model
+from growkern.growth.source.hub import ID, hub_model, name_of
 from growkern.units import human
 
 CARD_FILE = "README.md"
@@ -48,8 +48,7 @@ def _place(plan: GrowthPlan) -> str:
     name = str(getattr(plan.small.config, "_name_or_path", "") or "")
     directory = plan.source.directory or Path(name)
     if (plan.source.directory is not None or name) and directory.is_dir():
-        on_hub = hub_model(directory)
-        return on_hub.id if on_hub else directory.resolve().name
+        return name_of(directory)
     return name if ID.fullmatch(name) else ""
 
 

@@ -30,7 +30,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
 from growkern.growth.source.config import check_config, config_from
-from growkern.growth.source.hub import hub_model
+from growkern.growth.source.hub import hub_model, name_of
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
@@ -154,12 +154,11 @@ def lineage_text(
         trained: whether the weights were trained or changed since the growth.
     """
     source, on_hub = plan.source.directory, hub_model(plan.source.directory)
-    name = source.resolve().name if source else ""
     lineage = {
         **record_of(plan),
         "settings": vars(settings),
         "versions": versions(),
-        "source": on_hub.id if on_hub else name,
+        "source": name_of(source) if source else "",
         **({"source_commit": on_hub.commit} if on_hub else {}),
         "source_files": without_times(files),
         **({TRAINED: True} if trained else {}),

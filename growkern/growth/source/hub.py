@@ -74,6 +74,16 @@ def hub_model(directory: Path | None) -> HubModel | None:
     return HubModel(f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
+def name_of(directory: Path) -> str:
+    """The name of a source for records: that of its model on the Hub, else of the directory.
+
+    Bytes that are no UTF-8 become escapes, as in Python's error messages.
+    """
+    on_hub = hub_model(directory)
+    name = os.fsencode(directory.resolve().name)
+    return on_hub.id if on_hub else name.decode(errors="backslashreplace")
+
+
 def snapshot_of(directory: Path) -> HubModel:
     """`hub_model` of a directory that is one."""
     found = hub_model(directory)

@@ -1,6 +1,7 @@
 """What a grown model leaves beside its weights: the card, and the record of `save_pretrained`."""
 
 import copy
+import os
 import shlex
 import warnings
 from pathlib import Path
@@ -196,6 +197,22 @@ def test_the_card_keeps_what_the_source_says_of_its_licence(tmp_path):
         assert card.data.base_model == "google/small"
         assert card.data.tags == (["growkern", "tiny"] if licence else ["growkern"])
         assert "# google/small, grown with growkern" in card.text and "exact:" in card.text
+
+
+@pytest.mark.parametrize("name", [b"mod\xe8le", "模型".encode()])
+def test_directories_may_have_any_name(name, tmp_path):
+    """Names on Linux are bytes, which need not be UTF-8."""
+    source = saved(tmp_path, "GPT2LMHeadModel", GPT2, os.fsdecode(name))
+    large = tmp_path / os.fsdecode(b"large " + name)
+    growkern.grow_checkpoint(source, large, n_layer=4, progress=False)
+    assert growkern.verify(source, large).ok
+    shown = name.decode(errors="backslashreplace")
+    assert read_json(large / "lineage.json", 10**6, "lineage")["source"] == shown
+    assert f"# {shown}, grown with growkern" in (large / "README.md").read_text(encoding="utf-8")
+    growkern.grow(source, n_layer=4).save_pretrained(tmp_path / "here")
+    assert files(tmp_path / "here")["README.md"] == files(large)["README.md"]
+    growkern.fold(large, tmp_path / "back", progress=False)
+    growkern.replay(large, source, tmp_path / "again", progress=False)
 
 
 @pytest.mark.parametrize(
