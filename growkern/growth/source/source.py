@@ -232,7 +232,7 @@ def _open_directory(directory: Path) -> Source:
     format = format_of(directory)
     headers = format.read(directory, spec)
     check_number_of_tensors(spec, len(headers), str(directory))
-    names = _canonical_names(spec, headers)
+    names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
     found = {name: headers[raw].shape for name, raw in names.items()}
     check_names_and_shapes(spec, found, str(directory))
@@ -262,7 +262,9 @@ def _read_spec(directory: Path) -> ModelSpec:
     return spec
 
 
-def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> dict[str, str]:
+def _canonical_names(
+    model: ModelSpec, headers: Mapping[str, StoredTensor], directory: Path
+) -> dict[str, str]:
     """The model's name -> the name in the file, for every stored tensor that models still read.
 
     Names in files differ from the model's in four known ways:
@@ -271,13 +273,16 @@ def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> d
     - a head class was saved without the prefix of its body, or a body was saved with it;
     - norms have `gamma` and `beta`;
     - the file has buffers that models no longer store.
+
+    Raises:
+        GrowthError: two stored tensors are the same tensor of the model.
     """
     renamed = {file: name for name, file in model.stored_names.items()}
     classes = model.family.classes
     prefix = classes[model.class_name].prefix
     prefixes = {c.prefix for c in classes.values() if c.prefix}
     ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in model.family.ignored]
-    names = {}
+    names: dict[str, str] = {}
     for raw in headers:
         name = renamed.get(raw, raw)
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
@@ -286,7 +291,13 @@ def _canonical_names(model: ModelSpec, headers: Mapping[str, StoredTensor]) -> d
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
         if any(re.fullmatch(pattern, bare) for pattern in ignored):
             continue
-        names[next((c for c in candidates if c in model.shapes), name)] = raw
+        name = next((c for c in candidates if c in model.shapes), name)
+        if name in names and name in model.shapes:
+            raise GrowthError(
+                f"{directory}: {names[name]} and {raw} are both {name} of {model.class_name}: "
+                "remove the one that is out of date"
+            )
+        names[name] = raw
     return names
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -183,6 +184,41 @@ def test_dtypes_that_cannot_hold_the_source_are_said_and_overflow_is_refused(tmp
         grow(tmp_path / "large", tmp_path / "grown", **how)
     assert not (tmp_path / "grown").exists()
     grow(tmp_path / "large", tmp_path / "grown", **how | {"dtype": torch.float32})
+
+
+@pytest.mark.parametrize(
+    "held, added",
+    [
+        ("bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.gamma"),
+        ("bert.embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
+        ("bert.embeddings.word_embeddings.weight", "embeddings.word_embeddings.weight"),
+    ],
+)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "8kB"])
+def test_two_tensors_that_are_the_same_of_the_model_are_refused(
+    tmp_path, held, added, max_shard_size
+):
+    """Growth cannot know which of them is the trained one."""
+    source = tmp_path / "source"
+    save_source(source, max_shard_size=max_shard_size)
+    save_file({added: load(source)[held] * 3}, source / "added.safetensors")
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        record = json.loads(index.read_text())
+        record["weight_map"][added] = "added.safetensors"
+        index.write_text(json.dumps(record))
+    else:
+        tensors = {**load(source), added: load(source)[held] * 3}
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    names = sorted([re.escape(held), re.escape(added)])
+    message = f"({names[0]} and {names[1]}|{names[1]} and {names[0]}) are both {re.escape(held)} of"
+    with pytest.raises(growkern.GrowthError, match=message):
+        growkern.plan(source, hidden_size=48)
+
+
+def load(directory):
+    """All tensors of a checkpoint."""
+    return {k: v for f in directory.glob("model*.safetensors") for k, v in load_file(f).items()}
 
 
 def test_gpt2_files_without_prefix_are_understood(tmp_path):
