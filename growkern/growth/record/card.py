@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,7 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
         is_sentence: whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
-    tags = kept.get("tags", [])
-    kept["tags"] = sorted({*([tags] if isinstance(tags, str) else tags), "growkern"})
+    kept["tags"] = sorted({*_listed(kept.get("tags")), "growkern"})
     if ID.fullmatch(name):
         kept["base_model"] = name
     library = "sentence-transformers" if is_sentence else "transformers"
@@ -171,6 +171,18 @@ def note_training(directory: Path, *, trained: bool = True) -> None:
         file.write_text(_stamped(unedited[1]) if unedited else text, encoding="utf-8")
 
 
+def add_tags(tags: Sequence[str], directory: Path) -> None:
+    """Add tags to the card in a directory. One that nobody edited still counts as unedited."""
+    file = directory / CARD_FILE
+    text = _text(file)
+    if not tags or not text:
+        return
+    unedited = STAMPED.fullmatch(text) if _is_unedited(text) else None
+    card = ModelCard(unedited[1] if unedited else text, ignore_metadata_errors=True)
+    card.data["tags"] = list(dict.fromkeys([*_listed(card.data.get("tags")), *tags]))
+    file.write_text(_stamped(str(card)) if unedited else str(card), encoding="utf-8")
+
+
 def _stamped(text: str) -> str:
     """A card with the line that tells `_is_unedited` whether it was edited since."""
     return text + STAMP.format(hashlib.sha256(text.encode()).hexdigest())
@@ -204,6 +216,11 @@ def _kept(directory: Path | None) -> dict[str, Any]:
         return {}
     found = {name: _texts(value) for name, value in data.to_dict().items() if name in KEPT}
     return {name: value for name, value in found.items() if value}
+
+
+def _listed(value: Any) -> list[Any]:
+    """A value of a card that may be one or many, as a list."""
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def _texts(value: Any) -> str | list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -14,7 +16,13 @@ from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.card import card_text, note_training, write_card
+from growkern.growth.record.card import (
+    CARD_FILE,
+    add_tags,
+    card_text,
+    note_training,
+    write_card,
+)
 from growkern.growth.record.lineage import (
     Settings,
     lineage_text,
@@ -78,26 +86,54 @@ def _upload(
     model: Any,
     repo_id: str,
     *,
-    commit_message: str = "Upload a model grown with growkern",
+    commit_message: str | None = None,
+    commit_description: str | None = None,
     private: bool | None = None,
     token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
     max_shard_size: int | str = SHARD_SIZE,
-    **options: Any,
+    tags: Sequence[str] | None = None,
 ) -> Any:
     """`push_to_hub` of transformers, which would replace the model card by an empty one.
 
+    A card on the Hub that somebody wrote or edited stays, with the tags added.
+
     Args:
-        **options: of `HfApi.upload_folder`, such as revision and create_pr.
+        commit_message, ..., tags: as there.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
+    name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(name, branch=revision, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
+        _fetch_card(api, name, revision, Path(directory))
         model.save_pretrained(directory, max_shard_size=max_shard_size)
-        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        add_tags(tags or (), Path(directory))
         return api.upload_folder(
-            repo_id=name, folder_path=directory, commit_message=commit_message, **options
+            repo_id=name,
+            folder_path=directory,
+            commit_message=commit_message or "Upload a model grown with growkern",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
         )
+
+
+def _fetch_card(api: Any, name: str, revision: str | None, directory: Path) -> None:
+    """Put the card of a model on the Hub into a directory, if there is one."""
+    from huggingface_hub import errors
+
+    try:
+        file = api.hf_hub_download(name, CARD_FILE, revision=revision)
+    except errors.LocalEntryNotFoundError:
+        # the Hub cannot be reached
+        raise
+    except (errors.EntryNotFoundError, errors.RevisionNotFoundError):
+        return
+    shutil.copyfile(file, directory / CARD_FILE)
 
 
 def _state(model: Any) -> tuple[tuple[torch.dtype, int, bytes], ...]:

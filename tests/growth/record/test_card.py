@@ -1,6 +1,7 @@
 """What a grown model leaves beside its weights: the card, and the record of `save_pretrained`."""
 
 import copy
+import inspect
 import os
 import shlex
 import warnings
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError
+from transformers.utils import PushToHubMixin
 
 import growkern
 from growkern.bounded import read_json
@@ -260,26 +263,69 @@ def test_a_source_with_any_card_or_none_is_grown_without_a_word(card, tmp_path, 
     assert found.get("license") == ("mit" if card and "mit" in card else None)
 
 
-def test_a_push_to_the_hub_sends_the_record_too(tmp_path, monkeypatch):
-    pushed = {}
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """What was sent to the Hub: {"files": ..., method: its arguments}. "card" is the one there."""
+    sent = {"card": None}
 
     def upload(self, *, repo_id, folder_path, **options):
-        pushed[repo_id] = (files(Path(folder_path)), options)
+        sent.update(files=files(Path(folder_path)), upload={"repo_id": repo_id, **options})
         return "a commit"
 
     def create(self, name, **options):
-        pushed["options"] = options
+        sent["create"] = options
         return SimpleNamespace(repo_id=name)
+
+    def download(self, repo_id, filename, *, revision=None):
+        if sent["card"] is None:
+            raise EntryNotFoundError(filename)
+        (tmp_path / "of the hub").write_bytes(sent["card"])
+        return str(tmp_path / "of the hub")
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     monkeypatch.setattr(HfApi, "create_repo", create)
-    large = growkern.grow(random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32), n_embd=32)
+    monkeypatch.setattr(HfApi, "hf_hub_download", download)
+    monkeypatch.setattr(HfApi, "create_branch", lambda *args, **how: sent.update(branch=how))
+    return sent
+
+
+def grown_gpt2():
+    return growkern.grow(random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32), n_embd=32)
+
+
+def test_a_push_to_the_hub_sends_the_record_too(tmp_path, hub):
+    large = grown_gpt2()
     assert large.push_to_hub("acme/large", private=True, revision="v1") == "a commit"
-    sent, options = pushed["acme/large"]
     large.save_pretrained(tmp_path / "saved")
-    assert sent == files(tmp_path / "saved") and "lineage.json" in sent
-    assert b"grown with growkern" in sent["README.md"]
-    assert pushed["options"]["private"] and options["revision"] == "v1"
+    assert hub["files"] == files(tmp_path / "saved") and "lineage.json" in hub["files"]
+    assert b"grown with growkern" in hub["files"]["README.md"]
+    assert hub["create"]["private"] and hub["upload"]["revision"] == "v1"
+    assert hub["branch"] == {"branch": "v1", "exist_ok": True}
+
+
+def test_a_push_takes_every_option_of_transformers(hub):
+    known = inspect.signature(PushToHubMixin.push_to_hub).parameters
+    given = {name: one.default for name, one in known.items() if name not in ("self", "repo_id")}
+    given |= {"tags": ["mine", "growkern"], "create_pr": True, "commit_description": "why"}
+    large = grown_gpt2()
+    large.push_to_hub("acme/large", **given)
+    card = hub["card"] = hub["files"]["README.md"]
+    assert ModelCard(card.decode()).data.tags == ["growkern", "mine"]
+    assert hub["upload"]["create_pr"] and hub["upload"]["commit_description"] == "why"
+    # it still is one that nobody edited
+    large.push_to_hub("acme/large", commit_message="again")
+    assert ModelCard(hub["files"]["README.md"].decode()).data.tags == ["growkern"]
+    assert hub["upload"]["commit_message"] == "again"
+
+
+def test_a_push_leaves_a_card_on_the_hub_alone_that_somebody_wrote(hub):
+    hub["card"] = b"---\nlicense: mit\n---\n\n# Mine\n"
+    large = grown_gpt2()
+    large.push_to_hub("acme/large")
+    assert hub["files"]["README.md"] == hub["card"]
+    large.push_to_hub("acme/large", tags=["new"])
+    card = ModelCard(hub["files"]["README.md"].decode())
+    assert card.data.tags == ["new"] and card.data.license == "mit" and "# Mine" in card.text
 
 
 def test_a_growth_says_so_if_it_changes_the_function(tmp_path):
