@@ -37,7 +37,7 @@ from growkern.train.loop.meter import Meter
 from growkern.train.loop.passes import Passes, real_sizes
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
-from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, real_rows, take_rows
+from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
 from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
@@ -249,9 +249,10 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             "return_parts": True,
         }
         masked = isinstance(rows.kl_rows, Tensor)
+        every = self.inheritance is not None and self.inheritance.kl_rows == "all"
         if counts is not None:
             # rows without a term then cost nothing on a GPU
-            options["max_rows"] = max(1, counts.live if masked else counts.labelled)
+            options["max_rows"] = max(1, counts.live if masked and every else counts.labelled)
         if items is not None:
             options["num_items"] = torch.as_tensor(items)
         if alpha > 0 and self.inheritance is not None:
@@ -266,11 +267,10 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         """Count the labels of a whole accumulated batch, and keep the count of its KL rows."""
         # this may drop examples
         items = super()._get_num_items_in_batch(batch_samples, device)
-        if batch_samples and self.inheritance is not None and self.inheritance.kl_rows == "all":
-            rows = [
-                real_rows(batch, batch["labels"], causal=self._causal, decoder=self._decoder).sum()
-                for batch in batch_samples
-            ]
+        schedule, cached = self.inheritance, isinstance(self._teachers, TopKTeacher)
+        if batch_samples and schedule is not None and (schedule.kl_rows == "all" or cached):
+            kind: Any = {"causal": self._causal, "decoder": self._decoder}
+            rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batch_samples]
             self._kl_items = self.add_up(sum(rows, torch.zeros((), device=device)))
         return items
 

@@ -19,6 +19,8 @@ from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, align_we
 from growkern.train.inheritance import KLRows
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
+# of a teacher that is known by its k likeliest tokens: (B, S, k), -1 where it has no row
+TEACHER_IDS = "teacher_topk_ids"
 
 # ------------------------------------------------------------------- aligned
 
@@ -45,6 +47,8 @@ def take_rows(
 ) -> LossRows:
     """Remove the labels and the row weights from a batch, and align them.
 
+    A position without a row of the teacher has no KL term. Its label keeps its own term.
+
     Args:
         inputs: the batch; what remains of it are the inputs of the model.
         causal: whether the model predicts the next token.
@@ -61,12 +65,35 @@ def take_rows(
     weights_BS = None
     if row_weights is not None:
         weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
-    if kl_rows != "all":
+    if kl_rows != "all" and TEACHER_IDS not in inputs:
         return LossRows(labels_BS, kl_rows, weights_BS)
-    if decoder:
+    if decoder and kl_rows == "all":
         check_keys(inputs, DECODER_MASK)
-    rows = real_rows(inputs, labels_BS, causal=causal, decoder=decoder)
+    rows = kl_mask(inputs, labels_BS, kl_rows, causal=causal, decoder=decoder)
     return LossRows(labels_BS, rows, weights_BS)
+
+
+def kl_mask(
+    batch: Mapping[str, Any],
+    labels_BS: Tensor,
+    kl_rows: KLRows,
+    *,
+    causal: bool,
+    decoder: bool = False,
+) -> Tensor:
+    """The rows with a KL term, (B, S) bool.
+
+    Args:
+        batch: with the rows of the teacher, if it is known by its k likeliest tokens.
+        labels_BS: aligned.
+        kl_rows, causal, decoder: as in `take_rows`.
+    """
+    if kl_rows == "all":
+        rows_BS = real_rows(batch, labels_BS, causal=causal, decoder=decoder)
+    else:
+        rows_BS = labels_BS != IGNORE_INDEX
+    ids_BSk = batch.get(TEACHER_IDS)
+    return rows_BS if ids_BSk is None else rows_BS & (ids_BSk[..., 0] >= 0)
 
 
 def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
@@ -100,6 +127,30 @@ def real_rows(
         # the last token of a packed sequence does not predict the first of the next
         mask_BS = torch.ones_like(like_BS) if starts_BS is None else ~starts_BS
     return align_rows(mask_BS, causal=causal)
+
+
+def count_kl_rows(
+    batch: Mapping[str, Any], kl_rows: KLRows, *, causal: bool, decoder: bool
+) -> Tensor:
+    """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it."""
+    labels_BS = align_labels(batch["labels"], causal=causal)
+    return kl_mask(batch, labels_BS, kl_rows, causal=causal, decoder=decoder).sum()
+
+
+def teacher_rows(batch: Mapping[str, Any], *, causal: bool) -> Tensor:
+    """The positions at which a teacher that reads real tokens only predicts one, (B, S) bool.
+
+    A causal teacher predicts the token that follows a real one. So nothing predicts the first real
+    token, although the position before it may have its label.
+
+    Args:
+        batch: input_ids (B, S), and maybe attention_mask.
+        causal: whether the teacher predicts the next token.
+    """
+    mask_BS = batch.get("attention_mask")
+    real_BS = torch.ones_like(batch["input_ids"]) if mask_BS is None else mask_BS
+    real_BS = real_BS.bool()
+    return real_BS & align_rows(real_BS, causal=causal)
 
 
 # ------------------------------------------------------------------- counted

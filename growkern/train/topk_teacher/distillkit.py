@@ -282,7 +282,7 @@ class DistillKitTeacher(TopKRows):
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            example have no row, and zeros in its place.
+            example have no row: the ids -1, and the log-probs NaN.
 
         Raises:
             GrowthError: an example is not in the files, or its row is damaged.

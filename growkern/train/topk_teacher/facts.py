@@ -12,6 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from growkern.train.loss.rows import teacher_rows
+
+# stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
+# refuses both
+NO_ID, NO_LOGPROB = -1, float("nan")
+
 
 @dataclass(frozen=True)
 class RowFacts:
@@ -55,7 +61,8 @@ class TopKRows(ABC):
             batch: input_ids and labels, (B, S) each, and maybe attention_mask.
 
         Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k), zeros at positions without a row.
+            Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
+            the log-probs NaN.
 
         Raises:
             GrowthError: the rows of an example cannot be had.
@@ -75,15 +82,26 @@ def causal_rows(batch: dict[str, Any], read: Callable[[list[list[int]]], Sequenc
 
     Returns:
         Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-        example have no row, and zeros in its place.
+        example have no row: the ids -1, and the log-probs NaN.
     """
     ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
     mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
+    has_row_BS = teacher_rows(batch, causal=True).cpu()
     places = {b: at for b, mask_S in enumerate(mask_BS) if len(at := mask_S.nonzero()[:, 0]) > 1}
     found = read([ids_BS[b, at].tolist() for b, at in places.items()])
     k = found[0][0].shape[-1] if found else 1
-    ids_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
-    logprobs_BSk = torch.zeros(ids_BSk.shape)
+    ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
     for (b, at), (ids_Rk, logprobs_Rk) in zip(places.items(), found, strict=True):
         ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
-    return ids_BSk, logprobs_BSk
+    return blank(ids_BSk, logprobs_BSk, ~has_row_BS)
+
+
+def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+    """Ids and log-probs of positions without a row, in the shape (B, S, k)."""
+    return torch.full(shape, NO_ID, dtype=torch.int32), torch.full(shape, NO_LOGPROB, dtype=dtype)
+
+
+def blank(ids_BSk: Tensor, logprobs_BSk: Tensor, where_BS: Tensor) -> Rows:
+    """Take the rows at some positions away, in place."""
+    where_BS1 = where_BS[..., None]
+    return ids_BSk.masked_fill_(where_BS1, NO_ID), logprobs_BSk.masked_fill_(where_BS1, NO_LOGPROB)

@@ -211,14 +211,21 @@ class ReadTeacher:
         """Read the rows of a batch.
 
         Raises:
-            GrowthError: they have another k or temperature.
+            GrowthError: they have another k or temperature, or a row that is wanted is missing.
         """
         ids_BSk, logprobs_BSk = self.rows.batch(batch)
         found = {"k": ids_BSk.shape[-1], "temperature": self.rows.facts.temperature}
         wanted = {"k": header.k, "temperature": header.temperature}
         if found != wanted:
             raise GrowthError(f"{self.rows.name} gives {found}, but the cache is to have {wanted}")
-        return ids_BSk[kept_BS], logprobs_BSk[kept_BS]
+        ids_Rk = ids_BSk[kept_BS]
+        missing = int((ids_Rk[:, 0] < 0).sum())
+        if missing:
+            raise GrowthError(
+                f"{self.rows.name} lacks {missing} of {len(ids_Rk)} rows that the cache is to have "
+                f"(rows={header.rows!r})"
+            )
+        return ids_Rk, logprobs_BSk[kept_BS]
 
 
 def kept_rows(

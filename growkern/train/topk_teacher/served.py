@@ -120,7 +120,7 @@ class ServedTeacher(TopKRows):
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            example have no row, and zeros in its place.
+            example have no row: the ids -1, and the log-probs NaN.
 
         Raises:
             GrowthError: the server fails, refuses the request, or answers in another schema.

@@ -42,7 +42,8 @@ from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows
+from growkern.train.loss.rows import teacher_rows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, blank, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.whole import write_whole
 
@@ -86,8 +87,14 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
         causal: whether the model predicts the next token.
 
     Returns:
-        (B, S) bool.
+        (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there.
     """
+    wanted_BS = _wanted_rows(batch, rows, causal)
+    return wanted_BS & teacher_rows(batch, causal=True) if causal else wanted_BS
+
+
+def _wanted_rows(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
+    """The positions that have a label or predict a real token: rows in earlier versions' caches."""
     labels_BS = align_labels(batch["labels"], causal=causal)
     if rows == "labels":
         return labels_BS != IGNORE_INDEX
@@ -330,7 +337,8 @@ class TeacherCache(TopKRows):
             batch: input_ids and labels, (B, S) each, and maybe attention_mask.
 
         Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k), zeros at positions without a row.
+            Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
+            the log-probs NaN.
 
         Raises:
             GrowthError: an example is not in the cache.
@@ -342,20 +350,21 @@ class TeacherCache(TopKRows):
                 f"{self.directory}. It was made from other text, or with masks of another seed, "
                 "probability or epoch: make it again with the data and the collator of the run"
             )
-        kept_BS = rows_of(batch, self.header.rows, self.header.causal)
+        asked = (batch, self.header.rows, self.header.causal)
+        kept_BS = stored_BS = rows_of(*asked)
         first_row = self._index["first_row"]
         counts = first_row[examples + 1] - first_row[examples]
-        if not np.array_equal(kept_BS.sum(1).numpy(), counts):
+        if not np.array_equal(stored_BS.sum(1).numpy(), counts):
+            stored_BS = _wanted_rows(*asked)
+        if not np.array_equal(stored_BS.sum(1).numpy(), counts):
             raise GrowthError(
                 f"{self.directory / INDEX_FILE} is damaged (an example has another number of "
                 "rows): make the cache again"
             )
         ids_Rk, logprobs_Rk = self.rows(examples)
-        shape = (*kept_BS.shape, self.header.k)
-        ids_BSk = torch.zeros(shape, dtype=ids_Rk.dtype)
-        logprobs_BSk = torch.zeros(shape, dtype=logprobs_Rk.dtype)
-        ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk, logprobs_Rk
-        return ids_BSk, logprobs_BSk
+        ids_BSk, logprobs_BSk = no_rows((*kept_BS.shape, self.header.k), logprobs_Rk.dtype)
+        ids_BSk[stored_BS], logprobs_BSk[stored_BS] = ids_Rk, logprobs_Rk
+        return blank(ids_BSk, logprobs_BSk, ~kept_BS)
 
 
 def _open_again(directory: Path, is_checked: Tensor) -> TeacherCache:

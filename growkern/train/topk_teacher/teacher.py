@@ -17,9 +17,10 @@ from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
 from growkern.train.inheritance import InheritanceSchedule, objective, tokenizer_fingerprint
+from growkern.train.loss.rows import TEACHER_IDS
 from growkern.train.topk_teacher.facts import TopKRows
 
-IDS, LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
+IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
 
 
 class TopKTeacher:

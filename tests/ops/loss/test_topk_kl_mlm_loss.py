@@ -614,6 +614,7 @@ GOOD = {
         ({"teacher_topk_logprobs": GOOD["teacher_topk_logprobs"].clone().requires_grad_()}, "froz"),
         ({"teacher_topk_ids": torch.tensor([[1, 9]] * 4)}, "outside 0..8"),
         ({"teacher_topk_ids": torch.tensor([[1, -1]] * 4)}, "outside 0..8"),
+        ({"teacher_topk_ids": torch.tensor([[-1, -1]] * 4)}, "leave it out of kl_rows"),
         ({"labels": torch.tensor([0, 1, 9, 2])}, "row 2 is 9, outside 0..8"),
         ({"teacher_topk_ids": torch.tensor([[1, 8], [8, 8], [0, 1], [0, 1]])}, "row 1 .*twice"),
         ({"teacher_topk_logprobs": torch.full((4, 2), -0.6)}, "sum to more than 1"),

@@ -10,13 +10,21 @@ import transformers
 from typer.testing import CliRunner
 
 import growkern.train.run as run_module
-from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache
+from growkern import (
+    GrowthError,
+    InheritanceSchedule,
+    ServedTeacher,
+    TeacherCache,
+    TwoStageTrainer,
+    topk_kl_mlm_loss,
+)
 from growkern.cli.commands import app
+from growkern.train.loss.rows import count_kl_rows, take_rows
 from growkern.train.run import train
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from tests.train.test_run import workplace  # noqa: F401
-from tests.train.test_trainer import losses_of
+from tests.train.test_trainer import arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.server import serving
 from tests.train.topk_teacher.test_cached_teacher import train_with
@@ -62,7 +70,85 @@ def test_rows_are_those_of_the_model(server):
         torch.testing.assert_close(logprobs[b, at[:-1]].double(), best.values, rtol=0, atol=1e-6)
         rest = torch.ones(9, dtype=torch.bool)
         rest[at[:-1]] = False
-        assert not ids[b, rest].any() and not logprobs[b, rest].any()
+        assert (ids[b, rest] == -1).all() and logprobs[b, rest].isnan().all()
+
+
+def left_padded(rows=2):
+    """Examples with padding on the left, and a label at every real token."""
+    tokens = torch.arange(5, 5 + 9 * rows).reshape(rows, 9) % (VOCAB - 5) + 5
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    labels = torch.where(mask.bool(), tokens, -100)
+    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": labels}
+
+
+def stacked(examples):
+    return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
+
+
+@pytest.mark.parametrize("kl_rows", ["labels", "all"])
+def test_the_position_before_the_first_token_has_a_label_and_no_kl(kl_rows):
+    with serving(teacher_model()) as (_, url):
+        teacher = ServedTeacher(url, 4)
+        batch = left_padded()
+        # a label on padding: nothing predicts it either
+        batch["labels"][0, 1] = 7
+        ids, logprobs = teacher.batch(batch)
+    inputs = batch | {"teacher_topk_ids": ids}
+    taught = torch.zeros(2, 9, dtype=torch.bool)
+    taught[0, 4:8] = taught[1, :8] = True
+    rows = take_rows(dict(inputs), causal=True, kl_rows=kl_rows)
+    assert torch.equal(rows.kl_rows, taught)
+    assert rows.labels_BS[0, 3] == batch["labels"][0, 4] and rows.labels_BS[0, 0] == 7
+    assert count_kl_rows(inputs, kl_rows, causal=True, decoder=False) == taught.sum()
+
+    student = torch.randn(2, 9, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
+    loss = topk_kl_mlm_loss(*student, ids, logprobs, alpha=0.0, reduction="none", **rows.options())
+    assert (loss[rows.labels_BS != -100] > 0).all()
+    loss = topk_kl_mlm_loss(*student, ids, logprobs, alpha=1.0, reduction="none", **rows.options())
+    assert torch.equal(loss > 0, taught)
+    with pytest.raises(GrowthError, match=r"row 0 .*marks a position without a row: leave it out"):
+        topk_kl_mlm_loss(*student, ids, logprobs, labels=rows.labels_BS)
+
+
+@pytest.mark.parametrize("kl_rows", ["labels", "all"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_trains_on_the_rows_that_the_teacher_has(kept, kl_rows, tmp_path):
+    """The KL term is a mean over them, the label term one over all labels, of two batches."""
+    batch, model = left_padded(4), build("llama", tied=True).double()
+    data = [{name: x[i] for name, x in batch.items()} for i in range(4)]
+    twin = copy.deepcopy(model)
+    with serving(teacher_model()) as (_, url):
+        teacher = ServedTeacher(url, VOCAB)
+        if kept:
+            how = {"k": VOCAB, "temperature": 1.0, "dtype": "float32", "vocab_size": VOCAB}
+            report = make(
+                tmp_path / "c", model=teacher, blocks=data, collator=stacked, rows=kl_rows, **how
+            )
+            assert report.rows == 4 + 3 * 8
+            teacher = TeacherCache(tmp_path / "c")
+        trainer = TwoStageTrainer(
+            model,
+            arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
+            inheritance=InheritanceSchedule(rate=0.8, end_step=9, temperature=1.0, kl_rows=kl_rows),
+            teacher=teacher,
+            train_dataset=data,
+            data_collator=stacked,
+        )
+        trainer.train()
+    with torch.no_grad():
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        log_q = twin(**inputs).logits[:, :-1].log_softmax(-1)
+        labels, mask = batch["labels"][:, 1:], batch["attention_mask"].bool()
+        taught = mask[:, 1:] & mask[:, :-1]
+        ce = torch.nn.functional.cross_entropy(log_q[labels != -100], labels[labels != -100])
+        rows = []
+        for b in range(4):
+            logits = teacher_model()(input_ids=batch["input_ids"][b, mask[b]][None]).logits
+            log_p = logits[0, :-1].log_softmax(-1)
+            rows.append((log_p.exp() * (log_p - log_q[b, taught[b]])).sum(-1))
+        expected = 0.2 * ce + 0.8 * torch.cat(rows).mean()
+    assert losses_of(trainer) == pytest.approx([float(expected)], rel=1e-5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

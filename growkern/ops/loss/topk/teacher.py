@@ -104,6 +104,10 @@ def check_topk_values(
             row = int(bad_R.nonzero()[0])
             raise GrowthError(f"row {int(rows_R[row])} of the teacher: {what}")
 
+    refuse(
+        (ids_RK == -1).all(-1),
+        "all of its ids are -1, which marks a position without a row: leave it out of kl_rows",
+    )
     refuse(~inside_N[rows_R], f"an id of teacher_topk_ids is outside 0..{vocab - 1}")
     in_order_RK = ids_RK.sort(-1).values
     twice_R = (in_order_RK[:, 1:] == in_order_RK[:, :-1]).any(-1)
