@@ -123,7 +123,7 @@ def real_rows(
     if counts is not None and counts.is_filler:
         return torch.zeros_like(like_BS, dtype=torch.bool)
     if mask_BS is None:
-        starts_BS = _starts(batch) if causal else None
+        starts_BS = document_starts(batch) if causal else None
         # the last token of a packed sequence does not predict the first of the next
         mask_BS = torch.ones_like(like_BS) if starts_BS is None else ~starts_BS
     return align_rows(mask_BS, causal=causal)
@@ -140,17 +140,18 @@ def count_kl_rows(
 def teacher_rows(batch: Mapping[str, Any], *, causal: bool) -> Tensor:
     """The positions at which a teacher that reads real tokens only predicts one, (B, S) bool.
 
-    A causal teacher predicts the token that follows a real one. So nothing predicts the first real
-    token, although the position before it may have its label.
+    A causal teacher predicts the token that follows a real one. So nothing predicts the first token
+    of a document, although the position before it may have its label.
 
     Args:
-        batch: input_ids (B, S), and maybe attention_mask.
+        batch: input_ids (B, S), and maybe attention_mask or position_ids.
         causal: whether the teacher predicts the next token.
     """
     mask_BS = batch.get("attention_mask")
     real_BS = torch.ones_like(batch["input_ids"]) if mask_BS is None else mask_BS
-    real_BS = real_BS.bool()
-    return real_BS & align_rows(real_BS, causal=causal)
+    real_BS, starts_BS = real_BS.bool(), document_starts(batch)
+    follows_BS = real_BS if starts_BS is None or not causal else ~starts_BS & real_BS
+    return real_BS & align_rows(follows_BS, causal=causal)
 
 
 # ------------------------------------------------------------------- counted
@@ -201,7 +202,7 @@ def count_rows(
 
 
 def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
-    starts_BS = _starts(batch)
+    starts_BS = document_starts(batch)
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return None
     ends = starts_BS.flatten().nonzero().flatten()
@@ -209,7 +210,7 @@ def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
     return int((lengths**2).sum())
 
 
-def _starts(batch: Mapping[str, Any]) -> Tensor | None:
+def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
     """Where the sequences of a packed batch start, (B, S) bool. None if it is not packed."""
     positions_BS = batch.get("position_ids")
     if positions_BS is None or positions_BS.ndim != 2 or batch.get("attention_mask") is not None:
@@ -345,13 +346,13 @@ def first_examples(batch: dict[str, Any], kept: int, batch_size: int) -> dict[st
 
 def _first_sequences(batch: dict[str, Any], kept: int) -> dict[str, Any]:
     """The first sequences of a batch that is packed into one row."""
-    starts_BS = _starts(batch)
+    starts_BS = document_starts(batch)
     cut = [] if starts_BS is None else starts_BS[0].nonzero().flatten().tolist()
     if kept >= len(cut):
         return batch
     length, end = batch["labels"].shape[1], cut[kept]
     batch = {
-        name: x[:, :end] if isinstance(x, Tensor) and x.shape == (1, length) else x
+        name: x[:, :end] if isinstance(x, Tensor) and x.shape[:2] == (1, length) else x
         for name, x in batch.items()
     }
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):

@@ -204,7 +204,7 @@ class DistillKitTeacher(TopKRows):
 
     `TwoStageTrainer` takes it as a teacher, `growkern.cache_teacher` turns it into a cache, and
     `batch` gives the arguments of `growkern.topk_kl_mlm_loss`. Train on `dataset`: an example is
-    found by its tokens, so it must not be cut or packed anew.
+    found by its tokens, so it must not be cut, and packed only with position_ids.
 
     Rounding can lift a row's probabilities above 1 in total. Such a row is scaled down to 1.
 
@@ -278,11 +278,11 @@ class DistillKitTeacher(TopKRows):
         """Read the rows of a collated batch.
 
         Args:
-            batch: input_ids (B, S), and maybe attention_mask.
+            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            example have no row: the ids -1, and the log-probs NaN.
+            document have no row: the ids -1, and the log-probs NaN.
 
         Raises:
             GrowthError: an example is not in the files, or its row is damaged.
@@ -295,7 +295,7 @@ class DistillKitTeacher(TopKRows):
         if number is None:
             raise GrowthError(
                 f"a text of {len(tokens)} tokens is not in {self.name}: train on its own dataset, "
-                "without cutting or packing"
+                "do not cut its texts, and pack them only with position_ids"
             )
         row = self._table[number]
         rows = len(tokens) - 1

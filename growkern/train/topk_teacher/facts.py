@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from growkern.train.loss.rows import teacher_rows
+from growkern.train.loss.rows import document_starts, teacher_rows
 
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
 # refuses both
@@ -58,7 +58,7 @@ class TopKRows(ABC):
         """The rows of a collated batch.
 
         Args:
-            batch: input_ids and labels, (B, S) each, and maybe attention_mask.
+            batch: input_ids and labels, (B, S) each, and maybe attention_mask or position_ids.
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
@@ -76,22 +76,27 @@ def causal_rows(batch: dict[str, Any], read: Callable[[list[list[int]]], Sequenc
     """The rows of a causal teacher at their places in a batch.
 
     Args:
-        batch: input_ids (B, S), and maybe attention_mask.
-        read: takes texts of two tokens or more, without padding. It gives ids (n - 1, k) and
-            log-probs (n - 1, k) of each, where n is its number of tokens.
+        batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
+        read: takes texts of two tokens or more, without padding, one for each document. It gives
+            ids (n - 1, k) and log-probs (n - 1, k) of each, where n is its number of tokens.
 
     Returns:
         Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-        example have no row: the ids -1, and the log-probs NaN.
+        document have no row: the ids -1, and the log-probs NaN.
     """
     ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
     mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
-    has_row_BS = teacher_rows(batch, causal=True).cpu()
-    places = {b: at for b, mask_S in enumerate(mask_BS) if len(at := mask_S.nonzero()[:, 0]) > 1}
-    found = read([ids_BS[b, at].tolist() for b, at in places.items()])
+    has_row_BS, starts_BS = teacher_rows(batch, causal=True).cpu(), document_starts(batch)
+    starts_BS = torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
+    places = []
+    for b, (mask_S, starts_S) in enumerate(zip(mask_BS, starts_BS, strict=True)):
+        # a packed row has no padding, so its starts count its tokens
+        texts = mask_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
+        places += [(b, at) for at in texts if len(at) > 1]
+    found = read([ids_BS[b, at].tolist() for b, at in places])
     k = found[0][0].shape[-1] if found else 1
     ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
-    for (b, at), (ids_Rk, logprobs_Rk) in zip(places.items(), found, strict=True):
+    for (b, at), (ids_Rk, logprobs_Rk) in zip(places, found, strict=True):
         ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
     return blank(ids_BSk, logprobs_BSk, ~has_row_BS)
 

@@ -116,11 +116,11 @@ class ServedTeacher(TopKRows):
         """Ask the server for the rows of a collated batch.
 
         Args:
-            batch: input_ids (B, S), and maybe attention_mask.
+            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            example have no row: the ids -1, and the log-probs NaN.
+            document have no row: the ids -1, and the log-probs NaN.
 
         Raises:
             GrowthError: the server fails, refuses the request, or answers in another schema.

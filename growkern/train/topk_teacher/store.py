@@ -82,7 +82,7 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
     """The positions of a batch that have a row in the cache.
 
     Args:
-        batch: input_ids, labels and maybe attention_mask, (B, S) each.
+        batch: input_ids, labels and maybe attention_mask or position_ids, (B, S) each.
         rows: "labels" or "all".
         causal: whether the model predicts the next token.
 
@@ -334,7 +334,7 @@ class TeacherCache(TopKRows):
         """Read the rows of a collated batch.
 
         Args:
-            batch: input_ids and labels, (B, S) each, and maybe attention_mask.
+            batch: input_ids and labels, (B, S) each, and maybe attention_mask or position_ids.
 
         Returns:
             Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and

@@ -19,7 +19,7 @@ from growkern import (
     topk_kl_mlm_loss,
 )
 from growkern.cli.commands import app
-from growkern.train.loss.rows import count_kl_rows, take_rows
+from growkern.train.loss.rows import count_kl_rows, first_examples, take_rows
 from growkern.train.run import train
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
@@ -84,6 +84,45 @@ def left_padded(rows=2):
 
 def stacked(examples):
     return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
+
+
+def test_packed_documents_are_asked_for_one_by_one(server, tmp_path):
+    state, url = server
+    texts = [[5, 6, 7], [9], [11, 12, 13, 14], [7, 6], [20, 21, 22]]
+    pack = transformers.DataCollatorWithFlattening(return_tensors="pt")
+    batch = pack([{"input_ids": tokens} for tokens in texts])
+    # a label at each start too: nothing predicts it
+    batch["labels"] = batch["input_ids"].clone()
+    ids, logprobs = ServedTeacher(url, 5).batch(batch)
+    sent = [body.get("prompt", body.get("input_ids")) for _, _, body in state.requests if body]
+    assert sorted(sent) == sorted(tokens for tokens in texts if len(tokens) > 1)
+    kept, place = torch.zeros(1, 13, dtype=torch.bool), 0
+    for tokens in texts:
+        at = slice(place, place + len(tokens) - 1)
+        kept[0, at], place = True, place + len(tokens)
+        with torch.no_grad():
+            logits = teacher_model()(input_ids=torch.tensor([tokens])).logits[0, :-1]
+        best = logits.log_softmax(-1).topk(5)
+        assert torch.equal(ids[0, at].long(), best.indices)
+        torch.testing.assert_close(logprobs[0, at].double(), best.values, rtol=0, atol=1e-6)
+    assert torch.equal((ids >= 0).all(-1), kept) and torch.equal(~logprobs.isnan().any(-1), kept)
+
+    # the last of five examples is a repetition: its rows are dropped with its tokens
+    first = first_examples(batch | {"teacher_topk_ids": ids}, 4, 5)
+    assert first["labels"].shape == (1, 10) and torch.equal(first["teacher_topk_ids"], ids[:, :10])
+
+    how = {
+        "collator": lambda _: dict(batch),
+        "temperature": 1.0,
+        "dtype": "float32",
+        "batch_size": 1,
+    }
+    for rows in ("labels", "all"):
+        teacher, folder = ServedTeacher(url, 5, vocab_size=VOCAB), tmp_path / rows
+        assert make(folder, model=teacher, blocks=[0], rows=rows, **how).rows == kept.sum()
+        found = TeacherCache(folder).batch(batch)
+        assert torch.equal(found[0], ids)
+        assert torch.equal(found[1].nan_to_num(), logprobs.nan_to_num())
 
 
 @pytest.mark.parametrize("kl_rows", ["labels", "all"])
