@@ -218,8 +218,9 @@ def topk_kl_mlm_loss(
 
     Raises:
         GrowthError: shapes, dtypes or options that do not fit. On a CPU also ids or labels outside
-            the vocabulary, ids twice in a row, and log-probs that sum to more than 1. A GPU asserts
-            without waiting that ids and labels are inside; it does not notice repeated ids.
+            the vocabulary, ids twice in a row, and log-probs whose sum is above 1 by more than
+            rounding. A GPU asserts without waiting that ids and labels are inside; it does not
+            notice repeated ids.
     """
     cached = as_teachers(teacher_topk_logprobs, alpha)
     options = check_options(

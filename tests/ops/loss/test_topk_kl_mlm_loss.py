@@ -658,6 +658,32 @@ def test_rounding_is_no_refusal():
     assert call(student, (ids, logprobs), torch.tensor([3])).isfinite()
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [-500.0, 0.0, 800.0])
+def test_computing_in_float32_is_no_refusal(offset, stored):
+    """Their sum is off by the rounding of a logit, and the largest k hold all but 1e-7 of it."""
+    generator = torch.Generator().manual_seed(0)
+    z = 12 * torch.randn(64, 500, generator=generator) + offset
+    plain = z - z.logsumexp(-1, keepdim=True)
+    above = plain.double().exp().sum(-1) - 1
+    student = [torch.randn(64, 4), torch.randn(500, 4), torch.zeros(500)]
+    labels = torch.zeros(64, dtype=torch.long)
+    for logprobs in (plain, z.log_softmax(-1)):
+        for k in (64, 500):
+            best = logprobs.topk(k)
+            topk = (best.indices, best.values.to(stored))
+            assert call(student, topk, labels).isfinite()
+    assert above.abs().max() > 1e-7 * (1 + abs(offset) / 10)
+
+
+def test_what_rounding_cannot_explain_is_refused():
+    student = [torch.randn(1, 4), torch.randn(9, 4), torch.zeros(9)]
+    for total in (1.0002, 1.01):
+        logprobs = torch.full((1, 2), total / 2, dtype=torch.float64).log()
+        with pytest.raises(growkern.errors.GrowthError, match="sum to more than 1"):
+            call(student, (torch.tensor([[1, 8]]), logprobs), torch.tensor([3]))
+
+
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_a_student_that_rules_out_the_tail(backend, device):
     """Q = 0 beside P = 0: nothing is learnt there, and nothing is 0 / 0."""

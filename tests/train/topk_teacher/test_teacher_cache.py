@@ -136,6 +136,16 @@ def test_no_row_before_the_first_token(rows, tmp_path, monkeypatch):
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("offset", [0.0, -60.0, 900.0])
+def test_large_logits_keep_their_digits(offset):
+    z = 8 * torch.randn(6, 400, generator=torch.Generator().manual_seed(0)) + offset
+    # exact products: the logits are the columns of the head
+    ids, log_p = cache_rows.topk_of_head(torch.eye(6), z.T.contiguous(), None, 400, 32, 1.0)
+    expected = z.double().log_softmax(-1).gather(1, ids)
+    assert log_p.dtype == torch.float32
+    torch.testing.assert_close(log_p.double(), expected, rtol=1.2e-7, atol=2.5e-7)
+
+
 def test_a_cache_of_a_cache_needs_its_rows(tmp_path):
     make(tmp_path / "a", rows="labels")
     cache = TeacherCache(tmp_path / "a")

@@ -18,6 +18,11 @@ from growkern.ops.loss.rows.state import KL_ROW
 TAILS = ("bucket", "renormalise")
 _LOG_HALF = math.log(0.5)
 
+# a teacher may compute l = z - lse(z) in float32. The rounding of lse is the same for a whole row,
+# so it moves the sum of p by up to |lse| / 2^24. This is 2^-14 for logits of up to 2^10. What must
+# be refused is far above it: logits, or log-probs that were divided by a temperature
+_COMPUTED = 2.0**-14
+
 
 def check_tail(tail: str, beta: float) -> bool:
     """Whether the k tokens get the teacher's remaining probability, and the tail none.
@@ -113,8 +118,9 @@ def check_topk_values(
     twice_R = (in_order_RK[:, 1:] == in_order_RK[:, :-1]).any(-1)
     refuse(twice_R, "an id occurs twice in teacher_topk_ids: its probability would count twice")
     p_RK = logprobs_RK.exp()
-    stored = logprobs_NK.dtype
-    allowed_R = 1 + torch.finfo(stored).eps + _rounding(p_RK, stored)
+    # float64 numbers may come from float32 ones
+    stored = torch.float32 if logprobs_NK.dtype == torch.float64 else logprobs_NK.dtype
+    allowed_R = 1 + torch.finfo(stored).eps + _rounding(p_RK, stored) + _COMPUTED
     refuse(
         ~(p_RK.sum(-1) <= allowed_R),  # written so that NaN is refused
         "teacher_topk_logprobs sum to more than 1 or are NaN: they must be natural logarithms of "
