@@ -281,7 +281,7 @@ def kl_mlm_loss(
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
-    kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    kind_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
 
     N = labels_N.numel()

@@ -17,6 +17,7 @@ from tests.ops.loss.loss_inputs import BACKENDS, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 
 PROVIDERS = BACKENDS[1:]
+DOORS = ("logits", "hidden", "top k")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,7 +87,7 @@ class NoQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("door", ["logits", "hidden", "top k"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_global_count_of_nothing(backend, door, device):
     """A batch of which no row has a label: its count is 0, its teacher's rows are whatever."""
@@ -230,6 +231,36 @@ def test_labels_that_count_lie_inside_the_vocabulary(device):
 def test_opcheck_of_the_labels(device):
     labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
     library.opcheck(checked_labels, (labels, kind, 9, ""))
+
+
+def call(door, student, teacher, labels, **options):
+    """One of the three losses on heads (hidden, weight, bias); all tokens are kept for the last."""
+    (hidden, weight, bias), (x, w, b) = student, teacher
+    if door == "logits":
+        z, u = (torch.nn.functional.linear(*head) for head in (student, teacher))
+        return growkern.kl_mlm_loss(z, u, labels, **options)
+    if door == "hidden":
+        return growkern.linear_kl_mlm_loss(
+            hidden, weight, x, w, labels, student_bias=bias, teacher_bias=b, **options
+        )
+    log_p = torch.nn.functional.linear(x, w, b).log_softmax(-1)
+    ids = torch.arange(len(w), device=x.device).expand(log_p.shape)
+    return growkern.topk_kl_mlm_loss(
+        hidden, weight, ids, log_p, labels, student_bias=bias, **options
+    )
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1)], ids=str)
+def test_a_mask_of_another_shape_is_refused(shape, door):
+    """Its rows would be in another order."""
+    student, teachers, labels = make_heads(6, 33, 8, torch.float64, "cpu")
+    heads = [(head[0].view(2, 3, -1), *head[1:]) for head in (student, teachers[0])]
+    labels, mask = labels.view(2, 3), torch.tensor([[True, False, True], [False, True, True]])
+    loss = call(door, *heads, labels, kl_rows=mask, alpha=1.0, reduction="none")
+    assert torch.equal(loss > 0, mask)
+    with pytest.raises(growkern.GrowthError, match=r"of the labels' shape \(2, 3\), got"):
+        call(door, *heads, labels, kl_rows=mask.reshape(shape))
 
 
 @pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])

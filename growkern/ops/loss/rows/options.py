@@ -235,19 +235,17 @@ def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int)
     return labels.reshape(-1).long()
 
 
-def row_kinds(
-    labels_N: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options
-) -> Tensor:
-    """Bits MLM_ROW and KL_ROW per row, (N,) int32.
+def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options) -> Tensor:
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32; labels are (...) int64.
 
     Raises:
         GrowthError: `kl_rows` is neither a known name nor a bool mask of the labels' shape.
     """
-    labelled_N = labels_N != ignore_index
+    labelled_N = (labels != ignore_index).reshape(-1)
     if isinstance(kl_rows, Tensor):
-        if kl_rows.dtype != torch.bool or kl_rows.numel() != labels_N.numel():
+        if kl_rows.dtype != torch.bool or kl_rows.shape != labels.shape:
             raise GrowthError(
-                f"kl_rows must be a bool mask of the labels' shape ({labels_N.numel()} rows), got "
+                f"kl_rows must be a bool mask of the labels' shape {tuple(labels.shape)}, got "
                 f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
             )
         kl_N = kl_rows.reshape(-1)
@@ -255,7 +253,7 @@ def row_kinds(
         kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
     else:
         raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
-    kind_N = torch.zeros_like(labels_N, dtype=torch.int32)
+    kind_N = torch.zeros_like(labelled_N, dtype=torch.int32)
     # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
     if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
         kind_N += MLM_ROW * labelled_N.int()
@@ -323,7 +321,7 @@ def row_inputs(
     `vocab` counts the columns here. The weights have the dtype of sums over rows of `hidden`.
     """
     labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
-    kind_N = row_kinds(labels_N, kl_rows, ignore_index, options)
+    kind_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
     labels_N = labels_N - shard.start
     return RowInputs(labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden)))
