@@ -263,6 +263,23 @@ def test_a_mask_of_another_shape_is_refused(shape, door):
         call(door, *heads, labels, kl_rows=mask.reshape(shape))
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_count_is_a_number_in_any_shape(backend, door, device):
+    student, teachers, labels = make_heads(6, 33, 8, torch.float64, device)
+    heads, options = (
+        (student, teachers[0]),
+        {"alpha": 0.3, "backend": backend, "return_parts": True},
+    )
+    expected, _ = call(door, *heads, labels, num_items=(7, 5), **options)
+    for shape in ((), (1,), (1, 1), (1, 1, 1)):
+        counts = [torch.full(shape, n, device=device) for n in (7, 5)]
+        loss, _ = call(door, *heads, labels, num_items=counts, **options)
+        assert loss.shape == () and torch.equal(loss, expected)
+        loss, _ = call(door, *heads, labels, num_items=counts[0], **options)
+        assert torch.equal(loss, call(door, *heads, labels, num_items=7, **options)[0])
+
+
 @pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])
 def test_kinds_of_rows_are_what_the_kernels_are_compiled_for(kl_rows):
     labels = torch.tensor([5, -100, -100])

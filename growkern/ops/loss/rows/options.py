@@ -46,7 +46,7 @@ class Options(NamedTuple):
     maths: Maths
     teacher_weights: tuple[float, ...]
     reduction: str
-    num_items: Any
+    num_items: tuple[Any, Any] | None
     parts: bool
     row_weights: Tensor | None
 
@@ -117,7 +117,7 @@ def check_options(
             _check_number(name, cap, positive, "be positive and finite, or None for no cap")
     if reduction not in REDUCTIONS:
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    _check_num_items(num_items, reduction)
+    num_items = _checked_num_items(num_items, reduction)
     for name, x in label_options.items():
         _check_number(name, x, *RULES[name])
     maths = Maths(
@@ -145,9 +145,10 @@ def _checked_teacher_weights(given: Sequence[float] | None, n_teachers: int) -> 
     return weights
 
 
-def _check_num_items(num_items: Any, reduction: str) -> None:
+def _checked_num_items(num_items: Any, reduction: str) -> tuple[Any, Any] | None:
+    """Numbers or 0-d tensors. In another shape a tensor would multiply the rows' weights."""
     if num_items is None:
-        return
+        return None
     if reduction != "mean":
         raise GrowthError(f"num_items works only with reduction='mean', got {reduction!r}")
     counts = num_items if isinstance(num_items, (tuple, list)) else (num_items,) * 2
@@ -163,6 +164,8 @@ def _check_num_items(num_items: Any, reduction: str) -> None:
             "num_items must be a positive number or 0-d tensor, or two of them (rows of the MLM "
             f"term, rows of the KL term), got {num_items!r}"
         )
+    n_mlm, n_kl = (x.reshape(()) if isinstance(x, Tensor) else x for x in counts)
+    return n_mlm, n_kl
 
 
 def _checked_beta(divergence: str, beta: float | None) -> float:
@@ -292,10 +295,8 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     if options.reduction == "mean":
         if options.num_items is None:
             n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
-        elif isinstance(options.num_items, (tuple, list)):
-            n_mlm, n_kl = options.num_items
         else:
-            n_mlm = n_kl = options.num_items
+            n_mlm, n_kl = options.num_items
     alpha = options.alpha
     alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
     row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
