@@ -73,7 +73,7 @@ from growkern.ops.loss.rows.options import (
     row_kinds,
     term_weights,
 )
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, Terms
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, Terms, weighted
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
 
 if TYPE_CHECKING:
@@ -145,6 +145,16 @@ def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Ten
     log_m_NV = torch.logaddexp(log_p0_NV + math.log(beta), log_q0_NV + math.log1p(-beta))
     log_m_NV = log_m_NV.masked_fill(neither_NV, -math.inf)
     return beta * kl(log_p_NV, log_m_NV) + (1 - beta) * kl(log_q_NV, log_m_NV)
+
+
+def student_logits_of(z_NV: Tensor, weight_WN: Tensor, maths: Maths) -> Tensor:
+    """The same logits, but rows whose terms all have the weight 0 get no gradient.
+
+    The reverse KL may be infinite. Its gradient times 0 is then NaN.
+    """
+    if maths.beta != 1:
+        return z_NV
+    return torch.where((weight_WN != 0).any(0)[:, None], z_NV, z_NV.detach())
 
 
 def in_row_blocks(terms_of: Callable[[slice], Tensor], N: int, vocab: int) -> Tensor:
@@ -288,19 +298,30 @@ def kl_mlm_loss(
     # -1 instead of N would fail on a rank without columns
     student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
     if chosen == "reference":
-
-        def terms_of(rows: slice) -> Tensor:
-            z_NV, *u_NV = (x[rows, :vocab] for x in (student_NV, *teachers_NV))
-            return kl_mlm_rows_reference(z_NV, u_NV, labels_N[rows], kind_N[rows], options.maths)
-
-        rows_RN = in_row_blocks(terms_of, N, vocab).to(acc_torch_dtype(student_NV))
+        weight_WN = term_weights(kind_N, options, acc_torch_dtype(student_NV))
+        inputs, logits = RowInputs(labels_N, kind_N, weight_WN), (student_NV, *teachers_NV)
+        rows_RN = _reference_of_all(logits, inputs, vocab, options.maths)
     else:
         here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
         rows_RN, _ = apply(KL_MLM_ROWS, student_NV, teachers_NV, *here, shard.group, chosen)
-    weight_WN = term_weights(kind_N, options, rows_RN.dtype)
-    loss_N = (weight_WN * rows_RN[: 1 + len(teachers)]).sum(0)
+        weight_WN = term_weights(kind_N, options, rows_RN.dtype)
+    loss_N = weighted(weight_WN, rows_RN)
     loss = loss_N if reduction == "none" else loss_N.sum()
     return outcome(loss, rows_RN, kind_N, options, labels.shape)
+
+
+def _reference_of_all(
+    logits: Sequence[Tensor], inputs: RowInputs, vocab: int, maths: Maths
+) -> Tensor:
+    """The reference's terms of all rows, (R, N), in the dtype of their weights."""
+
+    def terms_of(rows: slice) -> Tensor:
+        z_NV, *u_NV = (x[rows, :vocab] for x in logits)
+        z_NV = student_logits_of(z_NV, inputs.weights[:, rows], maths)
+        return kl_mlm_rows_reference(z_NV, u_NV, inputs.labels[rows], inputs.kinds[rows], maths)
+
+    N = len(inputs.labels)
+    return in_row_blocks(terms_of, N, vocab).to(inputs.weights.dtype)
 
 
 # torch.compile calls this while it traces: compiled code warns when it is compiled

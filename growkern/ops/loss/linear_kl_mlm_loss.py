@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, LinearKeywords, Reduction
-from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference
+from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference, student_logits_of
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
@@ -62,7 +62,7 @@ from growkern.ops.loss.rows.options import (
     outcome,
     row_inputs,
 )
-from growkern.ops.loss.rows.state import Maths, RowInputs
+from growkern.ops.loss.rows.state import Maths, RowInputs, weighted
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ if TYPE_CHECKING:
 def linear_kl_mlm_rows_reference(
     student: Head,
     teachers: Sequence[Head],
-    labels_N: Tensor,
-    kind_N: Tensor,
+    rows: RowInputs,
     vocab: int,
     maths: Maths,
     dtype: torch.dtype,
@@ -86,9 +85,10 @@ def linear_kl_mlm_rows_reference(
         bias = head.bias[:vocab].to(dtype) if head.bias.numel() else None
         return F.linear(head.hidden.to(dtype), head.weight[:vocab].to(dtype), bias)
 
-    with torch.autocast(labels_N.device.type, enabled=False):
+    with torch.autocast(rows.labels.device.type, enabled=False):
         teachers_NV = [logits(teacher) for teacher in teachers]
-        return kl_mlm_rows_reference(logits(student), teachers_NV, labels_N, kind_N, maths)
+        z_NV = student_logits_of(logits(student), rows.weights, maths)
+        return kl_mlm_rows_reference(z_NV, teachers_NV, rows.labels, rows.kinds, maths)
 
 
 # ------------------------------------------------------------------- public
@@ -239,8 +239,8 @@ def linear_loss_and_rows(
         def terms_of(some: slice) -> Tensor:
             heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
             return linear_kl_mlm_rows_reference(
-                heads[0], heads[1:], rows.labels[some], rows.kinds[some], settings.sizes.vocab,
-                settings.maths, settings.logits_dtype,
+                heads[0], heads[1:], RowInputs(*(x[..., some] for x in rows)),
+                settings.sizes.vocab, settings.maths, settings.logits_dtype,
             )  # fmt: skip
 
         return reference_loss(terms_of, rows.weights, settings)
@@ -254,7 +254,7 @@ def reference_loss(
     terms_of: Callable[[slice], Tensor], weight_WN: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """The loss and the rows' terms, from a function that gives the terms of a slice of rows."""
-    W, N = weight_WN.shape
+    N = weight_WN.shape[1]
     rows_RN = in_row_blocks(terms_of, N, settings.sizes.vocab).to(weight_WN.dtype)
-    loss_N = (weight_WN * rows_RN[:W]).sum(0)
+    loss_N = weighted(weight_WN, rows_RN)
     return loss_N if settings.per_row else loss_N.sum(), rows_RN

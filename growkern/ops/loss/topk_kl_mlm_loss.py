@@ -46,7 +46,11 @@ from torch.nn import functional as F
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, Reduction, Tail, TopKKeywords
-from growkern.ops.loss.kl_mlm_loss import divergence_reference, kl_mlm_rows_reference
+from growkern.ops.loss.kl_mlm_loss import (
+    divergence_reference,
+    kl_mlm_rows_reference,
+    student_logits_of,
+)
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
@@ -85,8 +89,7 @@ if TYPE_CHECKING:
 def topk_kl_mlm_rows_reference(
     student: Head,
     topk: Sequence[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
+    rows: RowInputs,
     vocab: int,
     maths: Maths,
     acc: torch.dtype,
@@ -99,11 +102,12 @@ def topk_kl_mlm_rows_reference(
     Returns:
         (R, N): `Terms`, stacked.
     """
-    kl_N = (kind_N & KL_ROW) > 0
+    kl_N = (rows.kinds & KL_ROW) > 0
     bias = student.bias[:vocab].to(acc) if student.bias.numel() else None
-    with torch.autocast(labels_N.device.type, enabled=False):
+    with torch.autocast(rows.labels.device.type, enabled=False):
         z_NV = F.linear(student.hidden.to(acc), student.weight[:vocab].to(acc), bias)
-    alone = named_terms(kl_mlm_rows_reference(z_NV, [], labels_N, kind_N, maths))
+    z_NV = student_logits_of(z_NV, rows.weights, maths)
+    alone = named_terms(kl_mlm_rows_reference(z_NV, [], rows.labels, rows.kinds, maths))
     z_NV = maths.softcap * torch.tanh(z_NV / maths.softcap) if maths.softcap else z_NV
     log_q_NV = (z_NV / maths.temperature).log_softmax(-1)
     values, agreement = [], []
@@ -259,8 +263,8 @@ def _loss_and_rows(
         def terms_of(some: slice) -> Tensor:
             return topk_kl_mlm_rows_reference(
                 student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
-                rows.labels[some], rows.kinds[some], settings.sizes.vocab, settings.maths,
-                settings.logits_dtype, settings.drop_tail,
+                RowInputs(*(x[..., some] for x in rows)), settings.sizes.vocab,
+                settings.maths, settings.logits_dtype, settings.drop_tail,
             )  # fmt: skip
 
         return reference_loss(terms_of, rows.weights, settings)

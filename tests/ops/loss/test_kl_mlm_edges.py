@@ -280,6 +280,38 @@ def test_a_count_is_a_number_in_any_shape(backend, door, device):
         assert torch.equal(loss, call(door, *heads, labels, num_items=7, **options)[0])
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_an_infinite_term_without_a_weight_costs_nothing(divergence, backend, door, device):
+    student, teachers, _ = make_heads(6, 33, 8, torch.float64, device)
+    teacher, labels = teachers[0], torch.arange(1, 7, device=device)
+    options = {"divergence": divergence, "backend": backend}
+
+    def loss_and_grads_of(**more):
+        leaves = [x.detach().clone().requires_grad_() for x in student]
+        loss = call(door, leaves, teacher, labels, **options | more)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaves)
+
+    # both rule out the label of row 2, so its label term is infinite and its KL is not
+    student[2][3] = teacher[2][3] = float("-inf")
+    expected = loss_and_grads_of(alpha=1.0)
+    assert expected[0].isfinite()
+    one = torch.tensor(1.0, dtype=torch.float64, device=device)
+    for more in ({"alpha": 1.0, "return_parts": True}, {"alpha": one}):
+        assert_same(loss_and_grads_of(**more), expected)
+    rows, _ = loss_and_grads_of(alpha=one, reduction="none")
+    assert rows.isfinite().all()
+
+    # every KL is infinite, except JSD's
+    (teacher if divergence == "reverse" else student)[2][20] = float("-inf")
+    none = torch.zeros(6, dtype=torch.float64, device=device)
+    for reduction in ("mean", "sum", "none"):
+        loss, grads = loss_and_grads_of(row_weights=none, reduction=reduction, return_parts=True)
+        assert (loss == 0).all() and all((g == 0).all() for g in grads)
+
+
 @pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])
 def test_kinds_of_rows_are_what_the_kernels_are_compiled_for(kl_rows):
     labels = torch.tensor([5, -100, -100])

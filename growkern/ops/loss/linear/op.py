@@ -19,12 +19,7 @@ from growkern.ops.backend.choose import GPU_BACKENDS
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
-from growkern.ops.backend.transforms import (
-    Rules,
-    apply,
-    is_last_backward,
-    refuse_second_derivative,
-)
+from growkern.ops.backend.transforms import Rules, apply, is_last_backward, refuse_second_derivative
 from growkern.ops.loss.linear.gemm import (
     GradientSums,
     HeldRows,
@@ -54,6 +49,7 @@ from growkern.ops.loss.rows.state import (
     needs_second_reading,
     read_slices,
     terms,
+    weighted,
 )
 
 # ------------------------------------------------------------------------- chunk
@@ -315,7 +311,7 @@ def swept(
     ]
     with torch.autocast(weight_WN.device.type, enabled=False):
         rows_SN.copy_(sweep(heads, row_inputs, settings, wanted, make_chunk))
-    loss_N = (weight_WN * rows_SN[: weight_WN.shape[0]]).sum(0)
+    loss_N = weighted(weight_WN, rows_SN)
     loss.copy_(loss_N if settings.per_row else loss_N.sum())
     return outputs
 

@@ -250,6 +250,13 @@ class Terms(NamedTuple):
         return torch.stack([self.mlm, *self.divergences, self.entropy, *self.agreements])
 
 
+def weighted(weight_WN: Tensor, terms_RN: Tensor) -> Tensor:
+    """The loss of each row, (N,): the sum of its first W terms times their weights."""
+    # 0 * inf counts as 0: a label that the student rules out costs nothing without a weight
+    product_WN = weight_WN * terms_RN[: len(weight_WN)]
+    return torch.where(weight_WN != 0, product_WN, 0).sum(0)
+
+
 def named_terms(terms_RN: Tensor) -> Terms:
     """The inverse of `Terms.stacked`."""
     W = len(terms_RN) // 2

@@ -329,7 +329,9 @@ def _write_gradient(
     for k in tl.static_range(1, K + 1):
         dkl = tl.load(drows_ptr + k * N).to(ACC) * MATHS[INV_T]
         centre = tl.load(_teacher_sums(state_ptr, k, N) + N * T_CENTRE)
-        pulls += (((kind & KL_ROW) != 0, dkl, centre),)  # type: ignore[assignment]
+        # at a weight of 0 too: the pull of the reverse KL may be infinite
+        has_kl = ((kind & KL_ROW) != 0) & (dkl != 0)
+        pulls += ((has_kl, dkl, centre),)  # type: ignore[assignment]
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)

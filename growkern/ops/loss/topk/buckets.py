@@ -145,6 +145,8 @@ def solve(
     values, agreement, on_CB = [], [], torch.zeros_like(x_CB)
     for kept, dkl_C in zip(teachers, drows_WC[1:], strict=True):
         value, pull_CB = _against(kept, log_q_CB, maths.beta)
+        # the pull of the reverse KL may be infinite, and 0 * inf is NaN
+        pull_CB.masked_fill_((dkl_C == 0)[:, None], 0)
         on_CB.addcmul_(pull_CB, (dkl_C.double() / maths.temperature)[:, None])
         values.append(torch.where(kl_C, value, 0))
         agrees = kl_C & (top_C == first_top(kept.log_p_Ck, kept.ids_Ck)) if parts else kl_C & False
