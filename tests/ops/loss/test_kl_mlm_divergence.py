@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import growkern
+from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.state import Maths, Rows, Steps, fit_to_dtype, n_numbers
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, make_logits, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 
@@ -211,3 +213,38 @@ def test_refusals(change, message):
     labels = torch.zeros(4, dtype=torch.long)
     with pytest.raises(growkern.errors.GrowthError, match=message):
         growkern.kl_mlm_loss(torch.ones(4, 8), torch.ones(4, 8), labels, **change)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("temperature, gap", [(1.0, 1000.0), (2.0, 1000.0), (1 / 64, 1.0)])
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_float16_rows_hold_every_gradient(backend, temperature, gap, beta, device):
+    """The scale fits the steepest gradient, and keeps the digits of a small one.
+
+    In the first row the student is torn between two tokens, whose logits the teacher has `gap`
+    apart. The teacher of the second row is close.
+    """
+    z = torch.full((2, 8), -40.0, device=device)
+    z[0, :2], z[1] = 0.0, torch.linspace(-0.5, 0.5, 8, device=device) * temperature
+    u = z + 0.01 * temperature * torch.cos(torch.arange(8.0, device=device))
+    u[0], u[0, 0] = 0.0, gap
+    maths = Maths(temperature=temperature, beta=beta)
+    # alpha = 1
+    given = torch.tensor([[0.0] * 2, [0.5 * temperature**2] * 2], device=device)
+    labels, kinds = torch.tensor([1, 3], device=device), torch.tensor([3, 3], device=device)
+
+    def gradient(weights, dtype, logits):
+        rows = Rows(logits[0], [logits[1]], labels, kinds.int(), 8, maths, False)
+        state = torch.empty(n_numbers(1), 2, dtype=logits[0].dtype, device=device)
+        out = torch.empty(2, 8, dtype=dtype, device=device)
+        steps = Steps(sums=True, diverge=beta != 0, grad=True)
+        ROW_FUNCTIONS[backend](rows, state, steps, weights.to(logits[0].dtype), out)
+        return out.double()
+
+    scaled, unscale = fit_to_dtype(given, torch.float16, maths)
+    assert unscale is not None and (scaled * unscale == given).all()
+    truth = gradient(given, torch.float64, (z.double(), u.double()))
+    found = gradient(scaled, torch.float16, (z, u)) * unscale
+    assert found.isfinite().all()
+    for one, expected in zip(found, truth, strict=True):
+        assert (one - expected).norm() <= 1e-3 * expected.norm()

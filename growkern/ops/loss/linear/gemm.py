@@ -308,19 +308,6 @@ class GradientSums:
                 grad.copy_(total)
 
 
-def fit_to_dtype(weight_WN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Row weights times a power of two, for float16 gradients, and the inverse factor.
-
-    float16 has no numbers under 6e-8. A row's gradient is at most its weight and, beside a close
-    teacher, 1e-6 of it: weights near 2^12 keep both inside float16. The float32 sums are multiplied
-    by the inverse.
-    """
-    if dtype != torch.float16 or not weight_WN.numel():
-        return weight_WN, None
-    power = (12 - weight_WN.abs().amax().clamp(min=1e-30).log2()).floor()
-    return weight_WN * power.exp2(), (-power).exp2()
-
-
 # -------------------------------------------------------------- compiled library
 
 _SIZES = ("m", "n", "k", "a_m", "a_k", "b_k", "b_n", "c_m")

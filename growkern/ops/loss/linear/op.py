@@ -20,14 +20,7 @@ from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
 from growkern.ops.backend.transforms import Rules, apply, is_last_backward, refuse_second_derivative
-from growkern.ops.loss.linear.gemm import (
-    GradientSums,
-    HeldRows,
-    chunk_size,
-    fit_to_dtype,
-    gemm_dtype,
-    project,
-)
+from growkern.ops.loss.linear.gemm import GradientSums, HeldRows, chunk_size, gemm_dtype, project
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
@@ -45,6 +38,7 @@ from growkern.ops.loss.rows.state import (
     RowInputs,
     Rows,
     Steps,
+    fit_to_dtype,
     n_numbers,
     needs_second_reading,
     read_slices,
@@ -222,7 +216,7 @@ def sweep(
     # ranks add up float32 numbers
     sums.rounds_dx = held is not None and not settings.group
     # unused places read row N, which is of kind 0, and write there
-    weight_WN, unscale = fit_to_dtype(weight_WN, x_NH.dtype)
+    weight_WN, unscale = fit_to_dtype(weight_WN, x_NH.dtype, settings.maths)
     padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
     terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
     for rows_G in rows_R.split(G or C) if R else ():

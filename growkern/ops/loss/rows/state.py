@@ -250,6 +250,35 @@ class Terms(NamedTuple):
         return torch.stack([self.mlm, *self.divergences, self.entropy, *self.agreements])
 
 
+def fit_to_dtype(
+    weight_WN: Tensor, dtype: torch.dtype, maths: Maths
+) -> tuple[Tensor, Tensor | None]:
+    """Row weights times a power of two, for float16 gradients, and the inverse factor.
+
+    float16 ends at 2^16 and has no numbers under 6e-8. An element of a row's gradient is at most
+    the sum of its weights times
+
+        MLM, (4) and (9):   1 + 2 c |lse|, where c is the z-loss
+        forward KL, (5):    1 / T, as |q - p| <= 1
+        JSD, (8):           0.54 / T. With b = 1 - beta, q log(q / m) is above -1 / e and the mean
+                            of log(q / m) lies in 0 .. -log b: b (1 / e - log b) is the most
+        reverse KL:         R / 4 T^2, where R is the range of z - u over the columns. It is
+                            q (f - mean of f) / T with f = (z - u) / T, and q (1 - q) <= 1 / 4
+
+    and, beside a close teacher, 1e-6 of a weight. The first three come to 2^12. This leaves room
+    for a z-loss of large logits. R is not known before the logits are: the reverse KL comes to 2^15
+    at R = 1024, and overflows from twice this on. Its elements under 5e-10 of a weight are lost at
+    T = 1, and the others' under 2e-11. The float32 sums are multiplied by the inverse.
+    """
+    if dtype != torch.float16 or not weight_WN.numel():
+        return weight_WN, None
+    T = maths.temperature
+    on_kl = max(1 / T, 256 / T**2 / 8) if maths.beta == 1 else 1 / T
+    bound_N = weight_WN[0].abs() + on_kl * weight_WN[1:].abs().sum(0)
+    power = (12 - bound_N.amax().clamp(min=1e-30).log2()).floor()
+    return weight_WN * power.exp2(), (-power).exp2()
+
+
 def weighted(weight_WN: Tensor, terms_RN: Tensor) -> Tensor:
     """The loss of each row, (N,): the sum of its first W terms times their weights."""
     # 0 * inf counts as 0: a label that the student rules out costs nothing without a weight
