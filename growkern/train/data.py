@@ -246,12 +246,7 @@ class PassageCollator(Protocol):
 
 
 def evaluation_collator(collator: Collator, rows: Any = None) -> Collator:
-    """The variant for evaluation if the collator has one, else the collator itself.
-
-    Args:
-        collator: for training.
-        rows: that are evaluated. No text of the training data is mixed with them.
-    """
+    """The variant for evaluation if it has one, which takes passages of the evaluated rows only."""
     if isinstance(collator, FreezableCollator):
         collator = collator.frozen()
     if rows is not None and isinstance(collator, PassageCollator):
