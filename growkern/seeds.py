@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+import hashlib
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError
@@ -38,5 +38,5 @@ def seed_of_process(seed: int, rank: int) -> int:
         seed: that the processes share.
         rank: of the process.
     """
-    (found,) = np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)
-    return int(found) & MOST_SEED
+    digest = hashlib.sha256(f"{seed} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MOST_SEED

@@ -19,6 +19,7 @@ from growkern.growth.plan.advice.evidence import (
 # the ways of a saving -> table, system and label of its runs, and the label of the baseline's
 LINES = {
     ("fpi", "padded"): ("table5", "fpi_padded", "", ""),
+    ("aki", "padded"): ("symmetry", "aki_padded", "", ""),
     ("fpi", "copies"): ("table5", "fpi", "", ""),
     ("aki", "copies"): ("table5", "aki", "", ""),
     ("direct_copy",): ("table5", "direct_copy", "", ""),

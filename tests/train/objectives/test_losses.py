@@ -17,6 +17,7 @@ from growkern import (
     inherited_loss,
 )
 from growkern import TwoStageTrainer as Trainer
+from growkern.train.data import evaluation_collator
 from growkern.train.flops import ModelCost, cost_of
 from growkern.train.objectives.electra import draw
 from growkern.train.sub_model import find_stacks
@@ -185,7 +186,7 @@ def test_an_evaluation_has_both_parts(objective, tmp_path):
     trainer = trainer_of(model, tmp_path, objective)
     rows, collator = data_of(objective)
     metrics = trainer.evaluate()
-    batch = collator.frozen()([rows[i] for i in range(9)])
+    batch = evaluation_collator(collator, trainer.eval_dataset)([rows[i] for i in range(9)])
     expected = trainer.compute_loss(model.eval(), batch).item()
     assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
     name = trainer.side.name
