@@ -51,12 +51,8 @@ def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
         )
     )
     assert min(half, longer) > 0.5 and math.isnan(quarter)
-    assert says("with `GrowthAdamW` and AdamW a model saves alike")
-    scratch, *both = (
-        runs_of(f"tiny-gpt/{name}", "0.003") for name in ("scratch", "fpi_padded", "padded_adamw")
-    )
-    own, plain = (100 * saved(runs, scratch) for runs in both)
-    assert abs(own - plain) < 3
+    assert says("`GrowthAdamW` saves slightly more than AdamW in GPT-2; in BERT nothing can be")
+    assert min(more_saved("tiny-gpt", "fpi_padded", "padded_adamw", "0.003")) > 0
     more = more_saved("tiny-bert", "aki_adamw", "aki")
     assert says(f"It saves {interval(more, 1)} points more, so at equal loss")
     ends = zip(ends_of("tiny-bert/aki"), ends_of("tiny-bert/aki_adamw"), strict=True)
@@ -503,16 +499,26 @@ def test_the_sentences_on_directions_match_their_table():
 
 
 def test_the_sentences_on_the_optimizer_match_their_table():
-    found = paper_lines("FPI, padded stream, AdamW")
-    rows = training_rows()
-    default = rows["tiny-gpt/fpi_padded-2000-0.003-seed1"]["losses"][-1]
-    assert says(f"the default ends at {default:.3f}")
-    padded = "FPI, padded stream, "
-    for name in ("AdamW", "grown moments"):
-        assert abs(first(found[padded + name]["all"]) - default) <= 0.0105
-    rewarmed = found[padded + "grown moments, re-warm-up"]
-    assert float(rewarmed["rate"]) < float(found["FPI, padded stream"]["rate"])
-    assert says(f"the long run ends {first(rewarmed['all']) - default:.2f} higher")
+    default = ends_of("tiny-gpt/fpi_padded", "0.003")
+
+    def higher(name, rate="0.003"):
+        ends = zip(ends_of(f"tiny-gpt/{name}", rate), default, strict=True)
+        return sorted(one - other for one, other in ends)
+
+    plain, moments = higher("padded_adamw"), higher("padded_moments")
+    assert min(*plain, *moments) > 0
+    assert says(f"lower than AdamW, by {plain[0]:.3f} to {plain[-1]:.3f}")
+    assert says(f"lower than with grown moments, by {moments[0]:.3f} to {moments[-1]:.3f}")
+    more = [
+        interval(more_saved("tiny-gpt", "fpi_padded", name, "0.003"), 1)
+        for name in ("padded_adamw", "padded_moments")
+    ]
+    assert says("it saves {} points more than AdamW, and {} more than with grown".format(*more))
+    rewarmed = higher("padded_rewarmed", "0.001")
+    lines = paper_lines("FPI, padded stream, AdamW")
+    found = lines["FPI, padded stream, grown moments, re-warm-up"]
+    assert float(found["rate"]) < float(lines["FPI, padded stream"]["rate"])
+    assert says(f"the long run ends {rewarmed[0]:.2f} to {rewarmed[-1]:.2f} higher")
 
 
 def deep_runs(name):
