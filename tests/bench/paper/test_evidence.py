@@ -1,6 +1,7 @@
 """What the planner says of our own runs is what is stored of them."""
 
 import math
+import re
 
 import pytest
 
@@ -14,7 +15,9 @@ from growkern.growth.plan.advice.evidence import (
     LONG_SOURCE,
     OURS,
     SAVINGS,
+    percent,
 )
+from tests.bench.pages import table_with
 
 # the ways of a saving -> table, system and label of its runs, and the label of the baseline's
 LINES = {
@@ -62,6 +65,27 @@ def test_a_saving_of_ours_is_that_of_its_runs(rows, own):
 
 def test_every_line_is_evidence_once():
     assert sorted(LINES) == sorted(one.ways for one in OWN)
+
+
+def kind_of(text):
+    """The axis and the ways to grow that a row of the table of evidence names."""
+    axis = "both" if "hidden size and layers" in text else "width"
+    words = re.findall("fpi|aki|padded|copies|stack|identity|interleave", text)
+    words += ["large decoder"] if "decoder" in text else []
+    return "depth" if text.startswith("layers") else axis, frozenset(words)
+
+
+def test_the_table_of_evidence_has_every_saving_once():
+    defaults = ("fpi", "padded", "identity", "trained")
+    expected = {}
+    for one in SAVINGS:
+        ways = () if one.ways == defaults else {*one.ways} - {"young"}
+        margin = f" ± {100 * one.margin:.0f}" if one.margin else ""
+        figure = f"{percent(one.share).removesuffix('%')}{margin} %"
+        expected.setdefault((one.axis, frozenset(ways)), []).append(figure)
+    written = {kind_of(kind): cell for kind, cell in table_with("you grow")[1:-1]}
+    found = {kind: re.findall(r"-?\d+(?: ± \d+)? %", cell) for kind, cell in written.items()}
+    assert {k: sorted(v) for k, v in found.items()} == {k: sorted(v) for k, v in expected.items()}
 
 
 def test_equal_copies_did_not_reach_the_loss_from_scratch(rows):
