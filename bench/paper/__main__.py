@@ -39,6 +39,7 @@ from growkern.errors import GrowthError
 
 FOLDER = Path("runs/paper")
 SEEDS = (1, 2, 3, 4, 5)
+USUAL_SEEDS = 3
 
 
 def say(text: str) -> None:
@@ -72,7 +73,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("table", choices=[*TABLES, "report", "maps"])
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--seeds", type=int, default=3, choices=range(1, len(SEEDS) + 1))
+    parser.add_argument(
+        "--seeds", type=int, choices=range(1, len(SEEDS) + 1), help=f"default: {USUAL_SEEDS}"
+    )
     parser.add_argument(
         "--systems",
         nargs="+",
@@ -91,7 +94,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--known",
         action="store_true",
-        help="take over the runs in bench/results/paper.json, and train only the others",
+        help="take over the runs in bench/results/paper.json with their accuracies, and train only "
+        "the others",
     )
     parser.add_argument(
         "--save", action="store_true", help="merge the runs into bench/results/paper.json"
@@ -99,23 +103,37 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.save and options.size == UNSAVED:
         parser.error(f"--save: runs of size {UNSAVED!r} are for tests and are never saved")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: at least one run at a time")
+    if options.dir.exists() and not options.dir.is_dir():
+        parser.error(f"--dir {options.dir}: this is no folder")
     if options.table in TABLES:
-        lines = lines_of(options.table, options.size)
-        if lines is None:
-            parser.error(f"{options.table} has no size {options.size!r}")
-        own = list(dict.fromkeys(line.system for line in lines))
-        for name in options.systems or ():
-            if name not in own:
-                parser.error(f"{name}: no system of {options.table}. It has: {', '.join(own)}")
-        given = {"--text": options.text, "--domain": options.domain}
-        needed = ("--text", "--domain") if options.table == "domain" else ("--text",)
-        for option in needed if options.size == "base" else ():
-            if not given[option]:
-                parser.error(
-                    f"--size base needs {option}: it trains on billions of tokens, and the text "
-                    "that is on every machine has a few million"
-                )
+        _check_table(options, parser)
+    elif options.systems or options.text or options.domain or options.seeds:
+        parser.error(
+            f"{options.table} shows the runs that are there: it takes no --systems, --seeds, "
+            "--text or --domain"
+        )
     return options
+
+
+def _check_table(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End a call with a message if its table has no such size or systems, or lacks a text."""
+    lines = lines_of(options.table, options.size)
+    if lines is None:
+        parser.error(f"{options.table} has no size {options.size!r}")
+    own = list(dict.fromkeys(line.system for line in lines))
+    for name in options.systems or ():
+        if name not in own:
+            parser.error(f"{name}: no system of {options.table}. It has: {', '.join(own)}")
+    given = {"--text": options.text, "--domain": options.domain}
+    needed = ("--text", "--domain") if options.table == "domain" else ("--text",)
+    for option in needed if options.size == "base" else ():
+        if not given[option]:
+            parser.error(
+                f"--size base needs {option}: it trains on billions of tokens, and the text "
+                "that is on every machine has a few million"
+            )
 
 
 def train_table(options: argparse.Namespace) -> None:
@@ -132,9 +150,10 @@ def train_table(options: argparse.Namespace) -> None:
         take_over(options.dir, known if options.known else ())
     place = Workplace(options.dir, facts, say, options.workers)
     chosen = [line for line in lines if line.system in (options.systems or SYSTEMS)]
-    longest = compare(place, chosen, options.seeds)
+    longest = compare(place, chosen, options.seeds or USUAL_SEEDS)
     if TABLES[options.table].classifies:
-        place.classify(longest)
+        # a known run has no model here, and to train it again takes hours
+        place.classify([job for job in longest if not options.known or place.has_model(job.name)])
 
 
 def run(options: argparse.Namespace) -> None:
@@ -145,8 +164,13 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.table == "maps":
         out = RESULTS if options.save else options.dir
-        for picture in draw_maps(options.dir, rows_of(options.dir), options.size, out):
-            print(picture)
+        pictures = draw_maps(options.dir, rows_of(options.dir), options.size, out)
+        if not pictures:
+            raise GrowthError(
+                f"{options.dir} has no trained models of size {options.size!r} to draw: train a "
+                "table first, such as table2"
+            )
+        print(*pictures, sep="\n")
         return
     if options.table != "report":
         train_table(options)

@@ -107,13 +107,14 @@ def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any)
     """A model that begins as its source, grown; `how` are options of `GrowthStep`."""
 
     def sections(job: Job, source: str) -> dict[str, Any]:
+        gets_layers = job.setting.target.layers > job.setting.source.layers
         growth = GrowthStep(
             source=source,
             sizes=job.setting.target_sizes(),
             method=method,
-            depth=depth,
             stream=stream,
             seed=job.seed,
+            **({"depth": depth} if gets_layers else {}),
             **how,
         )
         return {"model": ModelSection(), "growth": growth}

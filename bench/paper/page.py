@@ -19,6 +19,7 @@ from bench.paper.tables import heading, section, table, tables_in
 IN_DOCS = (
     *("table2", "progressive", "table4", "narrow", "table5", "layers", "table6"),
     *("inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
+    *("rates", "rates_t5"),
 )
 # the ways to grow that the README's picture compares, beside the baseline
 IN_README = ("direct_copy", "fpi", "aki", "fpi_padded")
@@ -33,18 +34,20 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
   for each length, whose learning rate falls to 0.
 - Every method takes the best of three learning rates, of four for T5, in runs of another seed.
   These are short, but not for a BERT or T5 that begins untrained: short runs from scratch end on
-  its plateau. The length of stage 1 and the number of kept tokens do not make another method. Where
-  the best rate is the lowest or the highest, a better one may lie beyond it.
+  its plateau. Some lines take the rate of another one: those that differ in the length of stage 1
+  or in the number of kept tokens, and AKI with AdamW that of AKI. Where the best rate is the lowest
+  or the highest, a better one may lie beyond it. All sources are trained at one rate.
 - "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
   for GPT-2 and T5. For BERT it is copies.
-- The first line is the baseline. "below it" is how far the loss after all steps is below the
-  baseline's of the same seed.
+- The first line is the baseline. "below baseline" is how far the loss after all steps is below
+  that of the baseline with the same seed.
 - "FLOPs saved" are saved to reach the loss of the baseline after all steps. Between runs of two
   lengths the loss is taken to fall linearly. In truth it falls faster at first, so that the savings
   are a little too low. Some lines have shorter runs for it, which no column shows. The
-  FLOPs of a teacher in training are counted. The next column also counts those before: the training
-  of sources, and predictions that are kept once for any number of runs. "≥": some of the shortest
-  runs are below that loss already.
+  FLOPs of a teacher in training are counted. "≥": some of the shortest runs are below that loss
+  already.
+- "source counted" also counts the FLOPs before: the training of sources, and predictions that are
+  kept once for any number of runs.
 - "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
   libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without

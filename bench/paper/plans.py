@@ -125,7 +125,7 @@ def _stages(setting: Setting) -> list[Line]:
 
     More lines ask why two stages save less here than in the paper. One has sub-models that are
     twice as deep. In the last ones stage 1 takes no steps from the rest: it is a run before, whose
-    FLOPs only the column with the source's counts.
+    FLOPs only the column "source counted" counts.
     """
     whole, method = Line(setting, "aki"), Line(setting, "aki_two_stage")
     lines = [Line(setting, "scratch"), replace(whole, label="E_b = 0")]
@@ -291,7 +291,8 @@ TABLES = {
     "copies": Table(
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
-    "rates": Table("A higher rate than short runs chose", "bert", _rates),
+    "rates": Table("A higher rate than short runs chose: BERT", "bert", _rates),
+    "rates_t5": Table("A higher rate than short runs chose: T5", "t5", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",
         "gpt2",

@@ -78,7 +78,7 @@ class Workplace:
             return partial(accuracy_of, self.folder / job.name, job.setting.length, job.seed)
 
         missing = [job for job in jobs if "accuracy" not in self.rows[job.name]]
-        self._train([job for job in missing if not self._has_model(job.name)])
+        self._train([job for job in missing if not self.has_model(job.name)])
         for done, (job, accuracy) in enumerate(self._called(missing, prepared), start=1):
             append_row(self.folder / ACCURACIES, {"name": job.name, "accuracy": accuracy})
             self.rows[job.name]["accuracy"] = accuracy
@@ -104,10 +104,11 @@ class Workplace:
     def _with_needs(self, jobs: Iterable[Job]) -> list[Job]:
         """`jobs`, and first those that they need and whose models are not there."""
         # rows may come from another machine, models do not
-        needs = [one for job in jobs for one in job.needs if not self._has_model(one.name)]
+        needs = [one for job in jobs for one in job.needs if not self.has_model(one.name)]
         return list(dict.fromkeys([*(self._with_needs(needs) if needs else ()), *jobs]))
 
-    def _has_model(self, name: str) -> bool:
+    def has_model(self, name: str) -> bool:
+        """Whether a job was done in this folder, and its model is still there."""
         return name in self.rows and (self.folder / name / "config.json").is_file()
 
     def _called(

@@ -264,7 +264,7 @@ def test_the_readmes_table_matches_its_results():
             (
                 f"training FLOPs saved to reach the loss from scratch, {of}",
                 line["FLOPs saved"],
-                "with the small model's own training: " + line["with the source's"],
+                "with the small model's own training: " + line["source counted"],
             )
             for of, line in (
                 ("the same runs", padded),

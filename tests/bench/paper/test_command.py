@@ -329,6 +329,50 @@ def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys)
     assert "--systems SYSTEM" in shown and "padded_rewarmed" not in shown
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("table5", "--workers", "0"), "--workers 0: at least one run at a time"),
+        (("report", "--systems", "fpi"), "report shows the runs that are there"),
+        (("maps", "--seeds", "1"), "maps shows the runs that are there"),
+        (("maps",), "has no trained models of size 'tiny' to draw"),
+    ],
+)
+def test_options_without_a_use_are_refused(options, said, tmp_path, monkeypatch, capsys):
+    assert said in refused(monkeypatch, capsys, *options, "--dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_is_no_folder_for_runs(lines, monkeypatch, capsys):
+    said = refused(monkeypatch, capsys, "table5", "--dir", lines)
+    assert f"--dir {lines}: this is no folder" in said
+
+
+def test_known_runs_are_not_trained_again_for_their_accuracies(tmp_path, monkeypatch):
+    asked = {}
+
+    class Place:
+        def __init__(self, *_):
+            pass
+
+        def make(self, jobs):
+            return [row(job.name) | {"rate": job.rate} for job in jobs]
+
+        def has_model(self, name):
+            return "scratch" in name
+
+        def classify(self, jobs):
+            asked["jobs"] = {job.system for job in jobs}
+
+    monkeypatch.setattr(command, "Workplace", Place)
+    monkeypatch.setattr(command, "prepare", lambda *_: {})
+    monkeypatch.setattr(command, "of_text", lambda *_: [])
+    for known, systems in ((["--known"], {"scratch"}), ([], {"scratch", "fpi"})):
+        call = ("table2", "--systems", "scratch", "fpi", "--dir", str(tmp_path), *known)
+        command.train_table(command.options_of(call))
+        assert asked["jobs"] == systems
+
+
 # saves every four steps, where a usual run saves every minute
 SAVING = """
 from dataclasses import replace

@@ -4,7 +4,7 @@ import math
 
 from bench.paper.compare import interval, saved
 from bench.shared import results
-from tests.bench.pages import logs, more_saved, runs_of, says, training_rows
+from tests.bench.pages import logs, more_saved, runs_of, training_rows
 
 
 def share(name, rate="0.002", baseline="tiny-bert/scratch"):
@@ -235,7 +235,6 @@ def test_equal_copies_long_sources_and_shorter_runs():
     lower = chosen[-1]["losses"][-1] - higher[-1]["losses"][-1]
     assert len(shares) == 1 and logs(f"ends {lower:.3f} lower, a little more than predicted")
     assert logs(f"saves {min(shares)} % at both rates")
-    assert says(f"At 0.002 it ends {lower:.3f} lower with seed 1, and saves {min(shares)} %")
 
 
 def test_sixteen_layers():

@@ -95,12 +95,12 @@ def test_a_table_has_a_line_for_each_setting():
     quarter = ("3.200 ± 0.497", "2.900 ± 0.000", "2.400 ± 0.497", "2.467 ± 0.287", "3.000 ± 0.000")
     assert column["1/4 of the steps"] == quarter and column["all"][0] == "2.200 ± 0.497"
     below = ("0.000 ± 0.000", "0.000 ± 0.430", "0.100 ± 0.000", "0.167 ± 0.287", "0.400 ± 0.497")
-    assert column["below it"] == below
+    assert column["below baseline"] == below
     # the first seed of the second line does not reach 2.0; the third is below 2.4 from the start
     shares = column["FLOPs saved"]
     assert shares[:2] == ("0.0 ± 0.0 %", "not reached by 1 of 3")
     assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
-    assert column["with the source's"][2].startswith("5.0 ±")
+    assert column["source counted"][2].startswith("5.0 ±")
 
 
 def test_a_line_may_have_another_rate_than_its_short_runs_chose():

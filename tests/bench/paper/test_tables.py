@@ -202,6 +202,15 @@ def test_a_stage_1_before_takes_no_steps_from_the_rest():
     assert run_of(job_of(setting, "aki_adamw", 1, 1e-3, 500)).training.optimizer == "adamw"
 
 
+def test_only_a_growth_that_adds_layers_says_where_they_come_from():
+    lines = {line.label: line for line in lines_of("table3", "tiny") if line.system == "aki"}
+    depths = [
+        run_of(job_of(lines[f"source {name}"].setting, "aki", 1, 1e-3, 500)).growth.depth
+        for name in ("4x64", "2x64")
+    ]
+    assert depths == ["identity", "stack"]
+
+
 def test_models_of_one_text_go_on_with_another():
     job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
     general, expert = job.needs
