@@ -7,6 +7,7 @@ promise: few papers measure this, on other models and texts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from growkern.growth.plan.advice.evidence import (
     FAR_FACTOR,
     FAR_LAYERS,
     FREE_ABOVE,
+    LEAST_FACTOR,
     LEAST_SEEN,
     LEAST_SEEN_LATER,
     LEAST_STACKED,
@@ -170,14 +172,22 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     axes, scratch = axes_of(plan), _for_scratch(plan, tokens, source_tokens)
     against = f"{FROM_SCRATCH}: {scratch}" if scratch else _against_options(plan, tokens)
     ways = set() if against else ways_of(plan, tokens, source_tokens)
-    papers = tuple(one for one in SAVINGS if one.axis in axes and ways.issuperset(one.ways))
+    papers = _papers(axes, ways)
+    if ways and not papers and _papers(axes, ways | {"young"}):
+        against = (
+            "unknown: such growth was measured only from sources that had seen fewer than half of "
+            "the tokens that the target was to see"
+        )
     doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
     ends = [0.0] if doubts or not papers else []
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
     is_cheap = spent is not None and spent < CHEAP * flops
     timing = () if against else _timing(plan, axes, tokens, source_tokens)
-    high = max((one.high for one in papers), default=0.0)
+    most = _most_in_width(tokens, source_tokens)
+    high = max(
+        (one.high if one.axis == "depth" else min(one.high, most) for one in papers), default=0.0
+    )
     return Forecast(
         flops=flops,
         source_flops=spent,
@@ -191,6 +201,21 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
         # a baseline and equal copies lose for reasons of their own
         reasons=(*doubts, *timing) if papers else (),
     )
+
+
+def _papers(axes: set[str], ways: set[str]) -> tuple[Saving, ...]:
+    """The savings of growth along some axes in some ways."""
+    return tuple(one for one in SAVINGS if one.axis in axes and ways.issuperset(one.ways))
+
+
+def _most_in_width(tokens: float, source_tokens: float | None) -> float:
+    """The most that was saved after growth in width by a source that had seen no less than this.
+
+    No paper measured such growth from a source that has seen little, so our own runs bound it.
+    """
+    share = math.inf if source_tokens is None else source_tokens / tokens
+    young = {seen: gain + half for seen, (gain, half) in MOMENTS.items() if seen < EARLY}
+    return next((high for seen, high in young.items() if share <= seen), math.inf)
 
 
 def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) -> str:
@@ -252,6 +277,10 @@ def _doubts(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iter
             f"the target sees {per:.3g} tokens per parameter; gains were largest below "
             f"{CHINCHILLA} and shrank above (Mallik et al., 2026)"
         )
+    if factor < LEAST_FACTOR:
+        yield (
+            f"the model grows to {factor:.2f} times its parameters, less than in any measurement"
+        )
     # embeddings grow less than the rest: twice the size is rarely 2.0 times the parameters
     if factor > 1.25 * RELIABLE_FACTOR:
         yield (
@@ -272,7 +301,7 @@ def _early(axes: set[str], tokens: float, source_tokens: float | None) -> Iterat
     if source_tokens is None or source_tokens >= EARLY * tokens or "width" not in axes:
         return
     *some, last = (f"{share:.0%}" for share in MOMENTS)
-    *gains, most = (f"{saved:.0%}" for saved in MOMENTS.values())
+    *gains, most = (f"{saved:.0%}" for saved, _ in MOMENTS.values())
     yield (
         f"the source saw {source_tokens / tokens:.2g} times the tokens that the target will see; a "
         f"small GPT-2 that grew after {', '.join(some)} and {last} of them saved "
