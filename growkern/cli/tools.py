@@ -19,7 +19,7 @@ def demo(
         "runs/demo"
     ),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller models; takes a few minutes.")
+        bool, typer.Option("--quick", help="One seed and fewer steps; takes a few minutes.")
     ] = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of the models and the data order.")

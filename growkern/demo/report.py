@@ -107,9 +107,10 @@ def _caption(scratch: Sequence[dict[str, Any]], sources: Sequence[Curve]) -> str
         f"{sources[0].flops[-1]:.3g} FLOPs. FLOPs include those of teachers, but not evaluation. "
     )
     if len(sources) > 1:
-        caption += f"Ranges are over {len(sources)} seeds. Those that overlap order nothing."
+        caption += f"Ranges are over {len(sources)} seeds. Those that overlap order nothing. "
     else:
-        caption += "One seed does not order the methods."
+        caption += "One seed does not order the methods. "
+    caption += "The learning rate is constant, which favours ways that keep the function."
     pairs = zip(sources, scratch, strict=True)
     if any(source.losses[-1] <= row["final_loss"] for source, row in pairs):
         caption += (

@@ -197,6 +197,7 @@ def test_savings_with_and_without_the_source():
     text = printed(rows, [source, source])
     words = " ".join(text.split())
     assert "mean of 2 seeds" in words and "Those that overlap order nothing" in words
+    assert "constant, which favours ways that keep the function" in words
     assert cells_of(text).keys() >= {"scratch", "grown", "slow"}
     _, grown, slow = table_cells(rows)
     assert grown == ["grown", "5.00", "20 to 40", "2 to 4", "60% to 80%", "40% to 60%"]
