@@ -109,7 +109,9 @@ def _shares(runs: Sequence[Row], baseline: Sequence[Row]) -> Any:
 
 def _wrapped(title: str, width: int) -> str:
     # no line begins with a sign of its own
-    return textwrap.fill(title.replace(" %", "\N{NO-BREAK SPACE}%"), width)
+    for mark in ("%", "="):
+        title = title.replace(f" {mark}", f"\N{NO-BREAK SPACE}{mark}")
+    return textwrap.fill(title.replace("= ", "=\N{NO-BREAK SPACE}"), width)
 
 
 def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list[Row]]]]) -> None:

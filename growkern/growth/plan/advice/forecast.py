@@ -121,7 +121,7 @@ class Forecast:
         if self.must_be_free:
             return f"{FROM_SCRATCH}, unless the source exists already: then {self._gain}"
         if self.needs_free_source:
-            return f"grow if the source exists already ({self.range}); do not train one for this"
+            return f"grow if the source exists already: {self._gain}; do not train one for this"
         if any(one.share < 0 for one in self.papers):
             return f"try it on a small scale first: {self._gain}"
         return f"grow: {self._gain}"
