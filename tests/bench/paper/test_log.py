@@ -7,9 +7,9 @@ from bench.shared import results
 from tests.bench.pages import logs, more_saved, runs_of, training_rows
 
 
-def share(name, rate="0.002", baseline="tiny-bert/scratch"):
-    """The per cent that a line saves with seed 1."""
-    return 100 * saved(runs_of(name, rate), runs_of(baseline, rate))
+def share(name, rate="0.002", baseline="tiny-bert/scratch", seed=1):
+    """The per cent that a line saves."""
+    return 100 * saved(runs_of(name, rate, seed), runs_of(baseline, rate, seed))
 
 
 def end(name, rate="0.002", seed=1):
@@ -333,3 +333,43 @@ def test_aki_with_a_padded_stream_and_more_seeds_of_symmetry():
         assert none - noise > 0.03
     missed = [a > b for a, b in zip(ends["fpi_noise"], ends["scratch"], strict=True)]
     assert sum(missed) == 1 and logs("With noise one seed does not reach the loss from scratch.")
+
+
+def test_rates_once_more():
+    rows = training_rows()
+
+    def short(setting, rate):
+        return rows[f"{setting}/direct_copy-500-{rate}-seed100"]["losses"][-1]
+
+    assert logs("({:.3f} and {:.3f})".format(*(short("tiny-bert", r) for r in ("0.001", "0.002"))))
+    assert logs(
+        "({:.3f} at 0.001, {:.3f} at 0.002)".format(
+            *(short("tiny-t5", rate) for rate in ("0.001", "0.002"))
+        )
+    )
+    lower = [
+        end("tiny-bert/direct_copy", "0.001", seed) - end("tiny-bert/direct_copy", "0.002", seed)
+        for seed in (1, 2, 3)
+    ]
+    shares = [share("tiny-bert/direct_copy", "0.002", seed=seed) for seed in (1, 2, 3)]
+    assert logs(f"{interval(lower)} lower, as low as FPI, and saves {sum(shares) / 3:.1f} %")
+    fpi, aki = (
+        interval(more_saved("tiny-bert", name, "direct_copy"), 1) for name in ("fpi", "aki")
+    )
+    assert logs(f"FPI saves {fpi} points more than that, in every seed. AKI saves {aki} points")
+
+
+def test_more_seeds_of_optimizers_and_of_another_domain():
+    default = [end("tiny-gpt/fpi_padded", "0.003", seed) for seed in (1, 2, 3)]
+    plain = [end("tiny-gpt/padded_adamw", "0.003", seed) for seed in (1, 2, 3)]
+    lower = sorted(a - b for a, b in zip(plain, default, strict=True))
+    assert lower[0] > 0 and logs(f"lower than AdamW, by {lower[0]:.3f} to {lower[-1]:.3f}")
+    more = interval(more_saved("tiny-gpt", "fpi_padded", "padded_adamw", "0.003"), 1)
+    assert logs(f"It saves {more} points more.")
+    rows = training_rows()
+    higher = [
+        rows[f"tiny-gpt-domain/adapted_taught-500-0.003-seed{seed}"]["losses"][-1]
+        - rows[f"tiny-gpt-domain/adapted-500-0.003-seed{seed}"]["losses"][-1]
+        for seed in (1, 2, 3)
+    ]
+    assert logs(f"ends {interval(higher)} higher with the small teacher")
