@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -22,7 +23,13 @@ from growkern.train.head import align_labels, head_inputs
 from growkern.train.topk_teacher import rows as cache_rows
 from growkern.train.topk_teacher import store
 from growkern.train.topk_teacher import write as writer
-from growkern.train.topk_teacher.store import pack_ids, rows_of, unpack_ids, write_tensors
+from growkern.train.topk_teacher.store import (
+    BITS_AT_ONCE,
+    pack_ids,
+    rows_of,
+    unpack_ids,
+    write_tensors,
+)
 from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 
@@ -59,6 +66,19 @@ def test_ids_survive_packing():
         unpacked = unpack_ids(packed, k, bits)
         assert unpacked.dtype == np.int32 and np.array_equal(unpacked, ids)
     assert unpack_ids(np.empty((0, 4), np.uint8), 5, 6).shape == (0, 5)
+
+
+def test_packing_takes_no_more_memory_for_more_rows():
+    ids = np.random.default_rng(0).integers(0, 1 << 18, (60_000, 32)).astype(np.int32)
+    tracemalloc.start()
+    try:
+        packed = pack_ids(ids, 18)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # 1.9 million ids of 18 bits; all of them apart take 315 MB
+    assert peak < packed.nbytes + 10 * BITS_AT_ONCE + (1 << 20)
+    assert (unpack_ids(packed, 32, 18) == ids).all()
 
 
 def test_everybody_may_read_what_they_may_read_elsewhere(tmp_path):
