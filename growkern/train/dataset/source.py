@@ -86,10 +86,17 @@ class Source:
         return self._opened(streaming=True)
 
     def fingerprint(self) -> list[Any]:
-        """Values that change with the contents."""
-        if self.dataset is None or self.files:
-            place = [self.config, self.split] if self.dataset else []
-            return [*place, *(version_of(file) for file in self.files)]
+        """Values that change with the contents, and with what the names say of them.
+
+        A name says how a file is read, and in a data set also to which split it belongs.
+        """
+        if self.dataset is None:
+            versions = [version_of(file) for file in self.files]
+            return versions if self.is_text else [self.files[0].suffix.lower(), *versions]
+        if self.files:
+            names = [file.relative_to(self.dataset).as_posix() for file in self.files]
+            versions = [version_of(file) for file in self.files]
+            return [self.config, self.split, names, *versions]
         builder = self._builder()
         with plain_errors(self.name):
             files = (builder.config.data_files or {}).items()

@@ -81,6 +81,30 @@ def test_other_data_tokenizers_and_settings_have_other_caches(place):
     assert rows_of(load(place)) != ROWS and len(caches(place)) == 5
 
 
+def test_a_file_that_is_read_in_another_way_has_another_cache(place):
+    # its contents and its time stay
+    (place / "a.jsonl").rename(place / "a.txt")
+    as_text = rows_of(load(place, train=("a.txt",)))
+    (place / "a.txt").rename(place / "a.jsonl")
+    assert rows_of(load(place)) == ROWS != as_text
+
+
+def test_files_that_move_to_another_split_have_another_cache(place):
+    folder = place / "d"
+    folder.mkdir()
+    write_jsonl(folder / "dev.jsonl", [{"text": text} for text in TEXTS[:20]])
+    write_jsonl(folder / "train.jsonl", [{"text": text} for text in TEXTS[20:]])
+    how = {"train": (), "dataset": "d"}
+    assert rows_of(load(place, **how)) == plain_rows(TEXTS[20:], LENGTH)[0]
+    for old, new in (("dev", "train-0"), ("train", "train-1")):
+        (folder / f"{old}.jsonl").rename(folder / f"{new}.jsonl")
+    assert rows_of(load(place, **how)) == ROWS
+    # the directory itself may move
+    folder.rename(place / "e")
+    load(place, train=(), dataset="e")
+    assert len(caches(place)) == 2
+
+
 @pytest.mark.parametrize("wrong", ["cut", "flipped", "missing", "no manifest", "no header"])
 def test_a_damaged_cache_is_made_again(place, reads, wrong):
     directory = load(place).directory
