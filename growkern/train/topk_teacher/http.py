@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from http.client import HTTPException, InvalidURL
 from typing import Any
 
 from growkern.errors import GrowthError
@@ -105,6 +106,14 @@ class Connection:
             raise self._of_status(path, error) from error
         except TimeoutError as error:
             raise _PassingError(f"no answer within {self.timeout:g} s: raise timeout") from error
+        except (InvalidURL, ValueError) as error:
+            raise GrowthError(
+                f"{self.url}: {error}: give a URL such as http://host:8000"
+            ) from error
+        except HTTPException as error:
+            # a server that ends while it answers, or a proxy before it
+            why = " ".join(str(error).split())
+            raise _PassingError(f"the answer was cut short ({why})") from error
         except (OSError, urllib.error.URLError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
@@ -112,10 +121,6 @@ class Connection:
                     f"no answer within {self.timeout:g} s: raise timeout"
                 ) from error
             raise _PassingError(f"{reason}: is the server running?") from error
-        except ValueError as error:
-            raise GrowthError(
-                f"{self.url}: {error}: give a URL such as http://host:8000"
-            ) from error
         try:
             return json.loads(text)
         except ValueError as error:
@@ -143,7 +148,7 @@ def _message_of(error: urllib.error.HTTPError) -> str:
     """What the server itself says of an error, in one line."""
     try:
         text = error.read().decode(errors="replace")
-    except OSError:
+    except (HTTPException, OSError):
         return ""
     try:
         table = json.loads(text)

@@ -263,8 +263,14 @@ def test_a_run_file_names_a_server(workplace):  # noqa: F811
 
 def test_tries_again_while_the_server_is_busy(server):
     state, url = server
-    state.faults = [(503, {}, b""), (429, {"Retry-After": "0"}, b'{"error": "slow down"}')]
-    ids, _ = ServedTeacher(url, 3, retries=2).batch(padded_batch())
+    state.faults = [
+        (503, {}, b""),
+        (429, {"Retry-After": "0"}, b'{"error": "slow down"}'),
+        # it ends in the middle of an answer, and of the reason of an error
+        (200, {"Content-Length": "99"}, b'{"choices": '),
+        (502, {"Content-Length": "99"}, b"Bad"),
+    ]
+    ids, _ = ServedTeacher(url, 3, retries=4, concurrency=1).batch(padded_batch())
     assert ids.any() and not state.faults
 
 
@@ -285,6 +291,12 @@ def test_a_failure_is_one_line(faults, message, server):
     with pytest.raises(GrowthError, match=message) as error:
         teacher.batch(padded_batch())
     assert "\n" not in str(error.value) and url in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://localhost:port", "http://local host:8000"])
+def test_a_url_that_is_none_is_refused_at_once(url):
+    with pytest.raises(GrowthError, match=r"give a URL such as http://host:8000$"):
+        ServedTeacher(url, 3)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "//localhost:8000", "ftp://localhost:8000"])
