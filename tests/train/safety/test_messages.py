@@ -117,7 +117,11 @@ def test_the_command_to_resume(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1 k"), (8390, "8.39 k"), (110e6, "110 M"), (1e15, "1 P")],
+    [
+        *((0, "0"), (999, "999"), (1000, "1 k"), (8390, "8.39 k"), (110e6, "110 M"), (1e15, "1 P")),
+        # rounded to three digits it has the next prefix; and FLOPs of a large training
+        *((999.7, "1 k"), (999_600, "1 M"), (-999_600, "-1 M"), (3.2e24, "3.2 Y")),
+    ],
 )
 def test_numbers_are_short(number, text):
     assert human(number) == text
