@@ -5,6 +5,7 @@ reason is one line on stderr. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; 
 resume.
 """
 
+import codecs
 import io
 import os
 import shlex
@@ -64,8 +65,10 @@ def main() -> None:
     """Run the command. Errors that the user can correct become one line and exit code 2."""
     warnings.formatwarning = _format_warning
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # names of files that are no UTF-8 are printed as they are
-        sys.stdout.reconfigure(errors="surrogateescape")
+        # names of files that are no UTF-8 are printed as they are. Other encodings lack letters:
+        # an error would end a command that has done its work with code 2
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     if not debug:

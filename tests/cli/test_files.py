@@ -36,6 +36,14 @@ def test_names_that_are_not_utf8_are_printed_as_they_are(checkpoint, tmp_path):
     assert b"mod\xe8le" in done.stdout and b"gro\xdf" in done.stdout
 
 
+def test_names_that_the_output_cannot_encode_do_not_fail_a_growth(checkpoint, tmp_path):
+    words = [sys.executable, "-m", "growkern", "grow", checkpoint, tmp_path / "größer"]
+    environment = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*words, *map(str, SIZES)], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert rb"gr\xf6\xdfer" in done.stdout and (tmp_path / "größer" / "config.json").exists()
+
+
 def test_a_masking_probability_that_is_none_is_refused(run, checkpoint, tmp_path):
     cache = ("cache-teacher", checkpoint, tmp_path / "a.txt", "--out", tmp_path / "cache")
     options = ("--k", 4, "--temperature", 2, "--masking-probability", 2)
