@@ -94,6 +94,7 @@ def cache_teacher(
     from growkern.growth.source.hub import located
     from growkern.train.topk_teacher.http import is_server
     from growkern.train.topk_teacher.write import cache_teacher as make
+    from growkern.train.topk_teacher.write import check_options, check_place
 
     silence_transformers()
     of_run = {
@@ -108,6 +109,10 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
+    # before the data is read, which may take hours. A run file is checked when it is read
+    sampled = given.get("--temperature", 1.0), given.get("--rows", "labels")
+    check_options(k, *sampled, dtype, epochs, batch_size)
+    check_place(out.resolve(), overwrite)
     place = source if is_server(source) else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
     report = make(

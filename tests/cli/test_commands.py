@@ -22,6 +22,7 @@ from growkern import package
 from growkern.cli.commands import app
 from growkern.cli.main import main
 from growkern.info import collect
+from growkern.train import load
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
@@ -224,6 +225,29 @@ def test_a_cache_that_cannot_be_made_is_one_line(run, checkpoint, tmp_path, chan
     result = run("cache-teacher", checkpoint, tmp_path / "a.txt", *options, *change)
     assert_bad_input(result, *words)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--dtype", "flaot16"], ["did you mean 'float16'"]),
+        (["--rows", "label"], ["did you mean 'labels'"]),
+        (["--epochs", 0], ["epochs is 0"]),
+        ([], ["c exists"]),
+        (["--overwrite"], ["c is not a teacher cache"]),
+    ],
+    ids=str,
+)
+def test_nothing_is_read_for_a_cache_that_cannot_be_made(
+    run, checkpoint, tmp_path, monkeypatch, change, words
+):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "other").touch()
+    for name in ("load_language_model", "load_tokenizer"):
+        monkeypatch.setattr(load, name, None)
+    options = ["--out", tmp_path / "c", "--k", 2, "--temperature", 1, "--sequence-length", 8]
+    result = run("cache-teacher", checkpoint, tmp_path / "a.txt", *options, *change)
+    assert_bad_input(result, *words)
 
 
 # ------------------------------------------------------------------ eval, finetune

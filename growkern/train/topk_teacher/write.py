@@ -143,7 +143,7 @@ def cache_teacher(
     """
     start_time = time.perf_counter()
     directory = Path(directory).resolve()
-    _check_options(k, temperature, rows, dtype, epochs, batch_size)
+    check_options(k, temperature, rows, dtype, epochs, batch_size)
     with _workplace(directory, overwrite) as place:
         if isinstance(model, (str, Path)):
             model = load_language_model(Path(model))
@@ -177,9 +177,14 @@ def cache_teacher(
 # ------------------------------------------------------------------ checks
 
 
-def _check_options(
+def check_options(
     k: int, temperature: float, rows: str, dtype: str, epochs: int, batch_size: int
 ) -> None:
+    """Refuse options of `cache_teacher` that fit no teacher and no data.
+
+    Raises:
+        GrowthError: one of them is out of range.
+    """
     for name, number in (("k", k), ("epochs", epochs), ("batch_size", batch_size)):
         if number < 1:
             raise GrowthError(f"{name} is {number}: it must be positive")
@@ -192,6 +197,20 @@ def _check_options(
 
 def _workplace(directory: Path, overwrite: bool) -> workplace.Workplace:
     """The lock on a cache's directory, and the place where it is made."""
+    check_place(directory, overwrite)
+    return workplace.Workplace(directory, KIND, may_replace)
+
+
+def check_place(directory: Path, overwrite: bool) -> None:
+    """Refuse a directory that no cache may be written to.
+
+    Args:
+        directory: of the new cache, an absolute path.
+        overwrite: of `cache_teacher`.
+
+    Raises:
+        GrowthError: something is there that must not be replaced, or another process works there.
+    """
     try:
         workplace.sweep(directory, KIND, may_replace)
         if directory.exists() and not overwrite:
@@ -200,7 +219,6 @@ def _workplace(directory: Path, overwrite: bool) -> workplace.Workplace:
             raise GrowthError(f"{directory} is not a teacher cache: give another directory")
     except OSError as error:
         raise GrowthError(f"{directory}: {error.strerror or error}") from error
-    return workplace.Workplace(directory, KIND, may_replace)
 
 
 def may_replace(directory: Path) -> bool:
