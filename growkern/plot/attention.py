@@ -15,7 +15,7 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
-from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, save
+from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
 from growkern.plot.units import NOTHING, heads_of, main_stack, name_of, recorded_growth
 from growkern.train.load import load_tokenizer
 
@@ -122,7 +122,7 @@ def plot_attention(
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
     rows = _alone(maps[0]) if plan is None else paired_rows(plan)
-    names = [name_of(one) for one in checkpoints]
+    names = [plain(name_of(one)) for one in checkpoints]
     pair = f"small ({names[0]}), and below it grown ({names[-1]})"
     title = names[0] if plan is None else pair
     shown = len(rows[0].cells)
@@ -133,8 +133,8 @@ def plot_attention(
 
 def _readable(token: str) -> str:
     """A token as short text; the signs for a space of several tokenizers become "_"."""
-    text = token.replace("\u0120", "_").replace("\u2581", "_").replace("$", r"\$")
-    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "\u2026"
+    text = token.replace("\u0120", "_").replace("\u2581", "_")
+    return plain(text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "\u2026")
 
 
 # --------------------------------------------------------------------- rows

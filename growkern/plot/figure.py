@@ -44,6 +44,11 @@ def style_of(number: int) -> Style:
     )
 
 
+def plain(name: str) -> str:
+    """A name as matplotlib prints it letter by letter: what stands between dollars is a formula."""
+    return name.replace("$", r"\$")
+
+
 def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -> Any:
     """An empty figure of the width of all pictures.
 

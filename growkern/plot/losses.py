@@ -19,7 +19,7 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.plot.curve import Curve, first_crossing, read_curve
-from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, save, style_of
+from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, plain, save, style_of
 from growkern.plot.labels import curves_in, draw_mark, label_ends, overview
 
 NO_VALIDATION = (
@@ -55,7 +55,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        return self.name + (f" ({len(self.curves)} runs)" if len(self.curves) > 1 else "")
+        return plain(self.name) + (f" ({len(self.curves)} runs)" if len(self.curves) > 1 else "")
 
     def mean(self) -> tuple[np.ndarray, np.ndarray]:
         """FLOPs and all losses, (points,) and (runs, points), where all of the runs have some."""
@@ -199,7 +199,7 @@ def draw(
     figure.canvas.draw()
     # later text must not move what the labels were placed by
     figure.set_layout_engine("none")
-    of = f"{groups[0].name}{', mean' if len(groups[0].curves) > 1 else ''}"
+    of = f"{plain(groups[0].name)}{', mean' if len(groups[0].curves) > 1 else ''}"
     if below:
         draw_mark(axes, mark, f"mark: final loss of {of}, {mark:.3f}")
     overview(axes)
@@ -249,7 +249,7 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
             # about eight on each curve, not at the same places as those of others
             markevery=(number % max(1, len(flops) // 8), max(1, len(flops) // 8)),
             markersize=4.5,
-            label=group.name,
+            label=plain(group.name),
             gid="curve",
         )
         # a single group has nothing to compare with
@@ -339,7 +339,8 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     many = any(len(group.curves) > 1 for group in groups)
     large = " (large markers above: one for each run)" if many else ""
     marks = groups[0].marks
-    loss = f"loss {marks[0]:.3f}" if len(set(marks)) == 1 else f"the loss of {groups[0].name}"
+    its = f"the loss of {plain(groups[0].name)}"
+    loss = f"loss {marks[0]:.3f}" if len(set(marks)) == 1 else its
     axes.set_title(f"FLOPs to reach {loss}{large}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_yticks([])

@@ -16,7 +16,7 @@ import numpy as np
 from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
-from growkern.plot.figure import GREY, SMALL, TEXT, WIDTH, check_format, new_figure, save
+from growkern.plot.figure import GREY, SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
 from growkern.plot.units import NOTHING, Units, heads_of, name_of, recorded_growth, units_of
 
 # boxes have the number of their source up to this many
@@ -72,7 +72,7 @@ def plot_weights(
         raise GrowthError(
             f"{grown}: method='random' takes no unit from the source: nothing to draw"
         )
-    small, large = name_of(source), name_of(grown)
+    small, large = plain(name_of(source)), plain(name_of(grown))
     title = f"Each unit of grown ({large}) has the colour of its unit in small ({small})"
     panels = [*layer_panels(plan), *unit_panels(plan)]
     _draw(panels, title, Path(out))

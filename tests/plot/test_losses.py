@@ -72,6 +72,13 @@ def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeyp
     assert texts(figure, "mark") == ["mark: final loss of scratch, 4.000"]
 
 
+def test_dollars_in_names_are_no_formulas(tmp_path):
+    runs = [write_run(tmp_path / name, history([8.0, 6.0, 4.0])) for name in (r"$\frac$", "$5_$6")]
+    plot_runs(runs, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size
+    plot_runs([run for seed in "ab" for run in runs[:1]], tmp_path / "b.png")
+
+
 def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
     figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png"))
     said = ["scratch: reference", "grown: 50% saved", "slow: not reached"]
