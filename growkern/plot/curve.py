@@ -10,6 +10,7 @@ loss l,
 F is interpolated linearly between the two nearest points. It is None if a run never reaches l.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +121,15 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     try:
         history = read_json(file, MOST_BYTES, "log")["log_history"]
         curve = curve_of(history, name or directory.resolve().name)
+        for step, loss in zip(curve.steps, curve.losses, strict=True):
+            if isinstance(loss, float) and not math.isfinite(loss):
+                raise GrowthError(
+                    f"{file}: the loss at step {step} is {loss}: the run diverged, and a curve "
+                    "needs numbers"
+                )
         for number in (*curve.steps, *curve.flops, *curve.losses, *curve.seconds):
             # integers of a file may be too large for a float
-            if isinstance(number, str) or float(number) > MOST:
+            if isinstance(number, str) or not abs(float(number)) <= MOST:
                 raise ValueError(f"{str(number)[:20]} is no number of a log")
     except GrowthError:
         raise

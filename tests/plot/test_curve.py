@@ -72,6 +72,14 @@ def test_refuses_what_is_no_run(tmp_path):
         read_curve(write_run(tmp_path / "other", [{"step": 1, "loss": 2.0}]))
 
 
+@pytest.mark.parametrize("loss", ["NaN", "Infinity"])
+def test_a_run_that_diverged_is_named_with_its_step(tmp_path, loss):
+    lines = [f'{{"step": {i}, "eval_loss": {x}, "flops": {i}}}' for i, x in ((1, 2.0), (7, loss))]
+    (tmp_path / "trainer_state.json").write_text(f'{{"log_history": [{", ".join(lines)}]}}')
+    with pytest.raises(GrowthError, match=r"trainer_state.json: the loss at step 7 is (nan|inf)"):
+        read_curve(tmp_path)
+
+
 @pytest.mark.parametrize("loss", ["1" + "0" * 400, '"x"', "[1]", "null", "{}"])
 def test_losses_that_are_no_numbers_are_refused(tmp_path, loss):
     line = f'{{"step": 1, "loss": {loss}, "flops": 1.0}}'
