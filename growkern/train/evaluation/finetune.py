@@ -284,6 +284,11 @@ def _accuracy(
     trainer.train()
     logits_NC = trainer.predict(test).predictions
     logits_NC = logits_NC[0] if isinstance(logits_NC, tuple) else logits_NC
+    if not np.isfinite(logits_NC).all():
+        raise GrowthError(
+            "the logits are not finite: the weights hold NaN or infinity, or learning_rate "
+            f"{args.learning_rate:g} is too high"
+        )
     return float((logits_NC.argmax(-1) == test.labels_N).mean())
 
 

@@ -94,6 +94,14 @@ def test_the_classifier_has_the_weights_of_the_language_model(family):
     assert classifier(input_ids=ids).logits.shape == (1, 3)
 
 
+def test_a_model_that_is_broken_is_named(sources):
+    model = build("gpt2", layers=1)
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = torch.nan
+    with pytest.raises(growkern.GrowthError, match="the logits are not finite"):
+        tune(model, sources, seeds=1, passages=4)
+
+
 def test_tasks_that_cannot_be_made_are_refused(sources, tmp_path):
     model = build("bert", layers=1)
     for text, options, words in (
