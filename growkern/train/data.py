@@ -174,15 +174,15 @@ def matching_files(base: Path, pattern: str) -> list[Path]:
     """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
 
     Args:
-        base: the folder that a relative pattern begins in. Brackets and stars in its own name
-            stand for themselves.
-        pattern: of names.
+        base: folder of a relative pattern. Brackets and stars in its own name are no pattern.
+        pattern: of names. If a file has that very name, it is the only one.
 
     Raises:
         GrowthError: there are none, or far too many names to look at.
     """
     escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
-    names = list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
+    exact = glob.glob(glob.escape(str(shown)))
+    names = exact or list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
     if len(names) > MOST_NAMES:
         raise GrowthError(f"{shown} matches more than {MOST_NAMES} names: give a narrower one")
     found = [Path(name) for name in sorted(names) if Path(name).is_file()]

@@ -208,6 +208,13 @@ def test_pipes_are_refused_unopened(tmp_path):
         pack_text([tmp_path / "pipe.txt"], TOKENIZER, 8)
 
 
+def test_a_file_of_that_very_name_comes_before_a_pattern(tmp_path):
+    for name in ("a1.txt", "a2.txt", "a[1].txt"):
+        (tmp_path / name).touch()
+    assert matching_files(tmp_path, "a[1].txt") == [tmp_path / "a[1].txt"]
+    assert matching_files(tmp_path, "a[12].txt") == [tmp_path / "a1.txt", tmp_path / "a2.txt"]
+
+
 def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):
     for i in range(5):
         (tmp_path / f"{i}.txt").touch()

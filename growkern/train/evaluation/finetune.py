@@ -186,8 +186,8 @@ def _sources(text: Sequence[str | Path]) -> dict[str, list[Path]]:
     for name in map(str, text):
         if name in sources:
             raise GrowthError(f"{name} is given twice: sources must differ")
-        pattern = f"{name}/**/*" if Path(name).is_dir() else name
-        sources[name] = [Path(name)] if Path(name).is_file() else matching_files(Path(), pattern)
+        folder, pattern = (name, "**/*") if Path(name).is_dir() else ("", name)
+        sources[name] = matching_files(Path(folder), pattern)
     if len(sources) < 2:
         raise GrowthError("there is nothing to tell apart: give two or more sources of text")
     return sources

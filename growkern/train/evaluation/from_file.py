@@ -10,17 +10,19 @@ Paths are relative to the folder of the file.
 
 from __future__ import annotations
 
+import glob
 import typing
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
+from growkern.growth.source.hub import ID
 from growkern.train.dataset.options import DataSection
 from growkern.train.evaluation.evaluate import FOR_TRAINING
 from growkern.train.toml import read_toml, to_dataclass
 
-PATHS = ("model", "tokenizer", "cache")
+PATHS = ("tokenizer", "cache")
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,17 @@ def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
         if found.get(key) is not None:
             found[key] = str(base / found[key])
     # a name that is no directory is one on the Hub
+    if (base / found["model"]).exists() or not ID.fullmatch(found["model"]):
+        found["model"] = str(base / found["model"])
     if found.get("dataset") and (base / found["dataset"]).is_dir():
         found["dataset"] = str(base / found["dataset"])
     if "text" in found:
         text = [found["text"]] if isinstance(found["text"], str) else found["text"]
-        found["text"] = [str(base / one) for one in text]
+        found["text"] = [_text_of(base, one) for one in text]
     return found
+
+
+def _text_of(base: Path, name: str) -> str:
+    """A file, a folder or a pattern of texts. Brackets in the name of `base` are no pattern."""
+    place = base / name
+    return str(place if place.exists() else Path(glob.escape(str(base))) / name)

@@ -8,6 +8,7 @@ import pytest
 
 import growkern
 from growkern import DataSection, GrowthError
+from growkern.train.evaluation.finetune import _sources
 from growkern.train.evaluation.from_file import SECTIONS, read_arguments
 
 FILE = """
@@ -60,6 +61,28 @@ def test_a_table_becomes_arguments(read, tmp_path):
         "text": [str(tmp_path / "a"), str(Path("/somewhere/b"))],
         "epochs": 2.0,
     }
+
+
+def test_brackets_in_the_name_of_the_folder_are_no_pattern(tmp_path):
+    folder, other = tmp_path / "e[1]", tmp_path / "e1"
+    for place, words in ((folder, "right"), (other, "wrong")):
+        (place / "more").mkdir(parents=True)
+        for name in ("a.txt", "a[1].txt", "a1.txt", "more/b.txt"):
+            (place / name).write_text(words + name)
+    (folder / "how.toml").write_text(
+        '[finetune]\nmodel = "small"\ntext = ["a.txt", "a[1].txt", "more", "*/b.txt", "m*/b.txt"]'
+    )
+    text = read_arguments(folder / "how.toml", "finetune")["text"]
+    assert text[:3] == [str(folder / name) for name in ("a.txt", "a[1].txt", "more")]
+    files = [[file] for file in (folder / "a.txt", folder / "a[1].txt")]
+    assert [*_sources(text).values()] == [*files, *[[folder / "more" / "b.txt"]] * 3]
+
+
+def test_a_model_on_the_hub_is_named_by_its_id(read, tmp_path):
+    text = '[evaluate]\nmodel = "some/model"\ntext = "a.txt"\n'
+    assert read(text, "evaluate")["model"] == "some/model"
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert read(text, "evaluate")["model"] == str(tmp_path / "some" / "model")
 
 
 @pytest.mark.parametrize(
