@@ -110,8 +110,8 @@ def cache_teacher(
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
     # before the data is read, which may take hours. A run file is checked when it is read
-    sampled = given.get("--temperature", 1.0), given.get("--rows", "labels")
-    check_options(k, *sampled, dtype, epochs, batch_size)
+    hot = 1.0 if temperature is None else temperature
+    check_options(k, hot, rows or "labels", dtype, epochs, batch_size)
     check_place(out.resolve(), overwrite)
     place = source if is_server(source) else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
