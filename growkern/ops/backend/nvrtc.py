@@ -248,15 +248,26 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
 
 
 @cache
+def _allowed(kernel: Kernel, device: int) -> dict[int, int]:
+    """The attributes of a kernel that `_allow` has set so far."""
+    return {}
+
+
 def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
-    """Allow a kernel more shared memory and larger clusters than kernels have by default."""
-    driver, function = _driver(), _function(kernel, device)
-    wanted = [(MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
-    if cluster > PORTABLE_CLUSTER:
-        wanted.append((NON_PORTABLE_CLUSTERS, 1))
-    for attribute, value in wanted:
-        status = driver.cuFuncSetAttribute(function, attribute, value)
-        _check_driver(status, f"attribute {attribute} = {value} of {kernel.name}")
+    """Allow a kernel more shared memory and larger clusters than kernels have by default.
+
+    Limits only rise: after a smaller one the driver would refuse the launches that need more.
+    """
+    wanted = {
+        MAX_DYNAMIC_SHARED_BYTES: shared_bytes,
+        NON_PORTABLE_CLUSTERS: int(cluster > PORTABLE_CLUSTER),
+    }
+    allowed = _allowed(kernel, device)
+    for attribute, value in wanted.items():
+        if value > allowed.get(attribute, 0):
+            status = _driver().cuFuncSetAttribute(_function(kernel, device), attribute, value)
+            _check_driver(status, f"attribute {attribute} = {value} of {kernel.name}")
+            allowed[attribute] = value
 
 
 def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:

@@ -133,6 +133,8 @@ class FakeDriver:
 
     def cuLaunchKernel(self, function, *rest):
         *grid, shared, stream, params, extra = rest
+        if shared.value > self.attributes[nvrtc.MAX_DYNAMIC_SHARED_BYTES]:
+            return 1
         blocks, y, z, threads, ty, tz = (n.value for n in grid)
         assert (y, z, ty, tz, extra) == (1, 1, 1, 1, None)
         self.stream = stream.value
@@ -163,7 +165,7 @@ def launched(monkeypatch, current_device):
     made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
     assert made.grid.cluster == 2
     driver = FakeDriver(made.kernel, current_device)
-    for cached in (nvrtc._function, nvrtc._allow):
+    for cached in (nvrtc._function, nvrtc._allowed):
         cached.cache_clear()
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "cached_cubin", lambda kernel, arch: arch.encode())
@@ -172,7 +174,7 @@ def launched(monkeypatch, current_device):
     streams = [SimpleNamespace(cuda_stream=77 + index) for index in range(2)]
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     yield made, state_SN, driver
-    for cached in (nvrtc._function, nvrtc._allow):
+    for cached in (nvrtc._function, nvrtc._allowed):
         cached.cache_clear()
 
 
@@ -187,6 +189,17 @@ def test_launch_reaches_the_kernel_through_the_driver(launched):
     assert state_SN[7].tolist() == [100.0, 100.0]
     # a thread that has no context gets one
     assert "cuCtxSetCurrent" in driver.calls
+
+
+def test_a_smaller_launch_leaves_a_larger_one_its_shared_memory(launched):
+    """The limit is the kernel's: a narrow weight comes between two wide ones in a model."""
+    made, state_SN, driver = launched
+    larger = made.grid._replace(shared_bytes=made.grid.shared_bytes + 4096)
+    for grid in (larger, made.grid, larger):
+        state_SN.zero_()
+        nvrtc.launch(made.kernel, grid, made.args, torch.device("cuda", 0))
+        assert state_SN[7].tolist() == [100.0, 100.0]
+    assert driver.attributes == {nvrtc.MAX_DYNAMIC_SHARED_BYTES: larger.shared_bytes}
 
 
 @pytest.mark.parametrize("given, expected", [(0, 0), (1, 1), (None, 0)])
