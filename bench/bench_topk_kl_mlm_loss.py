@@ -14,7 +14,7 @@ arithmetic only. `bench_topk` measures the loss of accuracy by storing k entries
 import torch
 from torch.nn import functional as F
 
-from bench.shared.harness import machine, show_and_save
+from bench.shared.harness import Rows, machine, show_and_save
 from bench.shared.inputs import DRIFT
 from bench.shared.loss_measure import (
     DEVICE,
@@ -60,7 +60,7 @@ def main():
     args = loss_parser(__doc__, compiled=False).parse_args()
     prepare(args, "topk_kl_mlm_loss")
     facts = machine() | {"drift": DRIFT}
-    rows = []
+    rows = Rows()
     for N, V, H, H_t in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
             student, teacher, labels = make_inputs(N, V, H, H_t, dtype)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import gpu
+from bench import bench_topk_kl_mlm_loss, gpu
 from bench.on_gpu import pieces, processes
-from bench.shared import results
+from bench.shared import harness, results
+from bench.shared.recorder import Recorder
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.documents import ROW
 
@@ -107,6 +108,26 @@ def test_a_piece_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
         assert document["status"] == status
         assert document["rows"] == [{"ceiling": "before"}]
         assert why in document["failures"][0]
+
+
+def test_a_benchmark_that_breaks_keeps_the_rows_that_it_has_measured(tmp_path, monkeypatch):
+    """Here the second loss of a shape fails, after the first one was measured."""
+    steps = [{"wall s": 0.5}]
+
+    def measure_once(step, repeats):
+        return steps.pop() if steps else pytest.fail("no memory left")
+
+    for name in ("collector", "observer", "compiler"):
+        monkeypatch.setattr(harness, name, getattr(harness, name))
+    for name in ("SHAPES", "KS"):
+        monkeypatch.setattr(bench_topk_kl_mlm_loss, name, None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(bench_topk_kl_mlm_loss, "measure", measure_once)
+    recorder = Recorder("topk", tmp_path / "topk.json", toy=True)
+    with pytest.raises(pytest.fail.Exception):
+        TOY_PIECES["bench_topk_kl_mlm_loss"].run(recorder)
+    (row,) = results.read(recorder.path)["rows"]
+    assert row["provider"] == "live teacher" and row["wall s"] == 0.5
 
 
 STARTS_A_CHILD = """
