@@ -55,10 +55,11 @@ def why_failed(error: Exception) -> str:
 
 
 def liger_jsd(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """Its defaults compile each chunk. On a CPU small chunks are called as they are."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    loss = LigerFusedLinearJSDLoss(1 - alpha, alpha, beta=0.0, compiled=False, chunk_size=256)
-    return loss(*student, *teacher, labels)
+    on_cpu = {"compiled": False, "chunk_size": 256} if DEVICE == "cpu" else {}
+    return LigerFusedLinearJSDLoss(1 - alpha, alpha, beta=0.0, **on_cpu)(*student, *teacher, labels)
 
 
 def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:

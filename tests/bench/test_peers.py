@@ -125,3 +125,29 @@ def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):
     assert error < 1e-6
     ours = named["growkern, labels alone"][0]
     assert loss_measure.error_of(ours, 0.0, 50, 12, 8, torch.float32) < 1e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_liger_compiles_its_chunks_on_a_gpu_as_by_default(device, monkeypatch):
+    """A stand-in of the same signature tells how it is made; its loss is that of the equation."""
+    module, made = ModuleType("liger_kernel.chunked_loss"), []
+
+    class LigerFusedLinearJSDLoss:
+        def __init__(self, hard, soft, *, beta, compiled=True, chunk_size=1024):
+            assert beta == 0.0
+            self.parts = hard, soft
+            made.append((compiled, chunk_size))
+
+        def __call__(self, x, w, teacher_x, teacher_w, labels):
+            (hard, soft), log_p = self.parts, (teacher_x @ teacher_w.t()).log_softmax(-1)
+            log_q = (x @ w.t()).log_softmax(-1)
+            kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+            return hard * torch.nn.functional.nll_loss(log_q, labels) + soft * kl
+
+    module.LigerFusedLinearJSDLoss = LigerFusedLinearJSDLoss
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers, "DEVICE", device)
+    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
+    assert loss_measure.error_of(peers.liger_jsd, 0.3, 50, 12, 8, torch.float32) < 1e-5
+    assert made == [(True, 1024) if device == "cuda" else (False, 256)]
