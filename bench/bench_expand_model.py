@@ -28,6 +28,7 @@ from bench.shared.harness import (
     benchmark_parser,
     compiled,
     interleaved_ms,
+    largest_error,
     machine,
     relative_error,
     require_green,
@@ -107,7 +108,7 @@ class Model:
     def error(self, results: Sequence[torch.Tensor]) -> float:
         """Largest error of the last tensors against float64: last layer, norm and head."""
         pairs = zip(self.cases[-len(results) :], results, strict=True)
-        return max(
+        return largest_error(
             relative_error(x, eager(expand_reference, _in_float64(case))) for case, x in pairs
         )
 

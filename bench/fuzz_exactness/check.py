@@ -13,6 +13,7 @@ import transformers
 
 import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
+from bench.shared.harness import largest_error
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.outputs import rounding_error
@@ -238,7 +239,7 @@ def _all_errors(
     errors: dict[str, float] = {}
     for side in ("right", "left"):
         for name, value in _errors(plan, source, grown, side).items():
-            errors[name] = max(value, errors.get(name, 0.0))
+            errors[name] = largest_error([value, errors.get(name, 0.0)])
     if source.can_generate():
         errors |= _generation_error(source, grown)
     if plan.rounds_weights:
@@ -263,7 +264,7 @@ def _errors(plan: GrowthPlan, source: Any, grown: Any, side: str) -> dict[str, f
     inputs = _inputs(source, side)
     old, new = _outputs(source, inputs), _outputs(grown, inputs)
     assert old.keys() == new.keys(), (old.keys(), new.keys())
-    worst, rise = 0.0, 0.0
+    errors, rise = list[float](), 0.0
     for name, x in old.items():
         y = new[name]
         if name == "last_hidden_state":
@@ -274,8 +275,8 @@ def _errors(plan: GrowthPlan, source: Any, grown: Any, side: str) -> dict[str, f
             size = x.shape[-1]
             rise = (y.logsumexp(-1) - y[..., :size].logsumexp(-1)).max().item()
             y = y[..., :size]
-        worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp(min=1e-3)).item())
-    return {"relative error": worst, NEW_TOKENS: rise}
+        errors.append(((x - y).abs().max() / x.abs().max().clamp(min=1e-3)).item())
+    return {"relative error": largest_error(errors), NEW_TOKENS: rise}
 
 
 def _generation_error(source: Any, grown: Any) -> dict[str, float]:

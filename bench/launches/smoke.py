@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.launches.cases import SHAPES, Case, all_cases, captured, headline
+from bench.shared.harness import largest_error
 from bench.shared.inputs import make_heads
 from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.linear.gemm import adds_wide, multiplies_wide
@@ -55,11 +56,8 @@ def _check(recorder: Recorder, case: Case) -> None:
     actual = case.run("triton")
     # a work list has one more result, of the same call
     pairs = [(x, truth[min(i, len(truth) - 1)]) for i, x in enumerate(actual)]
-    worst = 0.0
-    for x, expected in pairs:
-        error = distance(x, expected)
-        worst = error if not error <= worst else worst
-    recorder.check(case.name, worst, _bar(case.name))
+    error = largest_error(distance(x, expected) for x, expected in pairs)
+    recorder.check(case.name, error, _bar(case.name))
 
 
 def _products(recorder: Recorder) -> None:
@@ -84,7 +82,7 @@ def _nan_in_the_last_row(recorder: Recorder) -> None:
         given = [x.detach().requires_grad_() for x in student]
         loss = linear_kl_mlm_loss(*given, *teacher, labels, temperature=2.0, backend="triton")
         grads.append(torch.autograd.grad(loss, given))
-    error = max(distance(b, a) for a, b in zip(*grads, strict=True))
+    error = largest_error(distance(b, a) for a, b in zip(*grads, strict=True))
     recorder.check("NaN in the last row", error, 1e-6)
 
 
@@ -100,7 +98,7 @@ def _graph(recorder: Recorder, case: Case) -> None:
     with torch.cuda.graph(graph):
         made = case.run("triton")
     graph.replay()
-    error = max(distance(x, y) for x, y in zip(made, expected, strict=True))
+    error = largest_error(distance(x, y) for x, y in zip(made, expected, strict=True))
     recorder.check(f"CUDA graph, {case.name}", error, 1e-6)
 
 

@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "benchmark_parser",
     "compiled",
     "interleaved_ms",
+    "largest_error",
     "machine",
     "relative_error",
     "require_green",
@@ -149,6 +150,11 @@ def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
     """Largest difference from the float64 truth, as a share of its largest value."""
     return ((actual.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+def largest_error(errors: Iterable[float]) -> float:
+    """The largest of some errors. NaN if one of them is NaN: `max` would pass over it."""
+    return torch.tensor(list(errors), dtype=torch.float64).max().item()
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.shared import harness
-from bench.shared.harness import benchmark_parser, require_green
+from bench.shared.harness import benchmark_parser, largest_error, require_green
 from bench.shared.inputs import DRIFT
 from bench.shared.peers import DEVICE, Peer, why_failed
 from bench.shared.results import quotable, table
@@ -252,7 +252,7 @@ def frobenius(actual: Tensor, truth: Tensor) -> float:
 
 def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     """The largest relative Frobenius error among several gradients."""
-    return max(frobenius(a, t) for a, t in zip(actual, truth, strict=True))
+    return largest_error(frobenius(a, t) for a, t in zip(actual, truth, strict=True))
 
 
 # ------------------------------------------------------------- linear losses

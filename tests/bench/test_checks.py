@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import shutil
 from unittest import mock
 
@@ -21,6 +22,8 @@ from bench.on_gpu import (
     sanitize,
 )
 from bench.shared import llama_growth
+from bench.shared.harness import largest_error
+from bench.shared.loss_measure import gradient_error
 from bench.shared.recorder import Recorder, Skip
 from growkern.ops.backend.launch import HAS_TRITON
 
@@ -209,6 +212,37 @@ def test_smoke_sees_a_wrong_result_and_a_launch_that_fails(recorder, monkeypatch
 
     smoke._check(recorder, case._replace(run=wrong))
     assert len(recorder.document["failures"]) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_smoke_sees_nan_from_padding_in_every_gradient(place, recorder, monkeypatch):
+    """In dW too, which comes behind a gradient without an error."""
+    from bench.launches import smoke
+
+    class Spoiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.grads = [torch.ones_like(x) for x in inputs]
+            ctx.grads[place] += 0 * inputs[0][-1, -1]
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx, above):
+            return tuple(ctx.grads)
+
+    def loss(x, w, *rest, **options):
+        return Spoiled.apply(x, w)
+
+    monkeypatch.setattr(smoke, "linear_kl_mlm_loss", loss)
+    smoke._nan_in_the_last_row(recorder)
+    (failure,) = recorder.document["failures"]
+    assert failure.startswith("NaN in the last row: error nan")
+
+
+def test_no_error_hides_nan():
+    exact, nan = torch.ones(2), torch.full((2,), float("nan"))
+    assert math.isnan(gradient_error([exact, nan], [exact.double()] * 2))
+    assert largest_error([0.5, 2.0, 1.0]) == 2.0 and math.isnan(largest_error([0.5, math.nan]))
 
 
 class Graph:
