@@ -94,6 +94,8 @@ class Provider(NamedTuple):
         peer: the other library that it comes from; None for plain PyTorch and growkern.
         ours: whether it is growkern's. A failure of ours ends the run. A failure of another
             library is noted in its row, and the other rows are still measured.
+        replays: whether it replays a CUDA graph. Its row has no "extra MiB": the graph keeps its
+            memory from step to step, so a step allocates none.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Provider(NamedTuple):
     error: Callable[[], float] | None = None
     peer: Peer | None = None
     ours: bool = False
+    replays: bool = False
 
 
 def in_turns(
@@ -193,6 +196,8 @@ class _Measured:
             return self.facts | {"why not": self.why_not}
         taken = self.samples or ([self.first] if self.first else [])
         medians = {key: statistics.median(x[key] for x in taken) for key in (taken or [{}])[0]}
+        if self.provider.replays:
+            medians.pop("extra MiB", None)
         return self.facts | medians | self.error
 
     def beside(self, compiled: "_Measured | None") -> dict[str, float]:

@@ -32,11 +32,14 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
     good = Provider("good", lambda: calls.append("good"), lambda: 0.5, peer)
     also = Provider("also", lambda: calls.append("also"))
     late = Provider("late", lambda: None, fails)
-    rows = in_turns([good, Provider("bad", fails, peer=peer), also, late], 2)
+    graph = Provider("graph", lambda: None, replays=True)
+    rows = in_turns([good, Provider("bad", fails, peer=peer), also, late, graph], 2)
     assert calls == ["good", "also"] * 3  # in turns; the first turn is a warm-up
     by_name = {row.pop("provider"): row for row in rows}
     assert by_name["good"]["gradient error"] == 0.5
     assert by_name["also"].keys() == {"wall s", "CPU s", "extra MiB"}
+    # a graph keeps its memory, so that of a replay would be 0
+    assert by_name["graph"].keys() == {"wall s", "CPU s"}
     assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
         in_turns([Provider("ours", fails, ours=True)], 1)
