@@ -318,7 +318,7 @@ def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tup
 
 @library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
 def linear_kl_mlm_backward_op(
-    dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype
+    dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype, by_triton: bool
 ) -> list[Tensor]:
     """The gradients of forward times the incoming scalar: new tensors, so backward can run twice.
 
@@ -328,12 +328,13 @@ def linear_kl_mlm_backward_op(
     scaled = [torch.empty_like(grad) for grad in grads]
     for x, grad in zip(scaled, grads, strict=True):
         advise_huge_pages(x)
-        torch.mul(grad, dloss.to(grad.dtype), out=x)
+        # not torch.mul: on a GPU it would first round the scalar to 16 bits
+        scale_in_place(x.copy_(grad), dloss, by_triton=by_triton)
     return [x.to(dtype) for x in scaled]
 
 
 @linear_kl_mlm_backward_op.register_fake
-def _(dloss, grads, anchor, dtype) -> list:
+def _(dloss, grads, anchor, dtype, by_triton) -> list:
     return [torch.empty_like(grad, dtype=dtype) for grad in grads]
 
 
@@ -370,13 +371,14 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 student, teachers = heads[: len(Head._fields)], heads[len(Head._fields) :]
                 _, _, *saved = op(student, teachers, *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
+        by_triton = ctx.settings.backend in GPU_BACKENDS
         if is_last_backward(saved):
             # no copy: dW is the largest tensor here
             for x in saved:
-                scale_in_place(x, dloss, by_triton=ctx.settings.backend in GPU_BACKENDS)
+                scale_in_place(x, dloss, by_triton=by_triton)
             grads = [x.to(ctx.dtype) for x in saved]
         else:
-            grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype)
+            grads = apply(_BACKWARD_RULES, dloss, list(saved), anchor, ctx.dtype, by_triton)
         wanted = zip(grads, ctx.settings.want, strict=True)
         student = [grad if wish else None for grad, wish in wanted]
         return student, [None] * ctx.n_teachers, *none
