@@ -122,3 +122,19 @@ def is_base(pairs: Pairs) -> bool:
 def title_of(line: Line) -> str:
     """The name of a line in tables and pictures."""
     return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")
+
+
+def savings_text(pairs: Sequence[tuple[list[Row], list[Row]]], *, with_source: bool = False) -> str:
+    """The saving of a line over its seeds, in per cent: its interval, or its bound, which has none.
+
+    Args:
+        pairs: the runs of each seed, and those of its baseline.
+        with_source: whether the training of the source counts as a cost.
+    """
+    shares = [100 * saved(*pair, with_source=with_source) for pair in pairs]
+    missed = sum(map(math.isnan, shares))
+    if missed:
+        return f"not reached by {missed} of {len(shares)}"
+    if any(is_early(own, base) for own, base in pairs):
+        return f"≥ {sum(shares) / len(shares):.1f} %"
+    return f"{interval(shares, 1)} %"

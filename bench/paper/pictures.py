@@ -14,13 +14,13 @@ from bench.paper.compare import (
     Pairs,
     Row,
     common_seeds,
-    interval,
     is_base,
     is_early,
     mean_and_half,
     points_of,
     restricted,
     saved,
+    savings_text,
     title_of,
     whole,
 )
@@ -120,21 +120,20 @@ def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list
     for number, (line, pairs) in enumerate(lines.items()):
         shares = [100 * saved(*pair) for pair in pairs]
         counted = [100 * saved(*pair, with_source=True) for pair in pairs]
-        least = "≥ " if any(is_early(*pair) for pair in pairs) else ""
         names.append(_wrapped(title_of(line), 40))
         words = {"va": "center", "fontsize": SMALL, "transform": axes.get_yaxis_transform()}
-        missed = sum(map(math.isnan, shares))
-        if missed:
-            axes.text(1.01, number, f"not reached by {missed} of {len(pairs)}", **words)
+        axes.text(1.01, number, savings_text(pairs), **words)
+        if any(map(math.isnan, shares)):
             continue
         mean, half = mean_and_half(shares)
+        if any(is_early(*pair) for pair in pairs):
+            half = math.nan
         axes.barh(number, mean, height=0.5, color=OWN, alpha=0.35)
         axes.errorbar(mean, number, xerr=0 if math.isnan(half) else half, color=OWN, capsize=3)
         axes.plot(shares, [number] * len(shares), "o", color=OWN, markersize=3.5)
         with_source, _ = mean_and_half(counted)
         hollow = {"markeredgecolor": WITH_SOURCE, "markerfacecolor": "white", "markersize": 6}
         axes.plot([with_source], [number], "D", **hollow)
-        axes.text(1.01, number, f"{least}{interval(shares, 1)} %", **words)
         lowest = min(lowest, with_source, *shares, mean if math.isnan(half) else mean - half)
     axes.set_yticks(range(len(names)), names, fontsize=SMALL)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -142,7 +141,8 @@ def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_title(
         "% of FLOPs saved to reach the final loss of the black run (dotted). Bar: mean, whisker: "
-        "95 % interval,\npoint: seed; diamond: mean, with the training of the source counted",
+        "95 % interval,\nnone for a bound (≥); point: seed; diamond: mean, with the training of "
+        "the source counted",
         fontsize=SMALL,
         loc="left",
     )

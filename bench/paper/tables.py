@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bench.paper.compare import (
@@ -11,10 +10,9 @@ from bench.paper.compare import (
     common_seeds,
     compared,
     interval,
-    is_early,
     points_of,
     restricted,
-    saved,
+    savings_text,
     title_of,
     whole,
 )
@@ -104,8 +102,8 @@ def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str
         interval([own[0]["losses"][0] for own, _ in pairs]),
         *(interval(losses) for losses in zip(*ends, strict=True)),
         interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
-        _savings(pairs, with_source=False),
-        _savings(pairs, with_source=True),
+        savings_text(pairs),
+        savings_text(pairs, with_source=True),
         str(len(pairs)),
     ]
 
@@ -116,15 +114,3 @@ def _accuracy(found: Sequence[float | None]) -> str:
         return "-"
     some = "" if len(known) == len(found) else f" ({len(known)} of {len(found)} seeds)"
     return f"{interval(known, 1)} %{some}"
-
-
-def _savings(pairs: Sequence[tuple[list[Row], list[Row]]], *, with_source: bool) -> str:
-    shares = [saved(*pair, with_source=with_source) for pair in pairs]
-    if any(math.isnan(share) for share in shares):
-        missed = sum(math.isnan(share) for share in shares)
-        return f"not reached by {missed} of {len(shares)}"
-    points = [100 * share for share in shares]
-    if any(is_early(own, base) for own, base in pairs):
-        # bounds have no interval
-        return f"≥ {sum(points) / len(points):.1f} %"
-    return f"{interval(points, 1)} %"

@@ -19,6 +19,7 @@ from growkern.growth.plan.advice.evidence import (
     EARLY,
     FAR_FACTOR,
     FAR_LAYERS,
+    FARTHEST_FACTOR,
     FREE_ABOVE,
     LEAST_FACTOR,
     LEAST_SEEN,
@@ -227,12 +228,12 @@ def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) ->
             "source that saved something (measured by us)"
         )
     is_long = source_tokens is not None and source_tokens >= LONG_SOURCE * tokens
-    if "width" in axes and factor > FAR_FACTOR and not is_long:
+    if "width" in axes and factor > (FARTHEST_FACTOR if is_long else FAR_FACTOR):
         return (
             f"the model grows to {factor:,.0f} times its parameters; there is a factor above which "
-            "that is better (Mallik et al., 2026), and a small BERT that grew to 14 times reached "
-            f"the loss from scratch only from a source that had seen {LONG_SOURCE:g} times the "
-            "tokens (measured by us)"
+            "that is better (Mallik et al., 2026), and a small BERT that grew to 14 times saved "
+            f"much only from a source that had seen {LONG_SOURCE:g} times the tokens (measured by "
+            "us)"
         )
     if deepening(plan) > FAR_LAYERS:
         return (
