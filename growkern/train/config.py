@@ -61,7 +61,8 @@ class TwoStageConfig:
         stage1_epochs: in place of `stage1_steps`, passes through the training data (E_b in the
             paper). The data must have a length.
         seed: of the depths only.
-        embeddings: "frozen" or "bottom", see `growkern.train.sub_model`.
+        embeddings: "frozen": in stage 1 the input embeddings do not train, unless the head uses
+            the same matrix. "bottom": they train in the steps that train the bottom layers.
 
     Raises:
         GrowthError: a value is out of range.

@@ -37,10 +37,11 @@ class InheritanceSchedule:
     """How strongly, for how long and on which rows the student follows its teachers.
 
     Args:
-        rate: r_0, the share of the KL term at step 0, in [0, 1].
-        end_step: S_d, the optimizer step from which the share is 0; None with "constant".
-        decay: of the share: "linear" (1); "constant" stays at `rate` to the end of the run;
-            "switch" stays at `rate` up to `end_step`.
+        rate: the share of the KL term at step 0, in [0, 1].
+        end_step: the optimizer step from which the share is 0; None with "constant".
+        decay: of the share: "linear" falls in a straight line from `rate` to 0 at `end_step`;
+            "constant" stays at `rate` to the end of the run; "switch" stays at `rate` up to
+            `end_step`.
         temperature: of the softmax in the KL term.
         kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
         teacher_weights: one weight per teacher, with sum 1; None weighs all alike.

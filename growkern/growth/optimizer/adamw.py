@@ -58,14 +58,14 @@ class GrowthAdamW(torch.optim.AdamW):
     """AdamW with a learning rate and an eps of its own for every entry of a grown model.
 
     A weight that growth divided by C needs steps that are C times smaller, but AdamW gives all
-    entries steps of the same size. With `matched`, the learning rate is multiplied by u and eps by
-    g, both from (2) of `optimizer.moments`. With the moments of `growkern.grow_optimizer`, the
-    target then takes the steps that the source would have taken. This holds wherever
-    `moment_findings` says "exact".
+    entries steps of the same size. With `matched`, the learning rate and eps of every entry are
+    multiplied by its factors from `growth_lr_multipliers`. With the moments of
+    `growkern.grow_optimizer`, the target then takes the steps that the source would have taken.
+    This holds wherever `moment_findings` says "exact".
 
-    Weight decay is lr times weight_decay, as in AdamW. Norms that multiply by 1 + weight decay
-    towards (4). Copies that are equal stay equal, so train with symmetry="routing", "noise" or
-    "split".
+    Weight decay is lr times weight_decay, as in AdamW. Norms that multiply by 1 + weight (Gemma)
+    decay towards the value that growth gives to a source's 0. Copies that are equal stay equal, so
+    train with symmetry="routing", "noise" or "split".
 
     The state is that of AdamW and a count of steps since growth. Parameters may be DTensors. Where
     all copies of a parameter have the same factors, as in growth by whole multiples, PyTorch's
@@ -75,7 +75,7 @@ class GrowthAdamW(torch.optim.AdamW):
         params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
         plan: the model's `growth_plan`.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`.
-        matched: True: apply u, g and (4). False: plain AdamW.
+        matched: True: apply the factors and this decay. False: plain AdamW.
         rewarm_steps: number of steps in which the learning rate of new entries rises linearly to
             `rewarm_peak` times the learning rate of the others. After that it keeps this ratio,
             whatever the schedule. New entries are those of rows, columns and layers that the source

@@ -90,10 +90,9 @@ class EntryFactors:
 def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
     """The factors of learning rate and eps with which AdamW commutes with growth.
 
-    Source and target then take the same steps in function space, as far as gradients follow (2)
-    (see `moment_findings`). Entries without a source get the mean factor of the others, and
-    negative shares get their magnitude. `growkern.GrowthAdamW` and `growkern.GrowthMuon` apply the
-    factors.
+    Source and target then take the same steps in function space, where `moment_findings` says
+    "exact". Entries without a source get the mean factor of the others, and negative shares get
+    their magnitude. `growkern.GrowthAdamW` and `growkern.GrowthMuon` apply the factors.
 
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.
@@ -307,8 +306,8 @@ def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Fin
         optimizer: "adamw", or "muon" to hear about its steps, too.
 
     Returns:
-        The first finding is about all moments, further ones about parts of the model. "exact": (2)
-        and (3) hold. "approximate": the moments are start values that fold back to the source's.
+        The first finding is about all moments, further ones about parts of the model. "exact": they
+        are equal. "approximate": the moments are start values that fold back to the source's.
         "changed": the target computes another function, or the moments start at zero.
 
     Raises:

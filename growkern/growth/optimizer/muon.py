@@ -32,8 +32,8 @@ class GrowthMuon(torch.optim.Muon):
     With `matched`, the learning rate is multiplied by the factor of `growth_lr_multipliers` for the
     rule `adjust_lr_fn`. With the momentum of `growkern.grow_optimizer`, the target then takes the
     steps that the source would have taken, up to the rounding of PyTorch's bfloat16 polynomial.
-    This holds for growth in even numbers with equal copies (`symmetry="none"`). With
-    symmetry="routing" or "noise", and in uneven growth, the grown momentum is a start value.
+    This holds for growth by whole multiples with symmetry="none" and stream="copies". Elsewhere the
+    grown momentum is a start value.
     `moment_findings(plan, optimizer="muon")` says which case this is.
 
     Muon takes matrices only. Use `GrowthAdamW` for the rest, and grow the state of each optimizer

@@ -60,10 +60,10 @@ def grow_optimizer(
             gathered one at a time, so all ranks must call this, and each gets the whole state.
             `growkern.grow_optimizer_into` gives each rank only its part.
         plan: the growth of the weights, from `growkern.plan` or a grown model's `growth_plan`.
-        moments: "grow" gives every copy its share of its source's moments, as in (2) and (3) of
-            `optimizer.moments`; `moment_findings(plan)` says where this is exact. Entries without
-            a source get 0, and inserted blocks start at step 0. So do, with symmetry="split",
-            weights whose copies' gradients the source's moments do not tell.
+        moments: "grow" gives every copy its share of its source's moments;
+            `moment_findings(plan)` says where this is exact. Entries without a source get 0, and
+            inserted blocks start at step 0. With symmetry="split", so do weights whose copies'
+            gradients do not follow from the source's moments.
             "old_slices" keeps moments and step counts only for entries that existed before. All
             others get 0, so that copies can become different. It is meant for
             `GrowthAdamW(rewarm_steps=...)`.

@@ -47,8 +47,15 @@ if TYPE_CHECKING:
 class GrowthPlan(Blueprint):
     """How a source becomes a target; made by `growkern.plan`. `print(plan)` prints its tables.
 
-    It is a `Blueprint` with findings about exactness, a cost estimate and advice. Its attributes
-    are those of `Blueprint`.
+    Attributes:
+        source: the opened source.
+        target_config: the target's Hugging Face config.
+        options: the `GrowthOptions`.
+        layer_maps: per stack, the source layer of every target layer.
+        inserted: (stack, target layer) of the layers that add nothing yet.
+        dtype: of the grown weights.
+        findings: for each part of the model, whether it is exact, and why.
+        exact: whether every part is exact.
     """
 
     def __repr__(self) -> str:

@@ -59,9 +59,9 @@ def fold(
 ) -> FoldReport:
     """Shrink a grown checkpoint back to the source's sizes, even after further training.
 
-    Every tensor is computed from its copies (`record.fold`); the source is not needed. Straight
-    after an exact growth with fpi the result is the source up to rounding. It is the source bit for
-    bit if the copies add up exactly: with `symmetry="split"`, or if their numbers are powers of
+    Every tensor is computed from its copies; the source is not needed. Straight after an exact
+    growth with fpi the result is the source up to rounding. It is the source bit for bit if the
+    copies add up exactly: with `symmetry="routing"` or `"split"`, or if their numbers are powers of
     two. A padded stream scales weights by the root of its growth, and this must be a power of two
     as well. After training the result is the average over the copies.
 

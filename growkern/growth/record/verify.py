@@ -93,8 +93,8 @@ class VerifyReport:
             that changed is a failure unless the options ask for it, as `method="aki"` does.
         plan: the plan that the model was compared with.
         groups: errors per kind of tensor.
-        outputs: relative logit error, KL in nats per token, top-1 agreement and more, see
-            `record.outputs.compare_outputs`.
+        outputs: relative error of the outputs, KL in nats per token, share of tokens with the same
+            best guess, and more, by their names in the table.
         tokens: number of tokens that outputs were compared on.
         failure: the first failure in one line, "" if there is none.
         contradictions: places where the lineage file disagrees with the plan or the source's files.

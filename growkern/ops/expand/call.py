@@ -21,13 +21,15 @@ NO_NOISE, ROW_NOISE, COL_NOISE, ROW_ROUTING, COL_ROUTING = 0, 1, 2, 3, 4
 class Routing(NamedTuple):
     """Which entries of one axis of the result are copies of the same source entry.
 
-    A hash chooses one copy for every line and source entry, see `hashes.py`.
+    For every source entry and every position on the other axis, a hash chooses the copy that gets
+    the weight.
 
     Attributes:
         dim: the axis of the result: 0 for its rows, 1 for its columns.
         copies: (n, 2) int64. Per entry of the axis its number among the copies of its source,
             from 0 on, and the count of these copies. (0, 1): the entry is the only one.
-        amplitude: a of (5) in `hashes.py`, from 0 to 3. 1: the chosen copy has the whole weight.
+        amplitude: a, from 0 to 3. The chosen copy gets (1 + a)/2 times the weight, and another one
+            (1 - a)/2 times. 1: the chosen copy has the whole weight.
     """
 
     dim: int

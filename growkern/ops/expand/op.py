@@ -292,8 +292,8 @@ def expand(
 ) -> Tensor:
     """Widen a weight: ``out[i, j] = row_scale[i] * col_scale[j] * weight[rows[i], cols[j]]``.
 
-    The formulas are (1) to (4) at the top of this file; Eq. 5-16 of bert2BERT
-    (arXiv:2110.07143). Differentiable with respect to `weight` and `upper`.
+    After Eq. 5-16 of bert2BERT (arXiv:2110.07143). Differentiable with respect to `weight` and
+    `upper`.
 
     Args:
         weight: (R, C) or (R,); float32, bfloat16, float16 or float64; any strides. With

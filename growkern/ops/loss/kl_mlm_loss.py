@@ -225,8 +225,9 @@ def kl_mlm_loss(
 ) -> Tensor | tuple[Tensor, LossParts]:
     """Cross-entropy of the labels mixed with the KL divergence to one or more frozen teachers.
 
-    Equation (3) of this module, after Qin et al. 2022 (Knowledge Inheritance). The loss does not
-    shift labels: for a causal model, align logits and labels before the call.
+    loss = (1 - alpha) * cross-entropy(labels) + alpha * temperature^2 * KL(teacher || student),
+    after Qin et al. 2022 (Knowledge Inheritance). Each term is a mean over its rows. The loss does
+    not shift labels: for a causal model, align logits and labels before the call.
 
     Args:
         student_logits: logits being trained, (..., V), any float dtype. The KL gradient is a
@@ -239,11 +240,11 @@ def kl_mlm_loss(
             label. With a 0-d tensor, torch.compile makes one graph for all values, and nothing
             waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
             compiled again at 0 and 1.
-        temperature: T of (2) and (3).
-        divergence: "forward", KL(teacher || student) of (2). "reverse", KL(student || teacher): it
-            is infinite if the teacher gives probability 0 to a token and the student does not.
-            "jsd", (7) with 0 < ``beta`` < 1. T^2 of (3) multiplies each.
-        beta: of "jsd". Default: 0.5.
+        temperature: of the softmax of student and teachers in the KL term.
+        divergence: "forward", KL(teacher || student). "reverse", KL(student || teacher): it is
+            infinite if the teacher gives probability 0 to a token and the student does not. "jsd",
+            the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024).
+        beta: of "jsd", in (0, 1). Default: 0.5.
         ignore_index: the label of rows without the MLM term.
         kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.
@@ -253,7 +254,8 @@ def kl_mlm_loss(
         vocab_size: columns from here on are padding, of student and teachers: they count as -inf
             and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
-        label_smoothing, z_loss: e in [0, 1) and c of (9); `LossParts.mlm` includes both.
+        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
+        z_loss: factor of the squared log of the softmax's denominator. `LossParts.mlm` has both.
         reduction: "mean" divides each term by its number of rows, "sum" does not divide, "none"
             returns the loss per row, (...).
         num_items: the divisor of "mean" instead of the local counts, for gradient accumulation:

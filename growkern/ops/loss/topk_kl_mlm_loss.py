@@ -195,8 +195,8 @@ def topk_kl_mlm_loss(
 ) -> Tensor | tuple[Tensor, LossParts]:
     """`linear_kl_mlm_loss` with teachers of which k ids and log-probs per row were stored.
 
-    Equations (3) to (5) of this module. Options that are not listed here are those of
-    `linear_kl_mlm_loss`; `growkern.cache_teacher` writes such a teacher.
+    Options that are not listed here are those of `linear_kl_mlm_loss`; `growkern.cache_teacher`
+    writes such a teacher.
 
     Args:
         student_hidden: (..., H), float.
@@ -217,8 +217,8 @@ def topk_kl_mlm_loss(
         backend: "reference", "cpu" or "triton". Default: as in `kl_mlm_loss`.
 
     Returns:
-        As `linear_kl_mlm_loss`; `LossParts.kl` is that of (3). Rows without the KL term may hold
-        anything in place of the teachers.
+        As `linear_kl_mlm_loss`; `LossParts.kl` is over the k tokens and the bucket of all others.
+        Rows without the KL term may hold anything in place of the teachers.
 
     Raises:
         GrowthError: shapes, dtypes or options that do not fit. On a CPU also ids or labels outside

@@ -112,8 +112,8 @@ def finetune(
     gives the same numbers on the same machine.
 
     Args:
-        model: a language model with an encoder or a decoder, or its checkpoint directory. It is not
-            changed.
+        model: a language model with an encoder or a decoder, its checkpoint directory, or a model
+            on the Hub, `ORGANISATION/NAME`. It is not changed.
         text: two or more sources: each a file, a folder (all files in it) or a glob pattern.
         tokenizer: of transformers, or its directory; None takes that of the checkpoint directory.
         seeds: number of runs.

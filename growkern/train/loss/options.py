@@ -14,8 +14,8 @@ class LossOptions(LabelOptions):
     The options that concern a teacher are those of `growkern.InheritanceSchedule`.
 
     Args:
-        label_smoothing, z_loss: as in `growkern.linear_kl_mlm_loss`, like all fields of
-            `LabelOptions`.
+        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
+        z_loss: factor of the squared log of the softmax's denominator.
         row_weights: name of the key of the batches that holds one weight per label, (B, S) float.
             The loss is still divided by the number of labels. None weighs all labels alike.
 
