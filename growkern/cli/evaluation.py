@@ -12,7 +12,8 @@ from growkern.errors import GrowthError
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", help="Directory of the checkpoint, or a TOML file with all options."
+        metavar="MODEL",
+        help="Directory of the checkpoint, a model on the Hub, or a TOML file with all options.",
     ),
 ]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer; default: MODEL.")]

@@ -30,7 +30,7 @@ RunFile = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Softmax temperature; must equal inheritance.temperature of the run.",
+        help="Softmax temperature, required; must equal inheritance.temperature of the run.",
         rich_help_panel=WITHOUT_RUN,
     ),
 ]
@@ -59,7 +59,10 @@ Seed = Annotated[
     ),
 ]
 Tokenizer = Annotated[
-    Path | None, typer.Option(help="Tokenizer.  \\[SRC]", rich_help_panel=WITHOUT_RUN)
+    Path | None,
+    typer.Option(
+        help="Tokenizer; required if SRC is a server.  \\[SRC]", rich_help_panel=WITHOUT_RUN
+    ),
 ]
 Kind = Annotated[str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")]
 Epochs = Annotated[
