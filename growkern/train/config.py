@@ -24,6 +24,7 @@ import hashlib
 import math
 import reprlib
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,6 +207,11 @@ class TrainingSection:
             )
 
 
+def has_tensorboard() -> bool:
+    """Whether TensorBoard is installed."""
+    return find_spec("tensorboard") is not None
+
+
 @dataclass(frozen=True)
 class OutputSection:
     """The output of a run.
@@ -213,8 +219,8 @@ class OutputSection:
     Args:
         directory: for checkpoints, the trained model and the logs.
         report_to: integrations of transformers that get the logs, such as "wandb"; "none" or
-            "all". None takes TensorBoard if `tensorboard` is true.
-        tensorboard: whether to write TensorBoard logs.
+            "all". None takes what `tensorboard` says.
+        tensorboard: whether to write TensorBoard logs. None: if it is installed.
 
     Raises:
         GrowthError: the two contradict each other.
@@ -222,7 +228,7 @@ class OutputSection:
 
     directory: str
     report_to: str | tuple[str, ...] | None = None
-    tensorboard: bool = True
+    tensorboard: bool | None = None
 
     def __post_init__(self) -> None:
         given = self.report_to
@@ -233,7 +239,7 @@ class OutputSection:
                 'as "wandb", or a list of names'
             )
         names = self.reports
-        if not self.tensorboard and {"tensorboard", "all"} & set(names):
+        if self.tensorboard is False and {"tensorboard", "all"} & set(names):
             raise GrowthError("report_to names TensorBoard, but tensorboard is false: give one")
         if len(names) > 1 and {"none", "all"} & set(names):
             raise GrowthError('report_to is a list of names, or "none" or "all" alone')
@@ -242,7 +248,8 @@ class OutputSection:
     def reports(self) -> tuple[str, ...]:
         """The names in `report_to`, or those that it stands for if it is None."""
         if self.report_to is None:
-            return ("tensorboard",) if self.tensorboard else ()
+            logs = has_tensorboard() if self.tensorboard is None else self.tensorboard
+            return ("tensorboard",) if logs else ()
         return (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to)
 
 

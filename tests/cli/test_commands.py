@@ -614,6 +614,11 @@ def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
     file.write_text(RUN.replace("false", "true"))
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert_bad_input(run("train", file), "TensorBoard is not installed")
+    # by default it is no need
+    file.write_text(RUN.replace("tensorboard = false\n", "").replace('"out"', '"bare"'))
+    code, _, err = run("train", file)
+    assert code == 0, err
+    assert not list((tmp_path / "bare").glob("runs/*/events*"))
 
 
 # ------------------------------------------------------------------ info

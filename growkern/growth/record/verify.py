@@ -173,7 +173,10 @@ def verify(
     level, contradiction = measured_level(plan, outputs, dtype)
     failure = contradiction
     if bad := [group for group in groups if not group.ok]:
-        failure = f"{len(bad)} kinds of tensors differ, first {bad[0].worst}"
+        failure = (
+            f"{len(bad)} kinds of tensors differ, first {bad[0].worst}: the model was trained "
+            "since, or its weights are damaged"
+        )
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
     if settings := generation_differences(opened, opened_grown):

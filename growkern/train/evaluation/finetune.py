@@ -146,7 +146,7 @@ def finetune(
             "per_device_eval_batch_size": batch_size,
             "learning_rate": learning_rate,
         }
-        steps = math.ceil(len(train) / batch_size * epochs)
+        steps = math.ceil(math.ceil(len(train) / batch_size) * epochs)
         with tqdm(total=seeds * steps, desc="fine-tuning", disable=not progress) as bar:
             accuracies = [
                 _accuracy(model, len(sources), train, test, arguments, seed + k, bar)

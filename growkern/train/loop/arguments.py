@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from growkern.errors import GrowthError, nearest
-from growkern.train.config import OutputSection, Run
+from growkern.train.config import OutputSection, Run, has_tensorboard
 
 # keys of [trainer] that are keys of growkern
 OWNED = {
@@ -300,7 +300,7 @@ def reports_of(output: OutputSection) -> tuple[str, ...]:
             raise GrowthError(
                 f"output.report_to is {name!r}{nearest(name, [*INTEGRATION_TO_CALLBACK, 'none'])}"
             )
-        if name == "tensorboard" and find_spec("tensorboard") is None:
+        if name == "tensorboard" and not has_tensorboard():
             raise GrowthError(
                 "TensorBoard is not installed: set output.tensorboard to false, or "
                 "pip install 'growkern[train]'"

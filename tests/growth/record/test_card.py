@@ -119,6 +119,7 @@ def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
     assert "checksums.json" not in files(large)
     report = growkern.verify(source, large)
     assert not report.ok and "tensors differ" in report.failure
+    assert "the model was trained since" in report.failure
     assert "the weights were trained or changed after the growth" in report.notes[0]
     card = (large / "README.md").read_text()
     assert "not trained since" not in card

@@ -66,6 +66,14 @@ def test_the_same_call_gives_the_same_numbers_and_leaves_the_generators(sources)
     assert torch.are_deterministic_algorithms_enabled() == before
 
 
+def test_the_progress_bar_ends_at_its_total(sources, capsys):
+    """Also where the last batch of an epoch is smaller: 128 passages in batches of 50."""
+    model = build("bert", layers=1)
+    tune(model, sources, seeds=2, batch_size=50, epochs=3, progress=True)
+    shown = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert [line for line in shown if "fine-tuning" in line][-1].count("18/18") == 1
+
+
 def test_the_interval_of_a_share_is_inside_0_and_1(sources, monkeypatch):
     found = iter([0.2, 1.0, 1.0])
     monkeypatch.setattr("growkern.train.evaluation.finetune._accuracy", lambda *args: next(found))
