@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from bench.paper.compare import interval, saved
 from bench.shared import results
 from tests.bench.pages import logs, more_saved, runs_of, training_rows
@@ -373,3 +375,16 @@ def test_more_seeds_of_optimizers_and_of_another_domain():
         for seed in (1, 2, 3)
     ]
     assert logs(f"ends {interval(higher)} higher with the small teacher")
+
+
+def test_more_seeds_of_smaller_and_narrow_sources():
+    def shares(setting, rate="0.002"):
+        scratch = [runs_of("tiny-bert/scratch", seed=seed) for seed in (1, 2, 3)]
+        runs = [runs_of(f"{setting}/aki", rate, seed) for seed in (1, 2, 3)]
+        return [100 * saved(own, base) for own, base in zip(runs, scratch, strict=True)]
+
+    half, longer = shares("tiny-bert-from2x64"), shares("tiny-bert-from4x32-longer")
+    assert logs("From 2 x 64 AKI saves {:.1f}, {:.1f} and at least {:.1f} %.".format(*half))
+    assert longer[1] == pytest.approx(longer[2], abs=1e-3)
+    assert logs("saves {:.1f} % and, with the other seeds, at least {:.1f} %".format(*longer))
+    assert sum(map(math.isnan, shares("tiny-bert-from4x32", "0.004"))) == 1

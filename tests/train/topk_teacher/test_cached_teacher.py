@@ -173,10 +173,12 @@ def test_a_cache_is_made_of_the_data_of_a_run_file(workplace):  # noqa: F811
             run_app(*arguments, *more)
     stream = text.replace('cache = "tokens"', "streaming = true")
     (workplace / "kept.toml").write_text(stream.replace('cache = "kept"', 'paths = ["teacher"]'))
-    with pytest.raises(GrowthError, match="streams its data, whose rows do not repeat"):
+    with pytest.raises(GrowthError, match="kept exists: give another directory"):
         run_app(*arguments)
+    with pytest.raises(GrowthError, match="streams its data, whose rows do not repeat"):
+        run_app(*arguments, "--overwrite")
     with pytest.raises(GrowthError, match="give TEXT, or a run file"):
-        run_app(*arguments[:2], *arguments[4:])
+        run_app(*arguments[:2], *arguments[4:], "--overwrite")
 
 
 def run_app(*words):
