@@ -10,6 +10,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 LOG = (ROOT / "bench" / "LOG.md").read_text()
 CLEAN = re.compile(r"[0-9a-f]{7,40}")
+# a family of models -> the rate of its runs from scratch
+BASELINES = {"tiny-bert": "0.002", "tiny-gpt": "0.003", "tiny-t5": "0.001"}
 
 
 def tables(text):
@@ -89,3 +91,15 @@ def more_saved(setting, one, other, rate="0.002", rates=None, rows=None):
         first, second = (100 * saved(own, scratch) for own in runs)
         differences.append(first - second)
     return differences
+
+
+def shares_of(name, rate, **how):
+    """The per cent that a line saves for each of three seeds; NaN where it misses the baseline."""
+    family = "-".join(name.split("-")[:2]).split("/")[0]
+    return [
+        100
+        * saved(
+            runs_of(name, rate, seed), runs_of(f"{family}/scratch", BASELINES[family], seed), **how
+        )
+        for seed in (1, 2, 3)
+    ]

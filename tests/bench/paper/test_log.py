@@ -6,12 +6,12 @@ import pytest
 
 from bench.paper.compare import interval, saved
 from bench.shared import results
-from tests.bench.pages import logs, more_saved, runs_of, training_rows
+from tests.bench.pages import logs, more_saved, runs_of, shares_of, training_rows
 
 
-def share(name, rate="0.002", baseline="tiny-bert/scratch", seed=1):
-    """The per cent that a line saves."""
-    return 100 * saved(runs_of(name, rate, seed), runs_of(baseline, rate, seed))
+def share(name, rate="0.002", baseline="tiny-bert/scratch"):
+    """The per cent that a line saves with seed 1."""
+    return 100 * saved(runs_of(name, rate), runs_of(baseline, rate))
 
 
 def end(name, rate="0.002", seed=1):
@@ -353,7 +353,7 @@ def test_rates_once_more():
         end("tiny-bert/direct_copy", "0.001", seed) - end("tiny-bert/direct_copy", "0.002", seed)
         for seed in (1, 2, 3)
     ]
-    shares = [share("tiny-bert/direct_copy", "0.002", seed=seed) for seed in (1, 2, 3)]
+    shares = shares_of("tiny-bert/direct_copy", "0.002")
     assert logs(f"{interval(lower)} lower, as low as FPI, and saves {sum(shares) / 3:.1f} %")
     fpi, aki = (
         interval(more_saved("tiny-bert", name, "direct_copy"), 1) for name in ("fpi", "aki")
@@ -378,13 +378,14 @@ def test_more_seeds_of_optimizers_and_of_another_domain():
 
 
 def test_more_seeds_of_smaller_and_narrow_sources():
-    def shares(setting, rate="0.002"):
-        scratch = [runs_of("tiny-bert/scratch", seed=seed) for seed in (1, 2, 3)]
-        runs = [runs_of(f"{setting}/aki", rate, seed) for seed in (1, 2, 3)]
-        return [100 * saved(own, base) for own, base in zip(runs, scratch, strict=True)]
-
-    half, longer = shares("tiny-bert-from2x64"), shares("tiny-bert-from4x32-longer")
+    half, longer, quarter = (
+        shares_of(f"tiny-bert-{name}/aki", rate)
+        for name, rate in (
+            *(("from2x64", "0.002"), ("from4x32-longer", "0.002")),
+            ("from4x32", "0.004"),
+        )
+    )
     assert logs("From 2 x 64 AKI saves {:.1f}, {:.1f} and at least {:.1f} %.".format(*half))
     assert longer[1] == pytest.approx(longer[2], abs=1e-3)
     assert logs("saves {:.1f} % and, with the other seeds, at least {:.1f} %".format(*longer))
-    assert sum(map(math.isnan, shares("tiny-bert-from4x32", "0.004"))) == 1
+    assert sum(map(math.isnan, quarter)) == 1

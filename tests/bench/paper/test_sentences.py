@@ -11,7 +11,15 @@ from bench.paper.runs import CLASSES
 from bench.paper.settings import SETTINGS
 from bench.shared import results
 from growkern.plot.curve import first_crossing
-from tests.bench.pages import first, more_saved, paper_lines, runs_of, says, training_rows
+from tests.bench.pages import (
+    first,
+    more_saved,
+    paper_lines,
+    runs_of,
+    says,
+    shares_of,
+    training_rows,
+)
 
 
 def ends_of(name, rate="0.002"):
@@ -44,10 +52,10 @@ def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
     assert says("half the layers and half the width, which saves most with its training counted;")
     assert says("counted; a quarter of the width if it was trained for long")
     half, longer = (
-        saved_in_bert(f"tiny-bert-{name}/aki") for name in ("from2x64", "from4x32-longer")
+        shares_of(f"tiny-bert-{name}/aki", "0.002") for name in ("from2x64", "from4x32-longer")
     )
     assert min(*half, *longer) > 50
-    assert any(map(math.isnan, saved_in_bert("tiny-bert-from4x32/aki", "0.004")))
+    assert any(map(math.isnan, shares_of("tiny-bert-from4x32/aki", "0.004")))
     assert says("`GrowthAdamW` saves slightly more than AdamW in GPT-2; in BERT nothing can be")
     assert min(more_saved("tiny-gpt", "fpi_padded", "padded_adamw", "0.003")) > 0
     more = more_saved("tiny-bert", "aki_adamw", "aki")
@@ -112,17 +120,7 @@ def test_the_sentences_on_copies_in_bert_match_their_runs():
 def saved_in_t5(one, other):
     """How many points a line of T5 saves more than another one, for each of three seeds."""
     rates = {"direct_copy": "0.001"}
-    shares = [
-        [
-            100
-            * saved(
-                runs_of(f"tiny-t5/{name}", rates.get(name, "0.002"), seed),
-                runs_of("tiny-t5/scratch", "0.001", seed),
-            )
-            for seed in (1, 2, 3)
-        ]
-        for name in (one, other)
-    ]
+    shares = [shares_of(f"tiny-t5/{name}", rates.get(name, "0.002")) for name in (one, other)]
     return [first - second for first, second in zip(*shares, strict=True)]
 
 
@@ -430,30 +428,22 @@ def test_the_sentences_on_stage_1_as_a_run_before_match_their_table():
         assert all(0 < one < other for one, other in zip(gain, cost, strict=True))
 
 
-def saved_in_bert(name, rate="0.002", **how):
-    """How many per cent a line of BERT saves for each of three seeds."""
-    return [
-        100 * saved(runs_of(name, rate, seed), runs_of("tiny-bert/scratch", seed=seed), **how)
-        for seed in (1, 2, 3)
-    ]
-
-
 def test_the_sentences_on_smaller_sources_match_their_tables():
     half, whole = "tiny-bert-from2x64/aki", "tiny-bert/aki"
-    alike = [sum(saved_in_bert(name)) / 3 for name in (half, whole)]
+    alike = [sum(shares_of(name, "0.002")) / 3 for name in (half, whole)]
     assert abs(alike[0] - alike[1]) < 3 and says("saves as much as one of 4 x 64")
-    counted = (saved_in_bert(name, with_source=True) for name in (half, whole))
+    counted = (shares_of(name, "0.002", with_source=True) for name in (half, whole))
     more = min(one - other for one, other in zip(*counted, strict=True))
     assert says(f"AKI saves at least {math.floor(more)} points more from it than from 4 x 64")
     costs = [runs_of(name)[0]["source flops"] for name in (half, whole)]
     assert costs[0] / costs[1] == pytest.approx(0.5, abs=0.02)
-    missed, *reached = sorted(saved_in_bert("tiny-bert-from4x32/aki", "0.004"), key=missed_first)
+    missed, *reached = sorted(shares_of("tiny-bert-from4x32/aki", "0.004"), key=missed_first)
     assert math.isnan(missed) and says("saves {:.0f} and {:.0f} % there".format(*reached))
     for name, rate in (
         *(("from4x32/direct_copy", "0.001"), ("from4x16/direct_copy", "0.002")),
         ("from4x16/aki", "0.004"),
     ):
-        assert all(map(math.isnan, saved_in_bert(f"tiny-bert-{name}", rate)))
+        assert all(map(math.isnan, shares_of(f"tiny-bert-{name}", rate)))
     copies, padded = (
         ends_of(f"tiny-bert-from4x32/{name}", rate)
         for name, rate in (("aki", "0.004"), ("fpi_padded", "0.002"))
@@ -466,7 +456,7 @@ def test_the_sentences_on_smaller_sources_match_their_tables():
     assert says(f"its own loss is {own:.2f}, that of 4 x 64 is {wide:.2f}")
     assert says(f"the source of 4 x 32 is at {longer:.2f}")
     least = [
-        min(saved_in_bert("tiny-bert-from4x32-longer/aki", with_source=counted))
+        min(shares_of("tiny-bert-from4x32-longer/aki", "0.002", with_source=counted))
         for counted in (False, True)
     ]
     assert says("at least {:.0f} % in every seed, or {:.0f} % with that training".format(*least))
@@ -475,19 +465,6 @@ def test_the_sentences_on_smaller_sources_match_their_tables():
 def missed_first(share):
     """A key that sorts NaN before all numbers."""
     return -math.inf if math.isnan(share) else share
-
-
-def saved_in_gpt(name, rate="0.003", **how):
-    """The per cent that a line of GPT-2 saves, for each of three seeds."""
-    return [
-        100
-        * saved(
-            runs_of(f"tiny-gpt/{name}", rate, seed),
-            runs_of("tiny-gpt/scratch", "0.003", seed),
-            **how,
-        )
-        for seed in (1, 2, 3)
-    ]
 
 
 def test_the_sentences_on_inheritance_match_their_tables():
@@ -502,14 +479,14 @@ def test_the_sentences_on_inheritance_match_their_tables():
     assert min(min(found) for found in below.values()) > 0
     texts = [interval(below[name], 2) for name in names[:3]]
     assert says("one by {}, two by {}, and one that was taught itself by {}".format(*texts))
-    shares = {name: saved_in_gpt(name) for name in (*names, "fpi_padded")}
+    shares = {name: shares_of(f"tiny-gpt/{name}", "0.003") for name in (*names, "fpi_padded")}
     texts = [interval(shares[name], 1) for name in names[:3]]
     assert says("they save {}, {} and {} % of the FLOPs".format(*texts))
     for kept in zip(*(below[name] for name in names[3:]), strict=True):
         assert list(kept) == sorted(kept)
     near = [abs(a - b) for a, b in zip(ends["taught_top64"], ends["taught"], strict=True)]
     assert says(f"ends within {max(near):.3f} of the one beside the teacher")
-    assert max(max(saved_in_gpt(name, with_source=True)) for name in names) < 0
+    assert max(max(shares_of(f"tiny-gpt/{name}", "0.003", with_source=True)) for name in names) < 0
     grown = shares.pop("fpi_padded")
     assert says(f"Growth of the same small model saves more, {interval(grown, 1)} %")
     for found in shares.values():
@@ -591,19 +568,6 @@ def test_the_sentences_on_the_optimizer_match_their_table():
     assert says(f"the long run ends {rewarmed[0]:.2f} to {rewarmed[-1]:.2f} higher")
 
 
-def saved_with_source(name, rate):
-    """How many points a line of GPT-2 saves for each seed, with its small model's training."""
-    return [
-        100
-        * saved(
-            runs_of(name, rate, seed),
-            runs_of("tiny-gpt/scratch", "0.003", seed),
-            with_source=True,
-        )
-        for seed in (1, 2, 3)
-    ]
-
-
 def deep_runs(name):
     """The runs of a line of twice the layers, of six lengths."""
     rows = training_rows()
@@ -623,7 +587,7 @@ def test_the_sentences_on_when_to_grow_match_their_tables():
     assert says("saved {:.0f} %, {:.0f} % and {:.0f} %".format(*gains))
     assert says(f"counted, {min(with_source):.1f} to {max(with_source):.1f} % is saved. Paired")
     early, middle, late = (
-        saved_with_source(f"{setting}/fpi_padded", rate)
+        shares_of(f"{setting}/fpi_padded", rate, with_source=True)
         for setting, rate in (
             *(("tiny-gpt-at10", "0.009"), ("tiny-gpt-at30", "0.009")),
             ("tiny-gpt", "0.003"),
