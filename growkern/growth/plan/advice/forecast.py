@@ -229,11 +229,15 @@ def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) ->
         )
     is_long = source_tokens is not None and source_tokens >= LONG_SOURCE * tokens
     if "width" in axes and factor > (FARTHEST_FACTOR if is_long else FAR_FACTOR):
+        measured = (
+            f"no gain was measured above {FARTHEST_FACTOR:g} times"
+            if is_long
+            else "a small BERT that grew to 14 times saved much only from a source that had seen "
+            f"{LONG_SOURCE:g} times the tokens (measured by us)"
+        )
         return (
             f"the model grows to {factor:,.0f} times its parameters; there is a factor above which "
-            "that is better (Mallik et al., 2026), and a small BERT that grew to 14 times saved "
-            f"much only from a source that had seen {LONG_SOURCE:g} times the tokens (measured by "
-            "us)"
+            f"that is better (Mallik et al., 2026), and {measured}"
         )
     if deepening(plan) > FAR_LAYERS:
         return (
