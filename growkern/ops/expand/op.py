@@ -47,6 +47,7 @@ from torch import Tensor, library
 
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply
 from growkern.ops.expand.call import ExpandCall, Inputs, Routing
@@ -151,7 +152,7 @@ def _empty_result(given: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 @library.custom_op(
-    "growkern::expand",
+    f"{NAMESPACE}::expand",
     mutates_args=(),
     schema=f"({_INPUTS}, ScalarType out_dtype, str backend) -> Tensor",
 )
@@ -171,7 +172,7 @@ def _(*inputs_dtype_backend):
 
 
 @library.custom_op(
-    "growkern::expand_out",
+    f"{NAMESPACE}::expand_out",
     mutates_args=("out",),
     schema=f"(Tensor(a!) out, {_INPUTS}, str backend) -> ()",
 )

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import GPU_BACKENDS
 from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
 from growkern.ops.backend.transforms import Rules, apply, is_last_backward, refuse_second_derivative
@@ -262,7 +263,7 @@ def _row_counts(
 # ---------------------------------------------------------------------------- op
 
 
-@library.custom_op("growkern::linear_kl_mlm", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::linear_kl_mlm", mutates_args=())
 def linear_kl_mlm_op(
     student: list[Tensor],
     teachers: list[Tensor],
@@ -316,7 +317,7 @@ def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tup
     return empty_outputs(Head(*student), weight_WN, settings.per_row, settings.want)
 
 
-@library.custom_op("growkern::linear_kl_mlm_backward", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::linear_kl_mlm_backward", mutates_args=())
 def linear_kl_mlm_backward_op(
     dloss: Tensor, grads: list[Tensor], anchor: Tensor, dtype: torch.dtype, by_triton: bool
 ) -> list[Tensor]:

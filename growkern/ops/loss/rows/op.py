@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
@@ -34,7 +35,7 @@ ROW_FUNCTIONS: dict[str, RowFunction] = {
 # ----------------------------------------------------------------------- op
 
 
-@library.custom_op("growkern::kl_mlm_rows", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::kl_mlm_rows", mutates_args=())
 def kl_mlm_rows_op(
     student_NV: Tensor,
     teachers_NV: list[Tensor],
@@ -80,7 +81,7 @@ def _(student_NV, teachers_NV, *others) -> tuple:
     return _empty_rows(student_NV, teachers_NV, others[-1])
 
 
-@library.custom_op("growkern::kl_mlm_rows_backward", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::kl_mlm_rows_backward", mutates_args=())
 def kl_mlm_rows_backward_op(
     dterms_RN: Tensor,
     student_NV: Tensor,

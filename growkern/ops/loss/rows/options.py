@@ -15,6 +15,7 @@ from torch import Tensor, library
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
+from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.loss.rows.label_options import RULES
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
@@ -329,7 +330,7 @@ def row_inputs(
 
 
 # an op, so that a compiled graph checks the values too
-@library.custom_op("growkern::checked_labels", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::checked_labels", mutates_args=())
 def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> Tensor:
     """The same labels, (N,) int64; `vocab` counts the columns of all ranks of `group`.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.transforms import Rules
 from growkern.ops.loss.linear.heads import Head, empty_outputs, from_arguments
 from growkern.ops.loss.linear.op import Chunk, backward_of, setup_context, swept
@@ -36,7 +37,7 @@ TAIL_GRADIENTS = {"cpu": tail_gradient_on_cpu, "triton": tail_gradient_on_triton
 # ----------------------------------------------------------------------- op
 
 
-@library.custom_op("growkern::topk_kl_mlm", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::topk_kl_mlm", mutates_args=())
 def topk_kl_mlm_op(
     student: list[Tensor],
     topk: list[Tensor],
