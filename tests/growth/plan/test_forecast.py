@@ -97,7 +97,7 @@ def test_a_young_source_saves_no_more_than_older_ones_did(share, high):
     assert forecast_of(WIDE, SHORT, share * SHORT).high == pytest.approx(high, abs=5e-4)
     # more layers were measured from young sources
     both = forecast_of({**WIDE, **DEEPER}, SHORT, share * SHORT)
-    assert both.high == pytest.approx(max(high, 0.318 if share < 0.5 else 0.563), abs=5e-4)
+    assert both.high == pytest.approx(max(high, 0.318 if share < 0.5 else 0.732), abs=5e-4)
 
 
 def test_units_alone_are_no_evidence():
