@@ -19,6 +19,7 @@ MOST = 1 << 40
 # they describe a data set, and mean nothing for files; with what they are if they are not given
 OF_DATASET = {"dataset_config": None, "revision": None, "split": "train", "validation_split": None}
 
+SHUFFLE_WINDOW = 1000
 MEAN_SPAN = 3.0
 # "auto" may stand for one of the others
 WITH_SPANS = ("auto", "span_corruption", "denoising")
@@ -86,7 +87,7 @@ class DataSection:
     attention_mask_column: str | None = None
     packing: bool | None = None
     streaming: bool = False
-    shuffle_window: int = 1000
+    shuffle_window: int = SHUFFLE_WINDOW
     cache: str | None = None
     sequence_length: int = 128
     objective: Objective = "auto"
@@ -128,6 +129,10 @@ class DataSection:
             )
         if not 0 <= self.shuffle_window <= MOST:
             raise GrowthError(f"data.shuffle_window is {self.shuffle_window}: it must be 0 or more")
+        if self.shuffle_window != SHUFFLE_WINDOW and not self.streaming:
+            raise GrowthError(
+                "data.shuffle_window describes a stream: give data.streaming = true too"
+            )
         if not 0 < self.share <= 1:
             raise GrowthError(
                 f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"

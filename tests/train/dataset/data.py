@@ -33,6 +33,11 @@ def ids_of(text):
     return [WORDS.index(word) for word in text.split()]
 
 
+def in_order(streaming):
+    """Options of a stream that keeps the order of its rows, or of rows that are kept on disk."""
+    return {"streaming": True, "shuffle_window": 0} if streaming else {}
+
+
 def plain_rows(records, length):
     """The rows of texts by a plain loop: [CLS] and `length` - 1 tokens each; and the rest."""
     stream = [i for text in records for i in [*ids_of(text), SEP]]

@@ -13,7 +13,7 @@ from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
 from growkern.train.dataset import source
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
-from tests.train.dataset.data import plain_rows, rows_of, texts, tokenizer, write_jsonl
+from tests.train.dataset.data import in_order, plain_rows, rows_of, texts, tokenizer, write_jsonl
 from tests.train.tiny import VOCAB
 
 TOKENIZER = tokenizer()
@@ -67,7 +67,7 @@ KINDS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow", "saved", "saved spli
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_gives_the_tokens_of_a_plain_loop(kind, streaming, load, tmp_path):
-    data = load(**save(tmp_path, kind), streaming=streaming, shuffle_window=0).train
+    data = load(**save(tmp_path, kind), **in_order(streaming)).train
     expected, _ = plain_rows(TEXTS, LENGTH)
     if streaming:
         rows = iter(data)
@@ -255,6 +255,7 @@ def test_records_that_cannot_be_used(record, options, match, streaming, load, tm
         ({"train": ("a",), "dataset": "b"}, "data.dataset is given beside files"),
         ({"validation": ("a",), "dataset": "b"}, "data.dataset is given beside files"),
         ({"train": ("a",), "revision": "main"}, "data.revision describes a data set"),
+        ({"train": ("a",), "shuffle_window": 0}, "data.shuffle_window describes a stream"),
         ({"train": ("a",), "split": "train[:10%]"}, "data.split describes a data set"),
         (
             {"train": ("a",), "objective": "mlm", "mean_span_length": 4.0},

@@ -11,7 +11,7 @@ from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageT
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.run import train
-from tests.train.dataset.data import CLS, SEP, ids_of, texts, tokenizer, write_jsonl
+from tests.train.dataset.data import CLS, SEP, ids_of, in_order, texts, tokenizer, write_jsonl
 from tests.train.test_run import save_tokenizer
 from tests.train.test_trainer import arguments
 from tests.train.tiny import build
@@ -74,7 +74,7 @@ def load(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("columns", [TEXTS, IDS])
 def test_every_record_is_a_row_of_two_sides(columns, streaming, load):
-    data = load("quality", **columns, streaming=streaming, shuffle_window=0)
+    data = load("quality", **columns, **in_order(streaming))
     rows = iter(data.train) if streaming else data.train
     rows = [row for row, _ in zip(rows, PAIRS, strict=False)]
     for i, (row, (read, written)) in enumerate(zip(rows, PAIRS, strict=True)):
