@@ -85,11 +85,14 @@ def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
 
 
 def compared(lines: Sequence[Line], name: str, rows: Mapping[str, Row]) -> dict[Line, Pairs]:
-    """The runs of a table's lines. Each is beside the last line of the baseline before it."""
+    """The runs of a table's lines. Each is beside the last line of the baseline before it.
+
+    A line of the baseline's system at a given rate is no baseline.
+    """
     found, baseline = {}, dict[int, list[Row]]()
     for line in lines:
         runs = runs_of(line, rows)
-        if line.system == TABLES[name].baseline:
+        if line.system == TABLES[name].baseline and line.rate is None:
             baseline = runs
         if seeds := sorted(runs.keys() & baseline.keys()):
             found[line] = {seed: (runs[seed], baseline[seed]) for seed in seeds}

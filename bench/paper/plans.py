@@ -191,6 +191,13 @@ def _rates(setting: Setting) -> list[Line]:
     return [Line(setting, "scratch"), method, other]
 
 
+def _rates_of_scratch(setting: Setting) -> list[Line]:
+    """Training from scratch at the rate that short runs chose, and at the lowest and highest."""
+    scratch = Line(setting, "scratch")
+    ends = setting.rates[0], setting.rates[-1]
+    return [scratch, *(replace(scratch, label=f"at {rate:g}", rate=rate) for rate in ends)]
+
+
 def _depth(setting: Setting) -> list[Line]:
     """Twice the layers, of a source after a tenth of its steps and after all of them."""
     target = replace(setting.source, layers=2 * setting.source.layers)
@@ -227,17 +234,17 @@ def _directions(setting: Setting) -> list[Line]:
 
 
 def _moment(setting: Setting) -> list[Line]:
-    """Growth after 10, 30 and 100 % of the source's training, and of a source trained on.
+    """Growth of sources that were trained for 10, 30, 100 and 400 % of the usual steps.
 
-    The last one is the case of a lab whose small model has seen far more text than the large one
-    is to see.
+    Each is a run of its own, whose rate falls to 0. The last one is the case of a lab whose small
+    model has seen far more text than the large one is to see.
     """
     lines = [Line(setting, "scratch")]
     for share in (10, 30, 100, 400):
         steps = max(1, setting.source_steps * share // 100)
         whole = steps == setting.source_steps
         one = setting if whole else setting.variant(f"at{share}", source_steps=steps)
-        lines.append(Line(one, "fpi_padded", f"after {share} %"))
+        lines.append(Line(one, "fpi_padded", f"source of {steps:,} steps"))
     return lines
 
 
@@ -292,6 +299,7 @@ TABLES = {
         "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
     ),
     "rates": Table("A higher rate than short runs chose: BERT", "bert", _rates),
+    "rates_gpt": Table("From scratch at other rates: GPT-2", "gpt2", _rates_of_scratch),
     "rates_t5": Table("A higher rate than short runs chose: T5", "t5", _rates),
     "optimizer": Table(
         "The optimizer of a grown model",

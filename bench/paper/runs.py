@@ -26,10 +26,11 @@ import torch
 from bench.paper.corpus import Facts
 from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder
 from bench.paper.settings import Setting
-from bench.paper.systems import run_file, untrained_models, write_run_file
+from bench.paper.systems import has_changed, run_file, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
+from growkern.errors import GrowthError
 from growkern.plot.curve import STATE_FILE, read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run import train
@@ -64,9 +65,21 @@ class Workplace:
     def make(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """The rows of jobs. Those that are not there yet are made, and what they need before."""
         by_name = {job.name: job for job in jobs}
+        for job in by_name.values():
+            self._check_unchanged(job)
         missing = [job for name, job in by_name.items() if name not in self.rows]
         self._train(missing)
         return [self.rows[job.name] for job in jobs]
+
+    def _check_unchanged(self, job: Job) -> None:
+        """Refuse a job that was trained in this folder with other settings."""
+        if has_changed(job, self.folder):
+            raise GrowthError(
+                f"{run_file(job.name, self.folder)}: the settings of this run have changed since "
+                "it was trained here: give another --dir, or delete this file, the run's folder "
+                "and its line in "
+                f"{self.folder / ROWS}"
+            )
 
     def classify(self, jobs: Sequence[Job]) -> None:
         """Fine-tune the models of finished jobs, and keep their accuracies.
@@ -108,8 +121,14 @@ class Workplace:
         return list(dict.fromkeys([*(self._with_needs(needs) if needs else ()), *jobs]))
 
     def has_model(self, name: str) -> bool:
-        """Whether a job was done in this folder, and its model is still there."""
-        return name in self.rows and (self.folder / name / "config.json").is_file()
+        """Whether a job was done in this folder, and its model is still there.
+
+        A row alone may come from another machine. A run that was killed between its last step and
+        its row has a model too.
+        """
+        is_undone = run_file(name, self.folder).with_suffix(PARTS).exists()
+        is_there = (self.folder / name / "config.json").is_file()
+        return name in self.rows and is_there and not is_undone
 
     def _called(
         self, jobs: Sequence[Job], prepared: Callable[[Job], Call]
@@ -170,7 +189,7 @@ class Workplace:
                 f"{job.name}: another machine ended {away:.1g} away from this loss. So known runs "
                 "that begin with this model began with other weights"
             )
-        run_file(job, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
+        run_file(job.name, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
         for left in out.glob("checkpoint-*"):
             # some systems go on with the moments of their source
             if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":

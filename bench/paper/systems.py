@@ -29,7 +29,7 @@ from bench.paper.jobs import (
     with_moments,
 )
 from bench.paper.settings import Setting
-from growkern.train.config import ModelSection, OutputSection, Run
+from growkern.train.config import ModelSection, OutputSection, Run, load_run
 from growkern.train.dataset.options import DataSection
 
 
@@ -294,13 +294,19 @@ SYSTEMS = {
 }
 
 
-def run_file(job: Job, folder: Path) -> Path:
-    """The run file of a job in the folder of all jobs."""
-    return folder / f"{job.name.replace('/', '-')}.toml"
+def run_file(name: str, folder: Path) -> Path:
+    """The run file of the job with this name in the folder of all jobs."""
+    return folder / f"{name.replace('/', '-')}.toml"
 
 
 def write_run_file(job: Job, folder: Path) -> Path:
     """Write the run file of a job into the folder of all jobs."""
-    file = run_file(job, folder)
+    file = run_file(job.name, folder)
     file.write_text(run_of(job).to_toml())
     return file
+
+
+def has_changed(job: Job, folder: Path) -> bool:
+    """Whether the folder has a run file of a job with this name and other settings."""
+    file = run_file(job.name, folder)
+    return file.is_file() and load_run(file) != run_of(job)

@@ -1,1 +1,1 @@
-"""A demonstration: trains a small BERT, grows it, and compares ways to train the large one."""
+"""A demonstration: trains a small GPT-2, grows it, and compares ways to train the large one."""

@@ -88,7 +88,8 @@ def test_a_table_has_a_line_for_each_setting():
         [cell.strip() for cell in line.strip("|").split("|")] for line in printed if line
     ]
     column = dict(zip(head, zip(*cells, strict=True), strict=True))
-    labels = [f"FPI, padded stream, after {share} %" for share in (10, 30, 100, 400)]
+    steps = ("200", "600", "2,000", "8,000")
+    labels = [f"FPI, padded stream, source of {one} steps" for one in steps]
     assert column["system"] == ("scratch", *labels)
     assert set(column["rate"]) == {f"{lines[0].setting.rates[1]:g}"}
     assert set(column["seeds"]) == {"3"} and "accuracy" not in column
@@ -165,7 +166,7 @@ def test_the_forecast_knows_our_own_runs():
     scratch = lines["scratch"]
     lines = {line.label: runs_of(line, rows) for line in lines_of("moment", "tiny")}
     for share, (gain, half) in MOMENTS.items():
-        grown = lines[f"after {share:.0%}".replace("%", " %")]
+        grown = lines[f"source of {2000 * share:,.0f} steps"]
         found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
         assert interval(found) == f"{gain:.3f} ± {half:.3f}"
 

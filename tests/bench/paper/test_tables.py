@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
 from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, lines_of
 from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
+from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models, write_run_file
 from bench.shared.results import append_row, write
+from growkern.errors import GrowthError
 from growkern.train.topk_teacher.header import read_header
 
 DOMAIN = lines_of("domain", "micro")[0].setting
@@ -349,3 +351,30 @@ def test_an_untrained_bert_chooses_its_rate_past_the_plateau():
         "mslt",
     }
     assert set(steps.values()) == {500, 2000}
+
+
+def test_a_run_that_was_killed_before_its_row_is_not_done(tmp_path):
+    """Its model is there, and `--known` may have given it the row of another machine."""
+    name = "micro-gpt/scratch-8-0.003-seed1"
+    append_row(tmp_path / runs.ROWS, {"name": name})
+    place = runs.Workplace(tmp_path, {}, lambda line: None)
+    assert not place.has_model(name)
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "config.json").write_text("{}")
+    parts = tmp_path / f"micro-gpt-scratch-8-0.003-seed1{runs.PARTS}"
+    parts.write_text("{}")
+    assert not place.has_model(name)
+    parts.unlink()
+    assert place.has_model(name)
+
+
+def test_rows_of_other_settings_are_refused(tmp_path):
+    job = job_of(MICRO_GPT, "scratch", 1, 0.003, 8)
+    append_row(tmp_path / runs.ROWS, {"name": job.name})
+    place = runs.Workplace(tmp_path, {}, lambda line: None)
+    write_run_file(job, tmp_path)
+    assert place.make([job]) == [{"name": job.name}]
+    other = job_of(replace(MICRO_GPT, warmup=1 - MICRO_GPT.warmup), "scratch", 1, 0.003, 8)
+    assert other.name == job.name
+    with pytest.raises(GrowthError, match=r"settings of this run have changed.*another --dir"):
+        place.make([other])

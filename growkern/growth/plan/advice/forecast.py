@@ -1,8 +1,10 @@
 """Forecasts what a growth saves in training, from published savings and from our own runs.
 
 A forecast is the range of the savings that were measured for growth along the same axes, in the
-same way. It starts at 0 where a paper or a run of ours says that gains shrink or vanish. It is no
-promise: few papers measure this, on other models and texts.
+same way. They are single figures of papers and means of our own runs, with the interval of the
+mean: one training may lie outside. The range starts at 0 where a paper or a run of ours says that
+gains shrink or vanish, and where nothing like the growth was measured. It is no promise: few papers
+measure this, on other models and texts.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.growth.plan.advice.evidence import (
@@ -28,6 +32,9 @@ from growkern.growth.plan.advice.evidence import (
     LONG_SOURCE,
     MOMENTS,
     MOST_STACKED,
+    NEAR_OURS,
+    OUR_LARGEST,
+    OURS,
     RELIABLE_FACTOR,
     SAVINGS,
     Saving,
@@ -60,14 +67,16 @@ class Forecast:
     Attributes:
         flops: of training the target on all tokens, from scratch.
         source_flops: of training the source; None if its tokens are not known.
-        low: lowest expected saving, the source not counted; 0 without evidence.
-        high: highest expected saving, the source not counted; 0 without evidence.
+        low: lowest of the measured savings, the source not counted; 0 without evidence.
+        high: highest of the measured savings, the source not counted; 0 without evidence.
         saves: whether any evidence has a gain for such a growth.
         from_scratch: whether to train from scratch, even where the source exists already.
         against: why not to grow so, in one sentence; empty if nothing forbids it.
         must_be_free: whether no source should be trained for this target, which sees so many
             tokens that little may be saved.
         papers: the savings that the forecast rests on.
+        is_untried: whether the target is far larger, or the source far younger, than in any
+            measurement that had a gain.
         reasons: sentences, each from a publication or from our own runs.
     """
 
@@ -80,6 +89,7 @@ class Forecast:
     against: str
     must_be_free: bool
     papers: tuple[Saving, ...]
+    is_untried: bool
     reasons: tuple[str, ...]
 
     @property
@@ -100,7 +110,7 @@ class Forecast:
 
     @property
     def range(self) -> str:
-        """The expected saving in percent, or that there is no evidence."""
+        """The range of the measured savings in percent, or that there is no evidence."""
         if not self.papers:
             return "no evidence"
         found = span(self.low, self.high)
@@ -123,7 +133,7 @@ class Forecast:
             return f"{FROM_SCRATCH}, unless the source exists already: then {self._gain}"
         if self.needs_free_source:
             return f"grow if the source exists already: {self._gain}; do not train one for this"
-        if any(one.share < 0 for one in self.papers):
+        if self.is_untried or any(one.share < 0 for one in self.papers):
             return f"try it on a small scale first: {self._gain}"
         return f"grow: {self._gain}"
 
@@ -179,7 +189,9 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
             "unknown: such growth was measured only from sources that had seen fewer than half of "
             "the tokens that the target was to see"
         )
-    doubts = (*_doubts(plan, tokens, source_tokens), *_early(axes, tokens, source_tokens))
+    untried = tuple(_untried(plan, papers, tokens, source_tokens))
+    early = _early(axes, tokens, source_tokens)
+    doubts = (*untried, *_doubts(plan, tokens, source_tokens), *early)
     ends = [0.0] if doubts or not papers else []
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
@@ -199,6 +211,7 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
         against=against,
         must_be_free=tokens > FREE_ABOVE * plan.parameters() and not is_cheap,
         papers=papers,
+        is_untried=bool(untried),
         # a baseline and equal copies lose for reasons of their own
         reasons=(*doubts, *timing) if papers else (),
     )
@@ -210,13 +223,15 @@ def _papers(axes: set[str], ways: set[str]) -> tuple[Saving, ...]:
 
 
 def _most_in_width(tokens: float, source_tokens: float | None) -> float:
-    """The most that was saved after growth in width by a source that had seen no less than this.
+    """The most that growth in width may save from a source that saw fewer tokens than the target.
 
-    No paper measured such growth from a source that has seen little, so our own runs bound it.
+    No paper measured such growth, so the upper ends of our own runs bound it, and the straight
+    lines between them. A younger source than theirs is bounded as their youngest one is.
     """
-    share = math.inf if source_tokens is None else source_tokens / tokens
-    young = {seen: gain + half for seen, (gain, half) in MOMENTS.items() if seen < EARLY}
-    return next((high for seen, high in young.items() if share <= seen), math.inf)
+    if source_tokens is None or source_tokens >= tokens:
+        return math.inf
+    ends = [gain + half for gain, half in MOMENTS.values()]
+    return float(np.interp(source_tokens / tokens, list(MOMENTS), ends))
 
 
 def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) -> str:
@@ -274,6 +289,26 @@ def _against_options(plan: Blueprint, tokens: float) -> str:
     return ""
 
 
+def _untried(
+    plan: Blueprint, papers: tuple[Saving, ...], tokens: float, source_tokens: float | None
+) -> Iterator[str]:
+    """Reasons why no measurement is like this growth."""
+    gains = [one for one in papers if one.share > 0]
+    times = plan.parameters() / OUR_LARGEST
+    if gains and times > NEAR_OURS and all(one.paper == OURS for one in gains):
+        yield (
+            f"such growth saved something only in small models of ours; this one has {times:,.0f} "
+            f"times the {human(OUR_LARGEST)} parameters of the largest"
+        )
+    youngest = min(MOMENTS)
+    is_young = source_tokens is not None and source_tokens < youngest * tokens
+    if is_young and any(one.axis != "depth" for one in papers):
+        yield (
+            "the source saw a smaller share of the target's tokens than in any measurement, where "
+            f"it is {youngest:g} or more"
+        )
+
+
 def _doubts(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iterator[str]:
     """Reasons why this growth may save less than the published ones."""
     factor, per = factor_of(plan), tokens / plan.parameters()
@@ -309,7 +344,7 @@ def _early(axes: set[str], tokens: float, source_tokens: float | None) -> Iterat
     *gains, most = (f"{saved:.0%}" for saved, _ in MOMENTS.values())
     yield (
         f"the source saw {source_tokens / tokens:.2g} times the tokens that the target will see; a "
-        f"small GPT-2 that grew after {', '.join(some)} and {last} of them saved "
+        f"small GPT-2 that had seen {', '.join(some)} and {last} of them saved "
         f"{', '.join(gains)} and {most} (measured by us)"
     )
 
