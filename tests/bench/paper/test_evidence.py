@@ -14,6 +14,7 @@ from growkern.growth.plan.advice.evidence import (
     FAR_FACTOR,
     FARTHEST_FACTOR,
     LONG_SOURCE,
+    MOMENTS,
     OURS,
     SAVINGS,
     percent,
@@ -139,9 +140,31 @@ def test_ways_to_add_layers_save_alike(rows):
         assert max(means) - min(means) < 0.03
 
 
+def test_the_page_names_what_is_no_evidence(rows):
+    left_out = [
+        savings(rows, *where)
+        for where in (
+            ("table2", "fpi"),
+            ("table6", "fpi_padded"),
+            ("depth", "fpi_identity", "source of 2,000 steps"),
+            ("directions", "fpi_identity", "depth", "depth"),
+        )
+    ]
+    bert, t5, twice, more = (interval([100 * one for one in found], 0) for found in left_out)
+    assert says(f"({bert} % for FPI in BERT, {t5} % with a padded hidden state in T5)")
+    assert says(f"({twice} %, {more} %), and after four times as much training (at least 75 %)")
+    assert min(savings(rows, "moment", "fpi_padded", "source of 8,000 steps")) > 0.75 - 1e-6
+
+
+def test_the_page_names_the_upper_ends_of_young_sources():
+    ends = [100 * (gain + half) for gain, half in MOMENTS.values()]
+    assert list(MOMENTS) == [0.1, 0.3, 1.0]
+    assert says("{:.0f} % for a tenth or less, {:.0f} % for 0.3, {:.0f} % for all of".format(*ends))
+
+
 def test_savings_of_a_source_at_the_mark_are_no_evidence(rows):
     """A source of 4 x 64 hardly has to learn to reach what 8 x 64 reaches from scratch."""
     marks = runs_named(rows, "depth", "scratch", "")
     for seed, runs in runs_named(rows, "depth", "fpi_identity", "source of 2,000 steps").items():
-        assert abs(runs[0]["losses"][0] - marks[seed][-1]["losses"][-1]) < 0.02
+        assert abs(runs[0]["losses"][0] - marks[seed][-1]["losses"][-1]) < 0.05
     assert not [one for one in OWN if one.axis == "depth" and "young" not in one.ways]
