@@ -384,24 +384,48 @@ def test_the_sentences_on_gpt2_match_their_table():
     assert says(f"Two stages end higher than AKI in every seed, by {higher}")
 
 
-def test_the_sentences_on_sixteen_layers_match_their_table():
-    found = paper_lines("StackBERT", rate="0.009")
-    shares = {
-        column: {name: first(line[column]) for name, line in found.items()}
-        for column in ("FLOPs saved", "source counted")
-    }
-    stacked, saved_by = found["StackBERT"], shares["FLOPs saved"]
-    assert says(f"Here it does, and saves {stacked['FLOPs saved']}")
-    counted = shares["source counted"]
-    assert max(counted, key=counted.get) == "StackBERT"
-    more = saved_by["FPI, padded stream"] - saved_by["DirectCopy"]
-    assert says(f"FPI saves {more:.1f} points more than DirectCopy, and at four layers")
-    direct, padded, scratch = (
-        runs_of(f"tiny-gpt/{name}", "0.003") for name in ("direct_copy", "fpi_padded", "scratch")
+def test_the_sentences_on_sixteen_layers_match_their_runs():
+    scratch = [runs_of("tiny-gpt-16x64/scratch", "0.003", seed) for seed in (1, 2, 3)]
+    names = ("/stackbert", "-from16x32/direct_copy", "-from16x32/fpi_padded")
+
+    def shares(name, **how):
+        runs = [runs_of(f"tiny-gpt-16x64{name}", "0.009", seed) for seed in (1, 2, 3)]
+        return [100 * saved(one, other, **how) for one, other in zip(runs, scratch, strict=True)]
+
+    def ahead(one, other):
+        return [own - others for own, others in zip(one, other, strict=True)]
+
+    stacked, direct, padded = map(shares, names)
+    assert says(f"Here it does in every seed, and saves {interval(stacked, 1)} %")
+    assert all(map(math.isnan, shares_of("tiny-gpt/stackbert", "0.003")))
+    counted = [shares(name, with_source=True) for name in names]
+    assert min(ahead(counted[0], counted[1])) > 0
+    assert abs(sum(ahead(counted[0], counted[2])) / 3) < 3
+    behind = interval(ahead(direct, stacked), 1)
+    assert says(f"Without it, it is {behind} points behind DirectCopy, where the paper")
+    more = ahead(padded, direct)
+    less = interval(more_saved("tiny-gpt", "direct_copy", "fpi_padded", "0.003"), 1)
+    assert says(
+        f"FPI saves {interval(more, 1)} points more than DirectCopy, as in the paper, and at four "
+        f"layers {less} points less"
     )
-    assert saved(padded, scratch) - saved(direct, scratch) < 0.005
-    assert math.isnan(saved(runs_of("tiny-gpt/stackbert", "0.003"), scratch))
-    assert {line["seeds"] for line in found.values()} == {"1"}
+    texts = [interval(one, 1) for one in (stacked, direct, padded)]
+    assert logs("StackBERT saves {} %, DirectCopy {}, FPI {}, in every".format(*texts))
+    assert logs(f"seed {min(more):.1f} to {max(more):.1f} points more than DirectCopy")
+
+    def above(one, other):
+        return sorted(ahead(one, other))
+
+    ends = [one[-1]["losses"][-1] for one in scratch]
+    mslt = interval(above(ends_of("tiny-gpt-16x64/mslt", "0.009"), ends))
+    shallow = above(ends_of("tiny-gpt/mslt", "0.003"), ends_of("tiny-gpt/scratch", "0.003"))
+    assert says(
+        f"It ends {mslt} above it, and at four layers {shallow[0]:.2f} to {shallow[-1]:.2f}"
+    )
+    assert logs(f"MSLT ends {mslt} above scratch, and reaches it in no seed")
+    stacked, direct = (ends_of(f"tiny-gpt-16x64{name}", "0.009") for name in names[:2])
+    gap = above(stacked, direct)
+    assert logs(f"StackBERT ends {gap[0]:.2f} to {gap[-1]:.2f} above DirectCopy")
     wide, deep = (
         runs_of(f"{name}/scratch", "0.003")[-1]["flops"][-1]
         for name in ("tiny-gpt", "tiny-gpt-16x64")

@@ -46,14 +46,14 @@ def printed(plan, **tokens):
 def test_a_forecast_is_the_range_of_the_savings_along_its_axes():
     plan = growkern.plan(meta("LlamaForCausalLM", **LITTLE), **WIDER)
     found = plan.forecast(FEW, FEW)
-    # the 95 % interval of our own runs
-    assert (found.low, found.high) == pytest.approx((0.378 - 0.170, 0.378 + 0.170))
+    # the 95 % intervals of our own runs
+    assert (found.low, found.high) == pytest.approx((0.378 - 0.170, 0.479 + 0.093))
     assert not found.reasons and found.saves and not found.against and not found.is_untried
     assert {paper.axis for paper in found.papers} == {"width"}
     assert found.flops == plan.flops_per_token() * FEW
     share = plan.flops_per_token("source") / plan.flops_per_token()
     assert found.with_source == pytest.approx((found.low - share, found.high - share))
-    assert found.verdict.startswith("grow: 21% to 55% (one measurement) of")
+    assert found.verdict.startswith("grow: 21% to 57% of")
     assert plan.forecast(FEW).with_source is None
     # a source that costs more than growth saves
     found = forecast_of(WIDE, SHORT, YOUNG)
@@ -66,7 +66,7 @@ def test_a_forecast_is_the_range_of_the_savings_along_its_axes():
 def test_a_large_model_is_not_promised_what_only_small_ones_saved():
     found = forecast_of(WIDE, SHORT)
     assert found.is_untried and found.low == 0 < found.high
-    assert found.verdict.startswith("try it on a small scale first: 0% to 55% (one measurement)")
+    assert found.verdict.startswith("try it on a small scale first: 0% to 57% of")
     times = f"{growkern.plan(meta('LlamaForCausalLM', **BIG), **WIDE).parameters() / 2e6:.0f}"
     assert f"this one has {times} times the 2 M parameters of the largest" in found.reasons[0]
     # papers have measured these
@@ -82,7 +82,7 @@ def test_the_evidence_is_that_of_the_way_to_grow():
         return [one.paper for one in forecast.papers]
 
     padded, copies, aki = found(), found(stream="copies"), found(method="aki", stream="copies")
-    assert names(padded) == ["growkern"]
+    assert names(padded) == 2 * ["growkern"]
     assert names(copies) == ["bert2BERT", "SPARKLING", "growkern"]
     assert names(aki) == [*3 * ["bert2BERT"], "growkern"]
     # bert2BERT's 38 %, 45 % and 47 % are those of AKI
@@ -119,7 +119,7 @@ def test_runs_of_more_layers_are_evidence_for_young_sources():
         (0.2, 0.1755, 0.318),
         # more layers were measured from young sources alone
         (0.65, 0.378, 0.378),
-        (1, 0.548, 0.732),
+        (1, 0.572, 0.732),
     ],
 )
 def test_a_young_source_saves_no_more_than_ours_of_its_age(share, high, both):
@@ -166,7 +166,7 @@ def test_width_of_a_large_decoder_may_lose(request):
     large = {**BIG, "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 16}
     found = forecast_of({"hidden_size": 3072}, SHORT, None, large)
     assert found.low == pytest.approx(1 - 1 / (1 - 0.179))
-    assert found.verdict.startswith("try it on a small scale first: -22% to 55%")
+    assert found.verdict.startswith("try it on a small scale first: -22% to 57%")
     assert "below 0% it costs more" in found.verdict
     # in no other way was a gain measured
     request.getfixturevalue("without_ours")
