@@ -19,7 +19,7 @@ from bench.paper.tables import heading, section, table, tables_in
 IN_DOCS = (
     *("table2", "progressive", "table4", "table3", "narrow", "table5", "layers", "table6"),
     *("inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
-    *("rates", "rates_t5"),
+    *("rates", "rates_gpt", "rates_t5"),
 )
 # the ways to grow that the README's picture compares, beside the baseline
 IN_README = ("direct_copy", "fpi", "aki", "fpi_padded")

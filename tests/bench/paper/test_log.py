@@ -389,3 +389,16 @@ def test_more_seeds_of_smaller_and_narrow_sources():
     assert longer[1] == pytest.approx(longer[2], abs=1e-3)
     assert logs("saves {:.1f} % and, with the other seeds, at least {:.1f} %".format(*longer))
     assert sum(map(math.isnan, quarter)) == 1
+
+
+def test_stage_1_before_a_gpt():
+    scratch = runs_of("tiny-gpt/scratch", "0.003")
+    alone, after = (runs_of(f"tiny-gpt/aki_{name}", "0.003") for name in ("adamw", "after_stage1"))
+    assert logs(
+        "lowers the final loss from {:.3f} to {:.3f}".format(
+            *(runs[-1]["losses"][-1] for runs in (alone, after))
+        )
+    )
+    more = 100 * (saved(after, scratch) - saved(alone, scratch))
+    cost = 100 * (after[0]["source flops"] - alone[0]["source flops"]) / scratch[-1]["flops"][-1]
+    assert logs(f"adds {more:.1f} points, and costs {cost:.1f} % of the FLOPs from scratch")
