@@ -252,7 +252,7 @@ def test_every_table_is_made_of_runs(name):
     lines = lines_of(name, "micro")
     jobs = {}
     for line in lines:
-        job = job_of(line.setting, line.system, 1, 1e-3, 400)
+        job = job_of(line.setting, line.system, 1, line.rate or 5e-4, 400)
         text = run_of(job).to_toml()
         assert jobs.setdefault(job.name, text) == text
         assert line.system == TABLES[name].baseline or line.setting.target_sizes()
