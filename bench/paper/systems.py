@@ -31,6 +31,7 @@ from bench.paper.jobs import (
 from bench.paper.settings import Setting
 from growkern.train.config import ModelSection, OutputSection, Run, load_run
 from growkern.train.dataset.options import DataSection
+from growkern.whole import write_whole
 
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:
@@ -302,7 +303,9 @@ def run_file(name: str, folder: Path) -> Path:
 def write_run_file(job: Job, folder: Path) -> Path:
     """Write the run file of a job into the folder of all jobs."""
     file = run_file(job.name, folder)
-    file.write_text(run_of(job).to_toml())
+    text = run_of(job).to_toml()
+    # whole or not at all: a later call refuses a file that differs
+    write_whole(file, lambda partial: partial.write_text(text))
     return file
 
 
