@@ -17,7 +17,7 @@ from bench.paper.tables import heading, section, table, tables_in
 
 # those that pages of the documentation show
 IN_DOCS = (
-    *("table2", "progressive", "table4", "table3", "narrow", "table5", "layers", "table6"),
+    *("table2", "progressive", "table4", "table3", "narrow", "ages", "table5", "layers", "table6"),
     *("inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
     *("rates", "rates_gpt", "rates_t5"),
 )

@@ -101,6 +101,21 @@ def _smaller_sources(setting: Setting) -> list[Line]:
     ]
 
 
+def _half_as_wide(setting: Setting) -> dict[int, tuple[Setting, str]]:
+    """The setting with a source half as wide, trained as long, and 3 and 4 times as long.
+
+    Returns:
+        Times -> (setting, label).
+    """
+    _, (label, half), *_ = _variants_of_sources(setting).items()
+    made = {1: (half, label)}
+    for times, name in ((3, "three-times"), (4, "longer")):
+        steps = times * setting.source_steps
+        variant = half.variant(name, source_steps=steps)
+        made[times] = (variant, f"{label} of {steps:,} steps")
+    return made
+
+
 def _narrow_sources(setting: Setting) -> list[Line]:
     """Why narrow sources save less here.
 
@@ -109,15 +124,17 @@ def _narrow_sources(setting: Setting) -> list[Line]:
     """
     variants = _variants_of_sources(setting)
     lines = [Line(one, "fpi_padded", label) for label, one in variants.items()]
-    _, (label, half), *_ = variants.items()
-    steps = 4 * setting.source_steps
-    longer = half.variant("longer", source_steps=steps)
-    return [
-        Line(setting, "scratch"),
-        *lines,
-        Line(half, "aki", label),
-        Line(longer, "aki", f"{label} of {steps:,} steps"),
-    ]
+    halves = _half_as_wide(setting)
+    grown = [Line(halves[times][0], "aki", halves[times][1]) for times in (1, 4)]
+    return [Line(setting, "scratch"), *lines, *grown]
+
+
+def _ages(setting: Setting) -> list[Line]:
+    """StackBERT, which has no source, beside growth from sources of three ages."""
+    lines = [Line(setting, name) for name in ("scratch", "stackbert")]
+    for name in ("direct_copy", "aki"):
+        lines += [Line(one, name, label) for one, label in _half_as_wide(setting).values()]
+    return lines
 
 
 def _stages(setting: Setting) -> list[Line]:
@@ -271,6 +288,7 @@ TABLES = {
     "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
     "narrow": Table("Why narrow sources save less", "bert", _narrow_sources),
+    "ages": Table("StackBERT, and sources of three ages", "bert", _ages),
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
     "progressive": Table("Fewer layers first", "bert", _progressive),
     "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),

@@ -231,6 +231,7 @@ def test_models_of_one_text_go_on_with_another():
     [
         ("table3", 4, 1),
         ("narrow", 5, 1),
+        ("ages", 3, 1),
         ("table4", 3, 1),
         ("depth", 2, 1),
         ("directions", 1, 3),
