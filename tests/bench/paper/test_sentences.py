@@ -538,6 +538,61 @@ def test_the_sentences_on_smaller_sources_match_their_tables():
     assert says("at least {:.0f} % in every seed, or {:.0f} % with that training".format(*least))
 
 
+def test_the_sentences_on_the_place_of_stackbert_match_their_runs():
+    stacked = shares_of("tiny-bert/stackbert", "0.002")
+    young, middle, old = (
+        [shares_of(f"tiny-bert-from4x32{age}/{one}", rate) for one, rate in lines]
+        for age, lines in (
+            ("", (("direct_copy", "0.001"), ("aki", "0.004"))),
+            ("-three-times", (("direct_copy", "0.001"), ("aki", "0.002"))),
+            ("-longer", (("direct_copy", "0.001"), ("aki", "0.002"))),
+        )
+    )
+
+    def ahead(shares):
+        """How many points more than StackBERT; a line that misses the baseline saves nothing."""
+        saves = [0 if math.isnan(one) else one for one in shares]
+        return [one - other for one, other in zip(saves, stacked, strict=True)]
+
+    assert max(max(ahead(one)) for one in young) < 0
+    assert says("DirectCopy save less than StackBERT in every seed")
+    least = [math.floor(min(ahead(aki))) for _, aki in (middle, old)]
+    assert min(least) > 0
+    assert says(f"AKI saves at least {least[0]} points more than StackBERT, in every seed")
+    assert says(f"steps AKI saves at least {least[1]} points more than StackBERT, in every seed")
+    *less, more = sorted(ahead(middle[0]))
+    assert max(less) < 0 < more
+    assert says(f"at least {math.floor(-max(less))} points less in two seeds, and {more:.0f} more")
+    *less, more = sorted(ahead(old[0]))
+    assert max(less) < 0 < more
+    texts = [f"{-one:.0f}" for one in sorted(less, reverse=True)]
+    assert says(
+        "{} and {} points less in two seeds, and {:.0f} more in the third".format(*texts, more)
+    )
+    starts = {
+        name: [runs_of(name, rate, seed)[0]["losses"][0] for seed in (1, 2, 3)]
+        for name, rate in (
+            *(("tiny-bert/scratch", "0.002"), ("tiny-bert/direct_copy", "0.001")),
+            *(
+                (f"tiny-bert-from4x32-{age}/direct_copy", "0.001")
+                for age in ("three-times", "longer")
+            ),
+        )
+    }
+    fresh, wide, *narrow = starts.values()
+    both = [one for found in narrow for one in found]
+    assert says(f"From 4 x 64 DirectCopy begins at {sum(wide) / 3:.2f}")
+    assert says(f"from these two sources at {min(both):.1f} to {max(both):.1f}")
+    assert says(f"An untrained model is at {min(fresh):.1f} to {max(fresh):.1f}")
+    logged = [interval(shares, 1) for shares in (stacked, old[0])]
+    assert logs("StackBERT saves {} %, DirectCopy from 8,000 steps {}".format(*logged))
+    assert logs("DirectCopy saves {:.1f}, {:.1f} and {:.1f} %, less than".format(*old[0]))
+    direct, aki = middle
+    assert logs("AKI saves {:.1f}, {:.1f} and at least {:.1f} %, more than".format(*aki))
+    assert math.isnan(direct[0])
+    assert logs("and saves {:.1f} and {:.1f} % with the others".format(*direct[1:]))
+
+
 def missed_first(share):
     """A key that sorts NaN before all numbers."""
     return -math.inf if math.isnan(share) else share
