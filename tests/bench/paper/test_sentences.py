@@ -555,6 +555,12 @@ def test_the_sentences_on_the_place_of_stackbert_match_their_runs():
         saves = [0 if math.isnan(one) else one for one in shares]
         return [one - other for one, other in zip(saves, stacked, strict=True)]
 
+    rows = training_rows()
+    losses = [
+        sum(rows[f"tiny-bert-from4x32{source}-0.003-seed{n}"]["losses"][-1] for n in (1, 2, 3)) / 3
+        for source in ("/source-2000", "-three-times/source-6000", "-longer/source-8000")
+    ]
+    assert says("Their own losses are {:.2f}, {:.2f} and {:.2f}".format(*losses))
     assert max(max(ahead(one)) for one in young) < 0
     assert says("DirectCopy save less than StackBERT in every seed")
     least = [math.floor(min(ahead(aki))) for _, aki in (middle, old)]
