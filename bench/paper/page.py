@@ -17,8 +17,8 @@ from bench.paper.tables import heading, section, table, tables_in
 
 # those that pages of the documentation show
 IN_DOCS = (
-    *("table2", "progressive", "table4", "table3", "narrow", "ages", "table5", "layers", "table6"),
-    *("inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
+    *("table2", "progressive", "table4", "table3", "narrow", "ages", "table5", "stages", "layers"),
+    *("table6", "inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
     *("rates", "rates_gpt", "rates_t5"),
 )
 # the ways to grow that the README's picture compares, beside the baseline
@@ -35,8 +35,9 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 - Every method takes the best of three learning rates, of four for T5, in runs of another seed.
   These are short, but not for a BERT or T5 that begins untrained: short runs from scratch end on
   its plateau. Some lines take the rate of another one: those that differ in the length of stage 1
-  or in the number of kept tokens, and AKI with AdamW that of AKI. Where the best rate is the lowest
-  or the highest, a better one may lie beyond it. All sources are trained at one rate.
+  or in the number of kept tokens, and FPI and AKI with AdamW, with copies, those of FPI and AKI.
+  Where the best rate is the lowest or the highest, a better one may lie beyond it. All sources are
+  trained at one rate.
 - "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
   for GPT-2 and T5. For BERT it is copies.
 - The first line is the baseline. "below baseline" is how far the loss after all steps is below

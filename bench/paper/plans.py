@@ -215,6 +215,17 @@ def _rates_of_scratch(setting: Setting) -> list[Line]:
     return [scratch, *(replace(scratch, label=f"at {rate:g}", rate=rate) for rate in ends)]
 
 
+def _optimizers(setting: Setting) -> list[Line]:
+    """AdamW and `GrowthAdamW` with a padded hidden state and with copies, and grown moments."""
+    padded = ("fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed")
+    fpi, aki = Line(setting, "fpi"), Line(setting, "aki")
+    copied = [
+        *(fpi, Line(setting, "fpi_adamw", like=fpi)),
+        *(aki, Line(setting, "aki_adamw", like=aki)),
+    ]
+    return [*(Line(setting, name) for name in ("scratch", *padded)), *copied]
+
+
 def _depth(setting: Setting) -> list[Line]:
     """Twice the layers, of a source after a tenth of its steps and after all of them."""
     target = replace(setting.source, layers=2 * setting.source.layers)
@@ -319,11 +330,7 @@ TABLES = {
     "rates": Table("A higher rate than short runs chose: BERT", "bert", _rates),
     "rates_gpt": Table("From scratch at other rates: GPT-2", "gpt2", _rates_of_scratch),
     "rates_t5": Table("A higher rate than short runs chose: T5", "t5", _rates),
-    "optimizer": Table(
-        "The optimizer of a grown model",
-        "gpt2",
-        _systems("scratch", "fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed"),
-    ),
+    "optimizer": Table("The optimizer of a grown model", "gpt2", _optimizers),
     "depth": Table("Where new layers come from", "gpt2", _depth),
     "directions": Table("Width, depth or both", "gpt2", _directions),
     "moment": Table("When to grow", "gpt2", _moment),

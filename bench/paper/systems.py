@@ -224,6 +224,9 @@ SYSTEMS = {
         "the same as FPI, padded stream, trained with AdamW in place of GrowthAdamW",
         with_adamw(grown("fpi", stream="padded")),
     ),
+    "fpi_adamw": System(
+        "FPI, AdamW", "FPI, trained with AdamW in place of GrowthAdamW", with_adamw(grown("fpi"))
+    ),
     "padded_moments": System(
         "FPI, padded stream, grown moments",
         "the same; the optimizer goes on with the source's moments, grown with the weights",

@@ -15,6 +15,7 @@ from growkern.growth.plan.advice.evidence import (
     FARTHEST_FACTOR,
     LONG_SOURCE,
     MOMENTS,
+    MOST_FACTOR,
     OURS,
     SAVINGS,
     percent,
@@ -101,11 +102,26 @@ def test_equal_copies_did_not_reach_the_loss_from_scratch(rows):
     assert all(map(math.isnan, savings(rows, "symmetry", "fpi_none")))
 
 
+def parameters_of(setting, size):
+    return sum(p.numel() for p in setting.untrained(size, 0).parameters())
+
+
+def test_no_evidence_is_of_a_larger_factor():
+    factors = []
+    for table, system, label, _ in LINES.values():
+        wanted = (system, label)
+        (one,) = [x.setting for x in lines_of(table, "tiny") if (x.system, x.label) == wanted]
+        if one.target.width > one.source.width:
+            factors.append(parameters_of(one, one.target) / parameters_of(one, one.source))
+    assert MOST_FACTOR - 0.5 < max(factors) < MOST_FACTOR
+    assert says(f"more width, and more than {MOST_FACTOR:g} times the parameters")
+
+
 def test_a_far_growth_saved_little(rows):
     most = {}
     for width, factor in ((32, 14), (16, 46)):
         small, large = (
-            sum(p.numel() for p in TINY_BERT.untrained(size, 0).parameters())
+            parameters_of(TINY_BERT, size)
             for size in (Size(4, width, width // 16), TINY_BERT.target)
         )
         assert large / small == pytest.approx(factor, abs=0.5) and large / small > FAR_FACTOR
@@ -129,7 +145,7 @@ def test_a_far_growth_from_a_long_trained_source_saved_much(rows):
     line = next(one for one in lines_of("ages", "tiny") if "6,000" in one.label)
     assert line.setting.source_steps / line.setting.steps == LONG_SOURCE
     assert FAR_FACTOR < 14 < FARTHEST_FACTOR
-    least = f"{100 * min(shares):.0f} %"
+    least = f"{math.floor(100 * min(shares))} %"
     assert says(
         f"and AKI at least {least} from a source that had seen {LONG_SOURCE:.0f} times the tok"
     )

@@ -6,7 +6,7 @@ import pytest
 
 from bench.paper.compare import interval, saved
 from bench.shared import results
-from tests.bench.pages import logs, more_saved, runs_of, shares_of, training_rows
+from tests.bench.pages import logs, more_saved, runs_of, says, shares_of, training_rows
 
 
 def share(name, rate="0.002", baseline="tiny-bert/scratch"):
@@ -403,6 +403,7 @@ def test_stage_1_before_a_gpt():
     assert logs("lowers the final loss by {:.3f}, {:.3f} and {:.3f}".format(*lower))
     assert max(lower) < 0.02 and max(more) < min(costs)
     cost = sum(costs) / 3
-    assert logs(
-        "adds {:.1f}, {:.1f} and {:.1f} points, and costs".format(*more) + f" {cost:.1f} % of"
-    )
+    texts = [f"{one:.1f}" for one in more]
+    assert logs("adds {}, {} and {} points, and costs".format(*texts) + f" {cost:.1f} % of")
+    assert says("adds {}, {} and {} points to what AKI saves with".format(*texts))
+    assert says(f"and costs {cost:.1f} % of the FLOPs from scratch:")

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from bench.paper.compare import compared, interval, points_of, saved
-from bench.paper.plans import lines_of
+from bench.paper.plans import TABLES, lines_of
 from bench.paper.runs import CLASSES
-from bench.paper.settings import SETTINGS
 from bench.shared import results
 from growkern.plot.curve import first_crossing
 from tests.bench.pages import (
@@ -56,8 +55,37 @@ def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
     )
     assert min(*half, *longer) > 50
     assert any(map(math.isnan, shares_of("tiny-bert-from4x32/aki", "0.004")))
-    assert says("`GrowthAdamW` saves slightly more than AdamW in GPT-2; in BERT nothing can be")
+    assert says(
+        "`GrowthAdamW` saves slightly more than AdamW. GPT-2 with copies: AdamW saves more."
+    )
     assert min(more_saved("tiny-gpt", "fpi_padded", "padded_adamw", "0.003")) > 0
+    for name, title in (("fpi", "FPI"), ("aki", "AKI")):
+        lower = sorted(
+            one - other
+            for one, other in zip(
+                *(ends_of(f"tiny-gpt/{one}", "0.003") for one in (name, f"{name}_adamw")),
+                strict=True,
+            )
+        )
+        assert lower[0] > 0 and says(f"{lower[0]:.3f} to {lower[-1]:.3f} with {title}")
+    more, less = (
+        [
+            more_saved("tiny-gpt", *(one.format(name) for one in pair), "0.003")
+            for name in ("fpi", "aki")
+        ]
+        for pair in (("{}_adamw", "{}"), ("direct_copy", "{}_adamw"))
+    )
+    assert min(min(one) for one in (*more, *less)) > 0
+    texts = [[interval(one, 1) for one in both] for both in (more, less)]
+    assert says("It saves {} and {} points more".format(*texts[0]))
+    assert says("that is still {} and {} points less than DirectCopy".format(*texts[1]))
+    assert logs(f"AKI with copies saves {texts[0][1]} points more with AdamW")
+    assert logs(
+        f"FPI saves {texts[0][0]} points more, and DirectCopy {texts[1][0]} more than that."
+    )
+    assert logs(f"For AKI these are {texts[0][1]} and {texts[1][1]}.")
+    copied = interval(shares_of("tiny-gpt/fpi_adamw", "0.003"), 0)
+    assert says(f"and {copied} % with AdamW in place of `GrowthAdamW`")
     more = more_saved("tiny-bert", "aki_adamw", "aki")
     assert says(f"It saves {interval(more, 1)} points more, so at equal loss")
     ends = zip(ends_of("tiny-bert/aki"), ends_of("tiny-bert/aki_adamw"), strict=True)
@@ -66,13 +94,14 @@ def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
 
 
 def test_the_models_are_as_small_as_the_pages_say():
-    settings = [SETTINGS["tiny", family] for family in ("gpt2", "bert", "t5")]
+    names = [name for name in TABLES if name != "domain"]
+    settings = {line.setting for name in names for line in lines_of(name, "tiny")}
     sizes = [sum(p.numel() for p in one.untrained(one.target, 0).parameters()) for one in settings]
     assert says("models of at most two million parameters") and max(sizes) < 2e6
     seen = [
         one.steps * one.batch * one.length / size for one, size in zip(settings, sizes, strict=True)
     ]
-    assert says("one or two tokens per parameter") and min(seen) > 1 and max(seen) < 2.5
+    assert says("one to four tokens per parameter") and min(seen) > 1 and 4 < max(seen) < 4.5
 
 
 def test_the_sentences_on_copies_match_their_table():
@@ -536,7 +565,8 @@ def test_the_sentences_on_smaller_sources_match_their_tables():
         min(shares_of("tiny-bert-from4x32-longer/aki", "0.002", with_source=counted))
         for counted in (False, True)
     ]
-    assert says("at least {:.0f} % in every seed, or {:.0f} % with that training".format(*least))
+    texts = [f"{math.floor(one)} %" for one in least]
+    assert says("at least {} in every seed, or {} with that training".format(*texts))
 
 
 def test_the_sentences_on_the_place_of_stackbert_match_their_runs():
@@ -589,8 +619,31 @@ def test_the_sentences_on_the_place_of_stackbert_match_their_runs():
     fresh, wide, *narrow = starts.values()
     both = [one for found in narrow for one in found]
     assert says(f"From 4 x 64 DirectCopy begins at {sum(wide) / 3:.2f}")
-    assert says(f"from these two sources at {min(both):.1f} to {max(both):.1f}")
+    assert says(f"sources of 6,000 and 8,000 steps at {min(both):.1f} to {max(both):.1f}")
     assert says(f"An untrained model is at {min(fresh):.1f} to {max(fresh):.1f}")
+    ends = (
+        ends_of(name, rate)
+        for name, rate in (
+            *(("tiny-bert-from4x32-longer/direct_copy", "0.001"), ("tiny-bert/stackbert", "0.002")),
+        )
+    )
+    apart = interval([one - other for one, other in zip(*ends, strict=True)])
+    assert says(f"from 8,000 steps and StackBERT stand level: the difference is {apart}")
+    for age in ("", "-three-times", "-longer"):
+        counted = shares_of(f"tiny-bert-from4x32{age}/direct_copy", "0.001", with_source=True)
+        assert max(ahead(counted)) < 0
+    low = [
+        [
+            rows[f"tiny-bert-from4x32-{age}/direct_copy-500-{rate}-seed100"]["losses"][-1]
+            for rate in ("0.0005", "0.001", "0.002", "0.004")
+        ]
+        for age in ("three-times", "longer")
+    ]
+    assert all(min(found) == found[1] for found in low)
+    assert logs(
+        "short runs end higher: {:.3f} from 6,000 steps ({:.3f} at 0.001), and {:.3f} from 8,000 "
+        "({:.3f})".format(*low[0][:2], *low[1][:2])
+    )
     logged = [interval(shares, 1) for shares in (stacked, old[0])]
     assert logs("StackBERT saves {} %, DirectCopy from 8,000 steps {}".format(*logged))
     assert logs("DirectCopy saves {:.1f}, {:.1f} and {:.1f} %, less than".format(*old[0]))

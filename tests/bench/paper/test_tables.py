@@ -277,7 +277,10 @@ def test_targets_have_heads_as_wide_as_the_sources(name):
         ("table5", ["scratch", "aki_two_stage_ki"]),
         ("inheritance", ["scratch", "taught_by_two", "taught_by_generations"]),
         ("domain", ["adapted", "adapted_taught"]),
-        ("optimizer", ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed"]),
+        (
+            "optimizer",
+            ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed", "fpi", "fpi_adamw"],
+        ),
         ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
         ("copies", ["scratch", "fpi_none"]),
         ("table4", ["scratch", "aki", "aki_adamw", "aki_after_stage1"]),

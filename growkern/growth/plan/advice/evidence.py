@@ -32,6 +32,9 @@ CHINCHILLA = 20
 RELIABLE_FACTOR = 2.0
 # how many times the parameters grow at least in a measured growth, rounded down
 LEAST_FACTOR = 1.5
+# The same at most, rounded up, in the growths with more width whose savings stand below. A BERT of
+# ours grew farther (`FAR_FACTOR`). Its savings do not stand there.
+MOST_FACTOR = 4.0
 # how many times G_stack multiplies layers at most
 MOST_STACKED = 4.0
 # Growth of the parameters, with more width, from which on training from scratch is better. The

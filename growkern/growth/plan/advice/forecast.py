@@ -31,7 +31,7 @@ from growkern.growth.plan.advice.evidence import (
     LEAST_STACKED,
     LONG_SOURCE,
     MOMENTS,
-    MOST_STACKED,
+    MOST_FACTOR,
     NEAR_OURS,
     OUR_LARGEST,
     OURS,
@@ -259,7 +259,7 @@ def _for_scratch(plan: Blueprint, tokens: float, source_tokens: float | None) ->
             f"the layers grow {deepening(plan):.0f} times, and the farthest gain in our evidence "
             f"is {FAR_LAYERS:g} times (Bu, 2025)"
         )
-    if "width" in axes and factor > MOST_STACKED and is_past_chinchilla(tokens, plan.parameters()):
+    if "width" in axes and factor > MOST_FACTOR and is_past_chinchilla(tokens, plan.parameters()):
         return (
             f"the model grows to {factor:.1f} times its parameters and sees more than "
             f"{CHINCHILLA} tokens per parameter, and gains shrink with both (Mallik et al., 2026)"
@@ -300,6 +300,14 @@ def _untried(
             f"such growth saved something only in small models of ours; this one has {times:,.0f} "
             f"times the {human(OUR_LARGEST)} parameters of the largest"
         )
+    factor = factor_of(plan)
+    if factor > MOST_FACTOR and any(one.axis != "depth" for one in papers):
+        yield (
+            f"the model grows to {factor:.1f} times its parameters; these savings were measured "
+            f"at {MOST_FACTOR:g} times or less"
+        )
+    if factor > FAR_FACTOR and any(one.axis != "depth" for one in papers):
+        yield "at such a factor only one small BERT saved something, by AKI (measured by us)"
     youngest = min(MOMENTS)
     is_young = source_tokens is not None and source_tokens < youngest * tokens
     if is_young and any(one.axis != "depth" for one in papers):
