@@ -145,6 +145,14 @@ def test_a_far_growth_from_a_long_trained_source_saved_much(rows):
     line = next(one for one in lines_of("ages", "tiny") if "6,000" in one.label)
     assert line.setting.source_steps / line.setting.steps == LONG_SOURCE
     assert FAR_FACTOR < 14 < FARTHEST_FACTOR
+    # "with AKI in every seed, with direct_copy in most"
+    direct = [
+        one
+        for steps in ("6,000", "8,000")
+        for one in savings(rows, "ages", "direct_copy", f"source 4x32 of {steps} steps")
+    ]
+    assert sum(one > 0.2 for one in direct) == 4 and len(direct) == 6
+    assert not [x for x in lines_of("ages", "tiny") if "fpi" in x.system]
     least = f"{math.floor(100 * min(shares))} %"
     assert says(
         f"and AKI at least {least} from a source that had seen {LONG_SOURCE:.0f} times the tok"

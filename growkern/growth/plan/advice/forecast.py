@@ -283,8 +283,8 @@ def _against_options(plan: Blueprint, tokens: float) -> str:
         )
     if tokens < LEAST_SEEN_LATER * plan.parameters():
         return (
-            f"unknown: the target sees fewer than {LEAST_SEEN_LATER:g} tokens per parameter, far "
-            "fewer than in any measurement"
+            f"unknown: the target sees fewer than {LEAST_SEEN_LATER:g} tokens per parameter, "
+            "fewer than in any measurement that is used here"
         )
     return ""
 
@@ -307,7 +307,10 @@ def _untried(
             f"at {MOST_FACTOR:g} times or less"
         )
     if factor > FAR_FACTOR and any(one.axis != "depth" for one in papers):
-        yield "at such a factor only one small BERT saved something, by AKI (measured by us)"
+        yield (
+            "at such a factor only one small BERT saved much: AKI in every seed, direct_copy in "
+            "most, and FPI was not tried from such a source (measured by us)"
+        )
     youngest = min(MOMENTS)
     is_young = source_tokens is not None and source_tokens < youngest * tokens
     if is_young and any(one.axis != "depth" for one in papers):
