@@ -39,4 +39,5 @@ def test_killed_at_any_moment_it_ends_the_same(workplace, how, growth):  # noqa:
     assert len(rounds) == kills
     for moment, _, left, end in rounds:
         assert end == "same", (moment, left, end, done.stderr)
-    assert sum(struck for _, struck, *_ in rounds) >= kills // 2
+    least = kills if how == "random" else kills // 2
+    assert sum(struck for _, struck, *_ in rounds) >= least
