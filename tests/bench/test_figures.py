@@ -243,7 +243,7 @@ def test_the_readmes_table_matches_its_results():
     assert padded["seeds"] == scratch["seeds"] == "3"
     shares = [re.findall(r"[\d.]+", line["FLOPs saved"]) for line in (padded, gpt["FPI"])]
     quoted = [" ± ".join(f"{float(x):.0f}" for x in pair) for pair in shares]
-    assert says("saves {} % of the training FLOPs, copies {} %".format(*quoted))
+    assert says("saves {} % of the training FLOPs, and copies {} %".format(*quoted))
     expected = [
         (
             f"growing a Llama to {large['target GB']:.2f} GB, disk to disk, 2 cores",
