@@ -42,14 +42,13 @@ def test_the_summary_matches_the_tables():
     assert max(more_saved("tiny-bert", "aki", "fpi")) < 0
     more = more_saved("tiny-gpt", "aki", "fpi", "0.003"), saved_in_t5("aki", "fpi")
     assert all(abs(sum(one) / 3) < 3 for one in more)
-    assert says("no, they save less than growth alone")
+    assert says("no, with a stage 1 of E_b = 5 they save less than growth alone")
     for name in ("aki_two_stage", "aki_two_stage_ki"):
         assert min(more_saved("tiny-bert", "aki", name)) > 0
 
 
 def test_the_summary_of_small_models_and_optimizers_matches_the_tables():
-    assert says("half the layers and half the width, which saves most with its training counted;")
-    assert says("counted; a quarter of the width if it was trained for long")
+    assert says("half the layers and half the width, or a quarter of the width if it was trained")
     half, longer = (
         shares_of(f"tiny-bert-{name}/aki", "0.002") for name in ("from2x64", "from4x32-longer")
     )
@@ -329,7 +328,10 @@ def test_a_second_run_that_was_killed_once_is_the_same():
     }
     untrained = {name for name in away if again[name]["source flops"] == 0}
     two_stages = {name for name in away if again[name]["system"] == "fpi_two_stage"}
-    assert says('are the same too, and those of "FPI + two stages"')
+    assert says('except those of "FPI + two stages", whose rows in the table began with the same')
+    small = "tiny-bert/source-2000-0.003-seed100"
+    ends = [found[small]["losses"][-1] for found in (again, rows)]
+    assert says("ended at {:.3f} and not at {:.3f}, as".format(*ends))
     begun = away.keys() - untrained - two_stages
     alone = {name for name in untrained if again[name]["system"] != "source"}
     assert not any(away[name] for name in alone | two_stages)

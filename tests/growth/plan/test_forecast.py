@@ -132,6 +132,20 @@ def test_a_young_source_saves_no_more_than_ours_of_its_age(share, high, both):
     assert any(youngest in line for line in found.reasons) == (share < 0.1)
     deeper = forecast_of({**WIDE, **DEEPER}, SHORT, share * SHORT)
     assert deeper.high == pytest.approx(both, abs=5e-4)
+    # more layers too, where no law says when
+    large = {**BIG, "num_hidden_layers": 4 * BIG["num_hidden_layers"]}
+    for depth, sizes, tokens, is_told in (
+        ("identity", large, 1e10, True),
+        ("stack", LITTLE, FEW, True),
+        ("stack", large, 1e10, False),
+    ):
+        growth = {"num_hidden_layers": 2 * sizes["num_hidden_layers"], "depth": depth}
+        found = forecast_of(growth, tokens, share * tokens, sizes)
+        is_told = is_told and share < 0.1
+        assert any(youngest in line for line in found.reasons) == is_told
+        if share < 0.1:
+            said = "try it on a small scale first: 0% to" if is_told else "grow: "
+            assert found.verdict.startswith(said)
 
 
 def test_units_alone_are_no_evidence():

@@ -196,7 +196,7 @@ def forecast(plan: Blueprint, tokens: float, source_tokens: float | None = None)
     flops = plan.flops_per_token() * tokens
     spent = None if source_tokens is None else plan.flops_per_token("source") * source_tokens
     is_cheap = spent is not None and spent < CHEAP * flops
-    timing = () if against else _timing(plan, axes, tokens, source_tokens)
+    timing = () if against else _timing(plan, tokens, source_tokens)
     most = _most_in_width(tokens, source_tokens)
     high = max(
         (one.high if one.axis == "depth" else min(one.high, most) for one in papers), default=0.0
@@ -313,10 +313,12 @@ def _untried(
         )
     youngest = min(MOMENTS)
     is_young = source_tokens is not None and source_tokens < youngest * tokens
-    if is_young and any(one.axis != "depth" for one in papers):
+    # G_stack's own sources were younger, and its law says how young
+    is_timed = _is_timed(plan) and all(one.axis == "depth" for one in papers)
+    if is_young and papers and not is_timed:
         yield (
-            "the source saw a smaller share of the target's tokens than in any measurement, where "
-            f"it is {youngest:g} or more"
+            "the source saw a smaller share of the target's tokens than in any measurement of such "
+            f"a model, where it is {youngest:g} or more"
         )
 
 
@@ -360,11 +362,14 @@ def _early(axes: set[str], tokens: float, source_tokens: float | None) -> Iterat
     )
 
 
-def _timing(
-    plan: Blueprint, axes: set[str], tokens: float, source_tokens: float | None
-) -> Iterator[str]:
-    is_known = plan.parameters() >= LEAST_STACKED
-    if "depth" in axes and plan.options.depth == "stack" and is_known:
+def _is_timed(plan: Blueprint) -> bool:
+    """Whether the law of when to stack is about this growth."""
+    is_stack = "depth" in axes_of(plan) and plan.options.depth == "stack"
+    return is_stack and plan.parameters() >= LEAST_STACKED
+
+
+def _timing(plan: Blueprint, tokens: float, source_tokens: float | None) -> Iterator[str]:
+    if _is_timed(plan):
         law = "(Du et al., 2024)"
         best = stacking_tokens(plan.parameters(), plan.flops_per_token() * tokens)
         seen = "" if source_tokens is None else f"; yours saw {human(source_tokens)}"
