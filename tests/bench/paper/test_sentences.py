@@ -45,6 +45,11 @@ def test_the_summary_matches_the_tables():
     assert says("no, with a stage 1 of E_b = 5 they save less than growth alone")
     for name in ("aki_two_stage", "aki_two_stage_ki"):
         assert min(more_saved("tiny-bert", "aki", name)) > 0
+    assert says("they save less than growth alone; with E_b = 2 it cannot be told")
+    short, alone = (
+        shares_of(name, "0.002") for name in ("tiny-bert-eb2/aki_two_stage", "tiny-bert/aki")
+    )
+    assert min(map(float.__sub__, short, alone)) < 0 < max(map(float.__sub__, short, alone))
 
 
 def test_the_summary_of_small_models_and_optimizers_matches_the_tables():

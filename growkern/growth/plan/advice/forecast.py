@@ -313,7 +313,7 @@ def _untried(
         )
     youngest = min(MOMENTS)
     is_young = source_tokens is not None and source_tokens < youngest * tokens
-    # G_stack's own sources were younger, and its law says how young
+    # when to stack alone has a law, and `_timing` tells it
     is_timed = _is_timed(plan) and all(one.axis == "depth" for one in papers)
     if is_young and papers and not is_timed:
         yield (
