@@ -1,6 +1,7 @@
 """The error a user can act on, and the warning."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 # Characters of a message. Two paths of Linux's greatest length fit. A damaged file may hold names
@@ -26,6 +27,13 @@ class GrowthWarning(UserWarning):
 
 class FunctionChangedWarning(GrowthWarning):
     """The grown model will compute another function than its source."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out. On a CPU, PyTorch has no class for it."""
+    is_known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_known or is_of_system or "can't allocate memory" in str(error)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

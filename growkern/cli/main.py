@@ -14,7 +14,7 @@ import sys
 import warnings
 from typing import Any
 
-from growkern.errors import FunctionChangedWarning, GrowthError, GrowthWarning
+from growkern.errors import FunctionChangedWarning, GrowthError, GrowthWarning, is_out_of_memory
 from growkern.train.safety.signals import SignalWatch
 
 python_format = warnings.formatwarning
@@ -26,6 +26,8 @@ def one_line(error: BaseException) -> str:
     """The message of an error as one line."""
     # errors of the command-line parser; its class moves between versions of typer
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    if is_out_of_memory(error):
+        text = f"out of memory. {text}"
     return f"growkern: {' '.join(text.split())}"
 
 
@@ -98,4 +100,5 @@ def main() -> None:
 
 
 def _is_expected(error: BaseException) -> bool:
-    return isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
+    is_ours = isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
+    return is_ours or is_out_of_memory(error)

@@ -154,6 +154,20 @@ def test_a_number_of_tokens_that_is_none_is_refused(run, checkpoint, tokens):
             assert_bad_input(result, f"{option.replace('-', '_')}={tokens}")
 
 
+def _exhaust_python():
+    raise MemoryError
+
+
+def _exhaust_torch():
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("exhaust", [_exhaust_python, _exhaust_torch])
+def test_a_lack_of_memory_is_one_line(run, checkpoint, monkeypatch, exhaust):
+    monkeypatch.setattr("growkern.cli.main._run", lambda _: exhaust())
+    assert_bad_input(run("plan", checkpoint), "growkern: out of memory")
+
+
 def test_debug_shows_where_an_error_came_from(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
     with pytest.raises((ValueError, OSError), match="not-there"):

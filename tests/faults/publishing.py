@@ -37,7 +37,7 @@ def publish(folder, overwrite):
         place.publish(overwrite=overwrite)
 
 
-def main():
+def main(walk=Walk):
     directory, shim = Path(sys.argv[1]), library()
     for overwrite in (False, True):
         for without in (0, errno.ENOSYS, errno.EINVAL):
@@ -47,7 +47,7 @@ def main():
                 lambda folder, o=overwrite: publish(folder, o),
                 overwrite=overwrite,
             )
-            for line in Walk(work, directory, shim, without).run():
+            for line in walk(work, directory, shim, without).run():
                 print(line, file=sys.stderr)
             print(work.report(), flush=True)
 

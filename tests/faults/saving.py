@@ -89,11 +89,11 @@ class SavingWalk(Walk):
             yield f"repeated: not the same to the byte: {sorted(names)}"
 
 
-def main() -> None:
+def main(kind: type = SavingWalk) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    walk = SavingWalk(Path(sys.argv[1]))
+    walk = kind(Path(sys.argv[1]))
     for line in walk.run():
         print(line, file=sys.stderr, flush=True)
     print(walk.work.report(), flush=True)

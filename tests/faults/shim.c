@@ -28,7 +28,7 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-enum kind { NONE, FAIL_EIO, FAIL_ENOSPC, FAIL_EINTR, CUT, KILL, FAIL_EIO_OF_CHANGES };
+enum kind { NONE, FAIL_EIO, FAIL_ENOSPC, FAIL_EINTR, CUT, KILL, FAIL_EIO_OF_CHANGES, WATCH, STARVE };
 /* what an operation does: it changes the disk, takes space on it, waits for it, moves bytes */
 enum trait { CHANGES = 1, TAKES_SPACE = 2, WAITS = 4, MOVES = 8 };
 
@@ -41,6 +41,12 @@ static long at, count;
 /* reads and writes of all files */
 static long moved[2];
 static const char *fired;
+/* called before each change of the disk and each sync */
+static void (*watcher)(const char *name, int file);
+/* bytes of the smallest allocation that fails */
+static size_t large;
+/* the descriptor that was looked up last */
+static int last_file;
 static char is_ours[MOST_FILES];
 /* a number for each time that a file was opened, and that of the file whose bytes move now */
 static long opened[MOST_FILES], openings, moving;
@@ -58,7 +64,10 @@ static int is_below(int folder, const char *path) {
   return folder >= 0 && folder < MOST_FILES && is_ours[folder];
 }
 
-static int is_file(int file) { return file >= 0 && file < MOST_FILES && is_ours[file]; }
+static int is_file(int file) {
+  last_file = file;
+  return file >= 0 && file < MOST_FILES && is_ours[file];
+}
 
 static void note(int file, int ours) {
   if (file < 0 || file >= MOST_FILES) return;
@@ -72,6 +81,12 @@ static int strikes(const char *name, int traits, size_t bytes) {
   static long file_before;
   long file = moving;
   moving = 0;
+  if (kind == WATCH && traits & (CHANGES | TAKES_SPACE)) {
+    /* the watcher's own operations are not watched */
+    kind = NONE;
+    watcher(name, last_file);
+    kind = WATCH;
+  }
   int hit = kind == FAIL_EIO || (kind == FAIL_EIO_OF_CHANGES && traits & (CHANGES | TAKES_SPACE)) ||
             (kind == FAIL_ENOSPC && traits & TAKES_SPACE) ||
             (kind == FAIL_EINTR && traits & WAITS) || (kind == CUT && traits & MOVES && bytes > 1) ||
@@ -98,6 +113,13 @@ void faults_arm(const char *folder, int new_kind, long new_at) {
 }
 
 void faults_disarm(void) { kind = NONE; }
+
+void faults_watch(const char *folder, void (*new_watcher)(const char *, int)) {
+  watcher = new_watcher;
+  faults_arm(folder, WATCH, 0);
+}
+
+void faults_large(size_t bytes) { large = bytes; }
 void faults_without_renameat2(int code) { unsupported = code; }
 long faults_moved(int writes) { return moved[writes]; }
 const char *faults_fired(void) { return fired; }
@@ -314,4 +336,29 @@ int fclose(FILE *stream) {
   if (!struck) return result;
   errno = code;
   return EOF;
+}
+
+/* memory, of the main thread alone: a thread that the C library starts cannot report an error */
+
+static int starves(size_t bytes) {
+  if (kind != STARVE || bytes < large || gettid() != getpid()) return 0;
+  if (++count != at) return 0;
+  fired = "an allocation";
+  errno = ENOMEM;
+  return 1;
+}
+
+void *__libc_malloc(size_t);
+void *__libc_calloc(size_t, size_t);
+void *__libc_realloc(void *, size_t);
+void *__libc_memalign(size_t, size_t);
+
+void *malloc(size_t n) { return starves(n) ? NULL : __libc_malloc(n); }
+void *calloc(size_t n, size_t size) { return starves(n * size) ? NULL : __libc_calloc(n, size); }
+void *realloc(void *old, size_t n) { return starves(n) ? NULL : __libc_realloc(old, n); }
+
+int posix_memalign(void **out, size_t alignment, size_t n) {
+  if (starves(n)) return ENOMEM;
+  *out = __libc_memalign(alignment, n);
+  return *out ? 0 : ENOMEM;
 }

@@ -5,9 +5,9 @@ interpreter takes seconds. A case arms the library `shim.c` to fail the N-th fil
 of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
 read or write the same open file by the same call, it takes the first two, three in the middle and
 the last two; with EVERY on the command line it takes all. A kill strikes a fork of this process.
-Each case must end as "done", "refused in one line" or "killed". Then the work is repeated without a
-fault and must be done to the byte. A repeat depends on the disk alone, so it is not run again where
-an earlier case left the same files.
+Each case must end as "done", "refused in one line" or "killed", and without memory as "starved".
+Then the work is repeated without a fault and must be done to the byte. A repeat depends on the disk
+alone, so it is not run again where an earlier case left the same files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from typing import Any
 
 import torch
 
+from growkern.errors import is_out_of_memory
+
 KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
 # of the operations that change the disk or take space on it, syncs among them, alone
 CHANGES = {"EIO": 6, "ENOSPC": 2, "cut": 4, "kill": 5}
+MEMORY = {"memory": 8}
 EVERY = "--every"
 # any number that no operation has
 NEVER = 2**62
+# is called with the name of an operation, and with its file's descriptor if it has one
+WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int)
 # of the command line: what `growkern` says in one line
 REFUSALS = (ValueError, OSError)
 
@@ -75,6 +80,8 @@ def library() -> ctypes.CDLL:
     shim.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
     shim.faults_fired.restype = ctypes.c_char_p
     shim.faults_moved.restype = shim.faults_count.restype = ctypes.c_long
+    shim.faults_large.argtypes = [ctypes.c_size_t]
+    shim.faults_watch.argtypes = [ctypes.c_char_p, WATCHER]
     shim.faults_continues.argtypes = [ctypes.c_long]
     return shim
 
@@ -107,10 +114,12 @@ def attempt(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
     try:
         with warnings.catch_warnings(record=True):
             work.run(folder)
-    except REFUSALS as error:
-        outcome = "refused", " ".join(str(error).split())
     except Exception as error:
-        outcome = type(error).__name__, str(error)
+        outcome = type(error).__name__, " ".join(str(error).split())
+        if is_out_of_memory(error):
+            outcome = "starved", outcome[1]
+        elif isinstance(error, REFUSALS):
+            outcome = "refused", outcome[1]
     finally:
         shim.faults_disarm()
     return [*outcome, (shim.faults_fired() or b"").decode()]
@@ -122,15 +131,19 @@ def attempt_in_child(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
     child = os.fork()
     if not child:
         gc.disable()
+        # Rust says more than a line when it aborts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         try:
             os.write(writer, json.dumps(attempt(work, folder, shim)).encode()[:60_000])
         finally:
             os._exit(0)
+    shim.faults_disarm()
     os.close(writer)
     report = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
     os.close(reader)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == -signal.SIGKILL:
+    # Rust has no other answer to a failed allocation than to abort
+    if status in (-signal.SIGKILL, -signal.SIGABRT):
         return ["killed", "", "an operation"]
     return json.loads(report) if report else [f"exit {status}", "", "an operation"]
 
@@ -201,7 +214,7 @@ class Walk:
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()
         self.shim.faults_arm(os.fsencode(self.armed), self.work.kinds[kind], number)
-        do = attempt_in_child if kind == "kill" else attempt
+        do = attempt_in_child if kind in ("kill", "memory") else attempt
         outcome, message, struck = do(self.work, self.folder, self.shim)
         self.shim.faults_disarm()
         self.work.cases[outcome] += bool(struck)
@@ -239,7 +252,7 @@ class Walk:
         is_away = (
             not target and self.without and (outcome == "killed" or "put them back" in message)
         )
-        if outcome not in ("done", "refused", "killed"):
+        if outcome not in ("done", "refused", "killed", "starved"):
             yield f"{outcome}: {message}"
         elif not (is_old or is_new or is_away):
             yield f"{outcome}: the target is neither the old nor the new one: {sorted(target)}"

@@ -11,7 +11,16 @@ import growkern
 from growkern.growth.disk import stream
 from growkern.train.data import CausalLMCollator
 from growkern.train.dataset.cache import cached_rows
-from tests.faults.walk import CHANGES, EVERY, Walk, Work, library, models_made_once, only_one_thread
+from tests.faults.walk import (
+    CHANGES,
+    EVERY,
+    MEMORY,
+    Walk,
+    Work,
+    library,
+    models_made_once,
+    only_one_thread,
+)
 from tests.train.tiny import VOCAB, TinyTokenizer
 
 SIZES = {
@@ -34,9 +43,9 @@ def tiny(seed=0, **sizes):
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES | sizes))
 
 
-def save_source(folder, *, optimizer=False):
+def save_source(folder, *, optimizer=False, **sizes):
     folder.mkdir(exist_ok=True)
-    model = tiny()
+    model = tiny(**sizes)
     model.save_pretrained(folder / "source")
     (folder / "source" / "tokenizer.json").write_text("{}")
     if optimizer:
@@ -78,9 +87,9 @@ def fold_over(folder):
     fold(folder, overwrite=True)
 
 
-def cache(folder, **how):
+def cache(folder, teacher=None, **how):
     growkern.cache_teacher(
-        TEACHER,
+        teacher or TEACHER,
         [{"input_ids": [1, 2, 3, number]} for number in range(4)],
         folder / "target",
         collator=CausalLMCollator(TinyTokenizer()),
@@ -89,6 +98,35 @@ def cache(folder, **how):
 
 
 TEACHER = tiny(vocab_size=VOCAB)
+# bytes of a large allocation, and a model whose tensors take more
+LARGE = 1 << 15
+WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 600}
+
+
+def grow_wide(folder):
+    growkern.grow_checkpoint(
+        folder / "source", folder / "target", hidden_size=128, max_shard_size=400_000,
+        optimizer=folder / "source", overwrite=True, progress=False,
+    )  # fmt: skip
+
+
+def start_wide(folder):
+    save_source(folder, optimizer=True, **WIDE)
+    growkern.grow_checkpoint(
+        folder / "source", folder / "target", num_hidden_layers=2, progress=False
+    )
+
+
+def cache_wide(folder):
+    cache(folder, overwrite=True, teacher=WIDE_TEACHER, k=64)
+
+
+def start_cache_wide(folder):
+    start_cache(folder)
+    cache(folder, teacher=WIDE_TEACHER)
+
+
+WIDE_TEACHER = tiny(**WIDE)
 
 
 def start_cache(folder):
@@ -127,20 +165,23 @@ WORKS = {
         Work("fold-over", start_fold_over, fold_over, overwrite=True, kinds=CHANGES),
         Work("cache", start_cache, cache, kinds=CHANGES),
         Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
+        Work("grow-memory", start_wide, grow_wide, overwrite=True, kinds=MEMORY),
+        Work("cache-memory", start_cache_wide, cache_wide, overwrite=True, kinds=MEMORY),
         Work("tokens", start_tokens, tokens, overwrite=True, kinds=CHANGES),
     )
 }
 
 
-def main():
+def main(walk=Walk):
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     directory, shim = Path(sys.argv[1]), library()
+    shim.faults_large(LARGE)
     with only_one_thread(stream), models_made_once(transformers.Phi3ForCausalLM):
         for name in (name for name in sys.argv[2:] if name != EVERY):
             work = WORKS[name]
-            for line in Walk(work, directory, shim).run():
+            for line in walk(work, directory, shim).run():
                 print(line, file=sys.stderr)
             print(work.report(), flush=True)
 
