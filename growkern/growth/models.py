@@ -76,9 +76,24 @@ def materialise(model: Any, device: torch.device | str) -> None:
             setattr(model.get_submodule(module), key, kept)
 
 
+def mark_initialised(model: Any) -> None:
+    """Mark all weights as initialised, as `from_pretrained` does.
+
+    A model that becomes a part of another one is initialised again, except where it is marked.
+    Modules are marked too, because a deep copy of a parameter loses its mark.
+    """
+    tensors = (tensor for _, tensor in persistent_buffers(model))
+    for one in chain(model.modules(), model.parameters(), tensors):
+        one._is_hf_initialized = True
+
+
 def restore_buffers(model: Any) -> None:
-    """Compute the non-persistent buffers, which `to_empty` left undefined."""
-    with _marked_initialised(model), guard_torch_init_functions():
+    """Compute the non-persistent buffers, which `to_empty` left undefined.
+
+    All other tensors are marked as initialised: the caller fills them.
+    """
+    mark_initialised(model)
+    with guard_torch_init_functions():
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 with _local_buffers(module):
@@ -97,19 +112,6 @@ def _local_buffers(module: nn.Module) -> Iterator[None]:
             # `_init_weights` may have written in place or replaced the buffer
             buffer.to_local().copy_(module.get_buffer(name))
             module._buffers[name] = buffer
-
-
-@contextmanager
-def _marked_initialised(model: Any) -> Iterator[None]:
-    """Mark all parameters as initialised, so that transformers does not overwrite them."""
-    marked = [p for p in model.parameters() if not hasattr(p, "_is_hf_initialized")]
-    for parameter in marked:
-        parameter._is_hf_initialized = True
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            del parameter._is_hf_initialized
 
 
 def fit_cache(spec: ModelSpec, *configs: Any) -> None:

@@ -223,7 +223,7 @@ def test_materialised_model_is_filled_in_place():
     assert same_parameters(model, growkern.grow(source, hidden_size=24))
     assert report.bytes_written == sum(p.nbytes for p in model.parameters())
     assert report.plan is model.growth_plan
-    assert not any(hasattr(p, "_is_hf_initialized") for p in model.parameters())
+    assert all(p._is_hf_initialized for p in model.parameters())
 
 
 def test_the_model_generates_with_the_settings_of_the_source():
