@@ -79,8 +79,20 @@ def compare_outputs(
         head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
         loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by
         them. Models that generate have "generation error", see `generation_error`.
+
+    Raises:
+        GrowthError: the source cannot be run on these tokens.
     """
-    old, whole = _outputs(source, tokens), _outputs(grown, tokens)
+    try:
+        old = _outputs(source, tokens)
+    except Exception as error:
+        # classes of transformers that need other inputs raise errors of any type
+        reason = " ".join(str(error).split())
+        raise GrowthError(
+            f"{type(source).__name__}, the source, fails on these tokens, so outputs cannot be "
+            f"compared: {type(error).__name__}: {reason}"
+        ) from error
+    whole = _outputs(grown, tokens)
     least = _least_output(plan, source)
     new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
     result = {OUTPUT_ERROR: largest_difference(new, old, least)}

@@ -88,12 +88,24 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     The main one are logits, or hidden states of a model without a head.
 
     Args:
-        tokens: ids, (batch, length) int64.
+        tokens: ids, (batch, length) int64. No row is padded.
 
     Raises:
         GrowthError: there are none.
     """
     was_training = model.training
+    model.eval()
+    # without a padding token, classifiers of texts in transformers refuse more than one row
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    is_single = classifies and getattr(model.config, "pad_token_id", None) is None
+    try:
+        parts = [_run(model, rows) for rows in (tokens.split(1) if is_single else [tokens])]
+    finally:
+        model.train(was_training)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     inputs = {"input_ids": tokens.to(model.device)}
     if type(model).__name__.endswith("ForMultipleChoice"):
         # multiple choice needs an axis of questions: take all rows as choices of one
@@ -101,8 +113,7 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     # a lone encoder also has is_encoder_decoder in its config, but no decoder
     if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    output = model.eval()(**inputs)
-    model.train(was_training)
+    output = model(**inputs)
     found = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
     if not found:
         raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")

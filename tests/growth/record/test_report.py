@@ -7,9 +7,11 @@ import torch
 from rich.console import Console
 
 import growkern
+from growkern.families.load import load_family
 from growkern.growth.record.verdict import rounding
-from tests.growth.models import BERT, LLAMA, random_model
-from tests.growth.plan.test_families import T5
+from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.plan.test_families import NEOX, T5
+from tests.growth.plan.test_matrix import FAMILIES
 
 
 def verified(class_name, sizes, change=lambda model: None, **how):
@@ -63,6 +65,49 @@ def test_a_trained_model_is_compared_with_the_record_that_is_given(tmp_path):
         assert growkern.verify(*pair, lineage=lineage).ok
     with pytest.raises(growkern.GrowthError, match=r"small is no grown checkpoint, but .*large is"):
         growkern.verify(tmp_path / "large", tmp_path / "small")
+
+
+CLASSIFIERS = [
+    ("GPT2ForSequenceClassification", GPT2, {"n_embd": 24}),
+    ("GPTNeoXForSequenceClassification", NEOX, {"hidden_size": 24}),
+    ("LlamaForSequenceClassification", LLAMA, {"hidden_size": 20}),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, how", CLASSIFIERS)
+def test_classifiers_without_a_padding_token_are_compared_text_by_text(class_name, sizes, how):
+    """transformers refuses more than one row for them."""
+    source = random_model(class_name, sizes)
+    assert source.config.pad_token_id is None
+    grown = growkern.grow(source, **how)
+    assert growkern.verify(source, grown).level == "exact"
+    tokens = torch.randint(50, (5, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        grown.score.weight[0] *= 1.5
+        old, new = (
+            torch.cat([model(row).logits for row in tokens.split(1)]) for model in (source, grown)
+        )
+    report = growkern.verify(source, grown, tokens=tokens)
+    truth = ((new - old).abs().max() / old.abs().max()).item()
+    assert not report.ok and report.outputs["relative error"] == pytest.approx(truth, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama", "mistral", "qwen3"])
+def test_larger_heads_of_a_classifier_without_a_padding_token_are_measured(model_type):
+    sizes = {**FAMILIES[model_type][1], "pad_token_id": None}
+    names = load_family(model_type).classes
+    (class_name,) = (name for name in names if name.endswith("ForSequenceClassification"))
+    (said,) = growkern.plan(random_model(class_name, sizes), head_dim=6).findings
+    assert said.level == "approximate" and said.bound > 0
+
+
+def test_texts_that_the_source_cannot_read_are_refused():
+    """T5 classifies the last end token, which random texts have and these have not."""
+    source = random_model("T5ForSequenceClassification", {**T5, "eos_token_id": 1})
+    grown = growkern.grow(source, d_model=24)
+    assert growkern.verify(source, grown).ok
+    with pytest.raises(growkern.GrowthError, match=r"the source, fails on these tokens.*<eos>"):
+        growkern.verify(source, grown, tokens=torch.full((2, 5), 7))
 
 
 def test_names_of_tensors_are_whole_at_80_columns():
