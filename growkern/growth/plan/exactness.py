@@ -28,6 +28,7 @@ from growkern.growth.plan.vocabulary import (
     most_cost,
     predicts_tokens,
     unrounded_cost,
+    values_of,
 )
 
 
@@ -302,17 +303,13 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
     per_layer = plan.options.scheme == "paper"
-    kinds = {
-        (t.tensor.template, t.identity, t.source_layer if per_layer else None): t
-        for t in plan.tasks
-    }
+    kinds = {}
+    for task in plan.tasks:
+        layer = task.source_layer if per_layer or task.tensor.norm else None
+        kinds[task.tensor.template, task.identity, layer, task.upper is None] = task
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
-        return [_rounded(plan, dtype, why, bound)]
-    divides = not plan.options.shares_add_up or any(task.upper for task in plan.tasks)
-    if is_widened and plan.dtype == torch.float16 and divides:
-        why = f"some weights are divided, {each}; symmetry='routing' divides none"
         return [_rounded(plan, dtype, why, bound)]
     summed = "copies add up to the source's weights bit for bit"
     return [Finding("exact", dtype, summed if is_widened else "weights are copied")]
@@ -330,8 +327,8 @@ def _rounded(plan: Blueprint, dtype: str, why: str, bound: float) -> Finding:
 def _is_rounded(plan: Blueprint, task: Task) -> bool:
     """True if building this tensor rounds weights.
 
-    That is so if its copies add up to the source times a factor that is not a power of two, or if
-    some of its rows are computed as sums.
+    That is so if its copies add up to the source times a factor that rounds (`_rounds`), or if some
+    of its rows are computed as sums.
     """
     centres = plan.layout.family.norm.centres
     if not task.tensor.norm:
@@ -340,9 +337,14 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
         # rows of new tokens are sums too, but no old output depends on them. Without a mean the
         # extra coordinates are 0
         computed = zip(maps, task.tensor.axes, strict=True) if centres else ()
-        return any(m.extra for m, axis in computed if ":" in axis) or any(
-            _is_any_rounded(m.index, m.gathered_scale, m.sums is not None) for m in maps
-        )
+        if any(m.extra for m, axis in computed if ":" in axis):
+            return True
+        # no output depends on weights that read 0
+        factors = [
+            _whole(m.index[:end], m.gathered_scale[:end], m.sums is not None)
+            for m, end in ((m, len(m.index) - m.free) for m in maps)
+        ]
+        return _rounds(factors, plan.dtype)
     entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
     if centres and bool(entering.is_extra.any()):
         return True
@@ -356,21 +358,43 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     if plan.layout.family.norm.offset(task.tensor.is_bias):
         # the stored weight is gain (1 + weight) - 1
         return bool((gain[read] != 1).any())
-    is_split = plan.options.shares_add_up and plan.layout.is_dual(task.tensor.norm[1])
-    return _is_any_rounded(entering.read_index[read], gain[read], is_split)
+    index, is_split = entering.read_index[read], plan.layout.is_dual(task.tensor.norm[1])
+    gain = _whole(index, gain[read], is_split and plan.options.shares_add_up)
+    is_rounded = _rounds([gain], plan.dtype)
+    if not is_rounded or plan.dtype != torch.float16:
+        return is_rounded
+    # norms are short enough to be read, and most of their weights are near 1
+    weight = values_of(plan, task.source)
+    scaled = None if weight is None else weight.double()[index] * gain
+    return scaled is None or bool((scaled.to(plan.dtype).double() != scaled).any())
 
 
-def _is_any_rounded(index: torch.Tensor, scale: torch.Tensor, is_split: bool) -> bool:
-    """True if some weight is scaled by a factor that is not a power of two.
+def _whole(index: torch.Tensor, factor: torch.Tensor, is_split: bool) -> torch.Tensor:
+    """The factor of every target entry, or that of all copies of its source entry together.
 
     Args:
         index: source entry of every target entry, int64.
-        scale: factor of every target entry, float64; 0 entries are ignored.
-        is_split: True if copies are shares that add up bit for bit (`shares.take_shares`). Then
-            the sum over the copies counts instead of each factor.
+        factor: of every target entry, float64.
+        is_split: True if copies are shares that add up bit for bit (`shares.take_shares`).
     """
-    if is_split:
-        scale = torch.zeros(int(index.max()) + 1, dtype=scale.dtype).index_add_(0, index, scale)
-    powers = torch.log2(scale[scale != 0].abs())
+    if not is_split:
+        return factor
+    size = int(index.max()) + 1
+    return torch.zeros(size, dtype=factor.dtype).index_add_(0, index, factor)[index]
+
+
+def _rounds(factors: list[torch.Tensor], dtype: torch.dtype) -> bool:
+    """True if a weight may be rounded when it is multiplied by one factor of every vector.
+
+    Powers of two round nothing. But the half of a number below 1.2e-4 has more digits than float16
+    holds. In other dtypes such numbers are too small to matter, and numbers too large are refused.
+
+    Args:
+        factors: float64; 0 entries are ignored.
+    """
+    powers = [factor[factor != 0].abs().log2() for factor in factors]
     # sums of shares are off by float64 rounding, far below the rounding of the weights
-    return bool(((powers - powers.round()).abs() > 1e-12).any())
+    if any(bool(((power - power.round()).abs() > 1e-12).any()) for power in powers):
+        return True
+    least = sum(power.round().min().item() for power in powers if len(power))
+    return dtype == torch.float16 and least < 0

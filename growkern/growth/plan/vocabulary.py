@@ -97,7 +97,7 @@ def _largest_shift(plan: Blueprint) -> float | None:
     norms = [t for t in model.tensors if t.norm and t.norm[1] == space]
     # where the last layer's norm is the last one, take the largest (2) over all norms like it
     norms = norms or [t for t in model.tensors if t.norm and t.norm[1] == "stream"]
-    weight = _values(plan, head.name)
+    weight = values_of(plan, head.name)
     if weight is None:
         return None
     narrow, wide = plan.layout.stream_sizes
@@ -109,7 +109,7 @@ def _largest_shift(plan: Blueprint) -> float | None:
         mean += (rows.abs() if is_rounded else rows).sum(0) / len(weight)
     sizes = [0.0, 0.0]
     for norm in norms:
-        values = _values(plan, norm.name)
+        values = values_of(plan, norm.name)
         if values is None:
             return None
         offset = model.family.norm.offset(norm.is_bias)
@@ -118,7 +118,7 @@ def _largest_shift(plan: Blueprint) -> float | None:
         size = part.abs().sum() if norm.is_bias else part.norm() * _largest_z(plan, space)
         sizes[norm.is_bias] = max(sizes[norm.is_bias], size.item())
     tokens = [t.name for t in model.tensors if t.axes == ("vocab",)]
-    offsets = [_values(plan, name) for name in tokens]
+    offsets = [values_of(plan, name) for name in tokens]
     if any(x is None for x in offsets):
         return None
     most = sum(sizes)
@@ -134,7 +134,7 @@ def _largest_z(plan: Blueprint, space: str) -> float:
     return math.sqrt(entries.target / entries.read_index.bincount().min().item())
 
 
-def _values(plan: Blueprint, name: str) -> Tensor | None:
+def values_of(plan: Blueprint, name: str) -> Tensor | None:
     """A tensor of the source; None if it has no values in this process."""
     found = plan.source.read(plan.small.ties.get(name, name))
     return None if found.is_meta or is_dtensor(found) else found

@@ -345,12 +345,12 @@ def _fold_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
     space_of = partial(plan.layout.space, layer=task.source_layer)
     folded = fold_tensor(origin, space_of, grown)
     truth = plan.source.read(task.source).cpu().double()
-    if grown.dtype != torch.float16:
-        return _relative(folded, truth)
     # a copy below the smallest normal number is rounded as coarsely as that number
     tiny = torch.full_like(grown, torch.finfo(grown.dtype).tiny)
-    least = fold_tensor(origin, space_of, tiny).abs()
-    return ((folded - truth).norm() / torch.maximum(truth.abs(), least).norm()).item()
+    least = torch.maximum(truth.abs(), fold_tensor(origin, space_of, tiny).abs())
+    # in units of the largest, as squares of the smallest numbers are 0
+    unit = least.max()
+    return (((folded - truth) / unit).norm() / (least / unit).norm()).item()
 
 
 def _verdict(report: VerifyReport) -> tuple[str, str]:

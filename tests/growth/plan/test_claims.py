@@ -13,8 +13,9 @@ import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.space import maps
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.models import BERT, GPT2, LLAMA, fold_back, outputs, random_model, relative_error
 from tests.growth.plan.test_families import BART, ROTARY, T5
+from tests.growth.plan.test_matrix import FAMILIES
 
 EXACT = 1e-12
 
@@ -372,6 +373,67 @@ def test_the_bound_on_weights_holds_for_subnormals_of_float16(how):
     # a copy that is off by more than rounding is still seen
     with torch.no_grad():
         grown.model.layers[0].mlp.down_proj.weight[0, 0] += 1e-5
+    assert not growkern.verify(source, grown).ok
+
+
+OLMO, SCALED = FAMILIES["olmo2"][1], {**BART, "eos_token_id": 1, "scale_embedding": True}
+# four times the width, so that every factor is a power of two
+HALVED = [
+    ("Olmo2ForCausalLM", OLMO, {"hidden_size": 48}, "approximate"),
+    ("Olmo2ForCausalLM", OLMO, {"hidden_size": 48, "symmetry": "split"}, "approximate"),
+    ("BartForConditionalGeneration", SCALED, {"d_model": 48}, "approximate"),
+    ("LlamaForCausalLM", LLAMA, {"intermediate_size": 40, "method": "aki"}, "approximate"),
+    # factors of at least 1, or of norms whose weights are large enough
+    ("Olmo2ForCausalLM", OLMO, {"hidden_size": 48, "stream": "copies"}, "exact"),
+    (
+        "BartForConditionalGeneration",
+        {**SCALED, "scale_embedding": False},
+        {"d_model": 48},
+        "exact",
+    ),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 48}, "exact"),
+    ("LlamaForCausalLM", LLAMA, {"hidden_size": 48, "symmetry": "split"}, "exact"),
+    ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "stream": "copies"}, "exact"),
+]
+
+
+@pytest.mark.parametrize("class_name, sizes, how, level", HALVED)
+def test_halves_of_small_weights_are_rounded_in_float16(class_name, sizes, how, level):
+    source = random_model(class_name, sizes, std=0.02, dtype=torch.float16)
+    grown = growkern.grow(source, **how)
+    (said,) = (f for f in grown.growth_plan.findings if f.what == "float16")
+    plan, state = grown.growth_plan, grown.state_dict()
+    # shares that are no powers of two are undone up to a rounding of float64
+    folded = {t: fold_back(plan, t, state[t.name]).half() for t in plan.tasks if not t.is_made}
+    lost = [t.name for t, back in folded.items() if not back.equal(plan.source.read(t.source))]
+    assert said.level == level and bool(lost) == (level == "approximate"), lost
+    assert growkern.verify(source, grown).ok
+    # bfloat16 holds smaller halves than models have
+    same = growkern.plan(random_model(class_name, sizes, dtype=torch.bfloat16), **how)
+    assert said.level == "exact" or {f.what: f.level for f in same.findings}["bfloat16"] == "exact"
+
+
+def test_norms_with_a_small_weight_in_any_layer_are_rounded_in_float16():
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float16)
+    assert growkern.plan(source, hidden_size=48).exact
+    with torch.no_grad():
+        # three units in the last place, half of which is no number of float16
+        source.model.layers[0].input_layernorm.weight[5] = 3 * 2.0**-24
+    assert not growkern.plan(source, hidden_size=48).exact
+    assert growkern.verify(source, growkern.grow(source, hidden_size=48)).level == "approximate"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_of_subnormals_is_not_called_damaged(dtype):
+    source = random_model("BertModel", BERT, dtype=dtype)
+    with torch.no_grad():
+        source.pooler.dense.weight *= torch.finfo(dtype).tiny
+        source.pooler.dense.bias.zero_()
+    grown = growkern.grow(source, hidden_size=24, symmetry="none")
+    report = growkern.verify(source, grown)
+    assert report.ok and max(group.fold_error or 0.0 for group in report.groups) > 0
+    with torch.no_grad():
+        grown.pooler.dense.weight[0, 0] += 4 * torch.finfo(dtype).tiny
     assert not growkern.verify(source, grown).ok
 
 
