@@ -14,6 +14,7 @@ import torch
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain
 from growkern.growth.plan.finding import (
+    LARGEST_ROUNDING,
     NEW_TOKENS,
     WEIGHT_ERROR,
     WEIGHT_ROUNDINGS,
@@ -116,6 +117,8 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
             "changed", what, f"{why}; that moves the outputs too far or too unevenly for a bound"
         )
     why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
+    if bound <= LARGEST_ROUNDING:
+        return Finding("exact", what, why)
     return Finding("approximate", what, why, bound)
 
 
@@ -259,20 +262,18 @@ def _depth(plan: Blueprint) -> list[Finding]:
         elif family.norm.placement != "post":
             found.append(Finding("exact", what, "inserted blocks add 0"))
         else:
-            eps, square = plan.small.norm_epsilon, plan.options.identity_gain**2
-            error = eps * square / (square + eps)
+            eps = plan.small.norm_epsilon
             why = f"inserted blocks repeat their input, but for the norms' eps={eps:g}"
-            is_exact = error <= 1e-12
-            found.append(Finding("exact", what, why) if is_exact else _measured(plan, what, why))
+            found.append(_measured(plan, what, why))
     return found
 
 
 def _large_shares(plan: Blueprint) -> list[Finding]:
     """Routing that gives copies more than the whole weight.
 
-    The shares (1 + a)/2 and (1 - a)/2 add up exactly. But copies that differ by their rounding are
-    drawn apart by a factor of up to a in every layer. With a = 3 random Llamas of 10 layers differ
-    by 7e-10 in float64, and in float32 by as much as the outputs themselves.
+    Copies that differ by their rounding are drawn apart by a factor of up to a in every layer. With
+    a = 3 random Llamas of 10 layers differ by 7e-10 in float64, and in float32 by as much as the
+    outputs themselves.
     """
     options = plan.options
     copied = any(row["most"] > 1 for row in plan.maps().values())
@@ -302,10 +303,9 @@ def _rounding(plan: Blueprint) -> list[Finding]:
         plan.small.size(key) != plan.large.size(key)
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
-    per_layer = plan.options.scheme == "paper"
-    kinds = {}
+    is_random, kinds = plan.options.scheme == "paper", {}
     for task in plan.tasks:
-        layer = task.source_layer if per_layer or task.tensor.norm else None
+        layer = task.source_layer if is_random or task.tensor.norm else None
         kinds[task.tensor.template, task.identity, layer, task.upper is None] = task
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:

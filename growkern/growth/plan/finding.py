@@ -13,6 +13,8 @@ OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
 # 16-bit copies may round in opposite directions, so folded weights are off by more than eps / 2
 WEIGHT_ROUNDINGS = 2.0
+# outputs that differ by no more, relative to the largest one, differ by rounding in float64
+LARGEST_ROUNDING = 1e-12
 # a bound says something up to this share of the size in `says_something`
 LARGEST_BOUND = 0.1
 

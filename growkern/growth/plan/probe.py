@@ -70,8 +70,10 @@ Disturb = Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]
 def output_bound(plan: Blueprint) -> float | None:
     """(0): a bound on the relative change of outputs by the target's errors.
 
+    No change counts as less than the rounding of the dtype that the source is run in.
+
     Returns:
-        0 if nothing changed, infinity if texts differ too much. None if the source cannot be run:
+        Infinity if texts differ too much. None if the source cannot be run:
         it is too large, spread over processes or without weights, or transformers cannot run it
         on tokens alone.
     """
@@ -92,9 +94,8 @@ def output_bound(plan: Blueprint) -> float | None:
         # classes of transformers that need other inputs raise errors of any type
         return None
     texts = [_changes(new[name], x, len(tokens)) for name, x in old.items()]
-    change = torch.stack(texts).amax(0)
-    largest = change.max().item()
-    return ROOM * largest * (change.max() / change.median()).item() if largest else 0.0
+    change = torch.stack(texts).amax(0).clamp(min=torch.finfo(model.dtype).eps)
+    return (ROOM * change.max() * (change.max() / change.median())).item()
 
 
 @torch.no_grad()
@@ -211,8 +212,9 @@ def _repeat(
     square: float, eps: float, norms: int, norm: Any, inputs: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
     """The output of a norm behind which inserted blocks repeat it."""
-    v = inputs[0].var(-1, correction=0, keepdim=True)
+    # eps may be too small for float32
+    v = inputs[0].double().var(-1, correction=0, keepdim=True)
     first = last = square * v / (v + eps)
     for _ in range(norms):
         last = (square + eps) * last / (last + eps)
-    return (output - norm.bias) * (last / first).sqrt() + norm.bias
+    return (output - norm.bias) * (last / first).sqrt().to(output.dtype) + norm.bias

@@ -77,8 +77,12 @@ def test_random_balanced_maps_are_exact_too(class_name, sizes, growth):
 @pytest.mark.parametrize(
     "class_name, sizes, growth",
     [
-        ("BertForMaskedLM", BERT, {"num_hidden_layers": 4}),
-        ("BertForMaskedLM", BERT, {"num_hidden_layers": 3, "hidden_size": 24}),
+        ("BertForMaskedLM", BERT, {"num_hidden_layers": 4, "identity_gain": 1e-8}),
+        (
+            "BertForMaskedLM",
+            BERT,
+            {"num_hidden_layers": 3, "hidden_size": 24, "identity_gain": 1e-8},
+        ),
         ("GPT2LMHeadModel", GPT2, {"n_layer": 5, "n_embd": 20}),
         ("LlamaForCausalLM", LLAMA, {"num_hidden_layers": 4, "hidden_size": 20, **GQA}),
     ],
