@@ -98,7 +98,8 @@ class VerifyReport:
         tokens: number of tokens that outputs were compared on.
         failure: the first failure in one line, "" if there is none.
         contradictions: places where the lineage file disagrees with the plan or the source's files.
-        notes: one line per package that had another version when the model was grown.
+        notes: one line per package that had another version when the model was grown, and per part
+            of a model in memory that growth leaves out, such as hooks and rounded frequencies.
         level: what the measured outputs are, in the plan's words: "exact" up to rounding,
             "approximate" within the plan's bounds, or "changed". It is "exact" only if the plan
             says so.
@@ -164,6 +165,8 @@ def verify(
         notes = [*training_notes(record), *version_notes(record)]
     else:
         plan = dataclasses.replace(_own_plan(grown), source=opened)
+    for whose, model in (("source", opened), ("grown model", opened_grown)):
+        notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)
     groups = tuple(_check_groups(plan, opened_grown))
     if tokens is None:

@@ -132,7 +132,7 @@ def refuse_computed(model: Any) -> None:
                 )
 
 
-def check_live(model: Any, spec: ModelSpec) -> None:
+def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
     """Refuse a model that computes something else than its config says.
 
     It warns of what the grown model will not have: hooks, and rotary frequencies that
@@ -141,6 +141,9 @@ def check_live(model: Any, spec: ModelSpec) -> None:
     Args:
         model: the model in memory.
         spec: of its config.
+
+    Returns:
+        What it warns of, one line each.
 
     Raises:
         GrowthError: the message names the first module that differs.
@@ -166,23 +169,21 @@ def check_live(model: Any, spec: ModelSpec) -> None:
         for name, built in fresh.named_modules()
         for key in _rounded_frequencies(modules.get(name), built)
     ]
+    lines = list[str]()
     if rounded:
-        warnings.warn(
-            f"{rounded[0]} of the source was cast to 16 bits with the model; the grown model has "
-            "it in float32, so they differ more the longer the text is; load the source with "
-            "from_pretrained(..., dtype=...) in place of casting it",
-            GrowthWarning,
-            stacklevel=2,
+        lines.append(
+            f"{rounded[0]} was cast to 16 bits with the model; growth takes it in float32, so "
+            "outputs of this model are off more the longer the text is; load it with "
+            "from_pretrained(..., dtype=...) in place of casting it"
         )
-    hooked = [name or spec.class_name for name, module in modules.items() if _is_changed(module)]
-    if hooked:
-        warnings.warn(
-            f"{hooked[0]} of the source has a forward hook, or a method of its own"
-            f"{f' (and {len(hooked) - 1} more)' if len(hooked) > 1 else ''}; the grown model will "
-            "not have it",
-            GrowthWarning,
-            stacklevel=2,
+    if hooked := [name or spec.class_name for name, x in modules.items() if _is_changed(x)]:
+        more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
+        lines.append(
+            f"{hooked[0]} has a forward hook, or a method of its own{more}; growth leaves it out"
         )
+    for line in lines:
+        warnings.warn(line, GrowthWarning, stacklevel=2)
+    return tuple(lines)
 
 
 def _rounded_frequencies(live: nn.Module | None, built: nn.Module) -> Iterator[str]:

@@ -64,6 +64,7 @@ class Source:
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
         generation: the `GenerationConfig` that the source comes with, if it has one.
+        warned: what growth does not take over of a model in memory, one line each.
     """
 
     spec: ModelSpec
@@ -74,6 +75,7 @@ class Source:
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: Any | None = field(default=None, repr=False)
+    warned: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def config(self) -> Any:
@@ -208,7 +210,7 @@ def _open_model(model: Any) -> Source:
     state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
-    check_live(model, spec)
+    warned = check_live(model, spec)
     check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     for name, tensor in own.items():
@@ -221,7 +223,7 @@ def _open_model(model: Any) -> Source:
     device = next(iter(own.values())).device
 
     generation = getattr(model, "generation_config", None)
-    return Source(spec, dtypes, _Live(own), device=device, generation=generation)
+    return Source(spec, dtypes, _Live(own), device=device, generation=generation, warned=warned)
 
 
 # -------------------------------------------------------------- directories

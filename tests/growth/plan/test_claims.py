@@ -138,13 +138,37 @@ def test_rotary_frequencies_that_were_cast_are_warned_of(dtype):
     config = transformers.LlamaConfig(**LLAMA)
     cast = transformers.LlamaForCausalLM(config).to(dtype)
     assert cast.model.rotary_emb.inv_freq.dtype == dtype
-    with pytest.warns(GrowthWarning, match=r"rotary_emb\.inv_freq of the source was cast"):
+    with pytest.warns(GrowthWarning, match=r"rotary_emb\.inv_freq was cast"):
         growkern.plan(cast, num_hidden_layers=3)
     # as `from_pretrained(dtype=...)` loads it
     cast.model.rotary_emb.inv_freq = transformers.LlamaForCausalLM(config).model.rotary_emb.inv_freq
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         growkern.plan(cast, num_hidden_layers=3)
+
+
+@pytest.mark.filterwarnings("ignore::growkern.errors.GrowthWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_verify_notes_what_growth_leaves_out(dtype):
+    """It compares models with fresh frequencies, so its outputs do not show the cast."""
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32).to(dtype)
+    grown = growkern.grow(source, num_hidden_layers=3)
+    report = growkern.verify(source, grown)
+    assert report.ok and len(report.notes) == 1
+    assert report.notes[0].startswith("source: model.rotary_emb.inv_freq was cast to 16 bits")
+    assert report.notes[0] in " ".join(str(report).split())
+    # the grown model may be cast too, and hooked
+    grown.to(dtype).model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: None)
+    notes = growkern.verify(source, grown).notes
+    assert [note.partition(".")[0] for note in notes] == [
+        "source: model",
+        *["grown model: model"] * 2,
+    ]
+    assert "layers.0.mlp has a forward hook" in notes[2]
+    # nothing is cast where the source was loaded in this dtype
+    loaded = random_model("LlamaForCausalLM", LLAMA, dtype=dtype)
+    loaded.model.rotary_emb = transformers.LlamaForCausalLM(loaded.config).model.rotary_emb
+    assert not growkern.verify(loaded, growkern.grow(loaded, num_hidden_layers=3)).notes
 
 
 def test_hooks_of_the_source_are_warned_of():
@@ -157,7 +181,7 @@ def test_hooks_of_the_source_are_warned_of():
     source.resize_token_embeddings(55)
     growkern.plan(source, n_embd=24)
     source.transformer.h[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
-    with pytest.warns(GrowthWarning, match=r"transformer\.h\.1\.mlp of the source has"):
+    with pytest.warns(GrowthWarning, match=r"transformer\.h\.1\.mlp has"):
         growkern.plan(source, n_embd=24)
 
 
