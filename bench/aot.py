@@ -33,7 +33,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from rich.console import Console
 
-from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, source_of
+from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, options_of, source_of
 from bench.shared import harness, results, roofline
 from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
 from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
@@ -68,10 +68,8 @@ def _blocks(case: AotCase) -> list[int]:
 
 def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
     """Compile a Triton kernel for one architecture: its row of the table."""
-    # The launchers pass enable_fp_fusion, too. From Triton 3.9 on it has no default here.
-    options = {"num_warps": case.num_warps, "enable_fp_fusion": False, "maxnreg": case.maxnreg}
     target = TARGETS[arch]
-    compiled = triton.compile(source_of(case), target, options)
+    compiled = triton.compile(source_of(case), target, options_of(case))
     if target.backend == "hip":
         usage, code = _usage_of_gcn(compiled.asm["amdgcn"]), read_gcn(compiled.asm["amdgcn"])
     else:

@@ -66,7 +66,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
     from bench.launches.sources import is_same, source_of
 
     torch.set_num_threads(1)
-    tables = [(case.name, source_of(case)) for case in listed_cases()]
+    tables = [(case, source_of(case)) for case in listed_cases()]
     rows = []
     with absent_gpu(arch) as launches:
         named = (case for case in all_cases("cpu") if only in case.name)
@@ -85,7 +85,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
             row["shared bytes"] = max((launch.metadata.shared for launch in made), default=0)
             row["of the loss"] = _of_the_loss(made)
             row["in table"] = sorted(
-                {name for name, source in tables for x in made if is_same(source, x.source)}
+                {of.name for of, s in tables for x in made if is_same(of, s, x.source, x.metadata)}
             )
             rows.append(row | {"launches": len(made), "seconds": time.perf_counter() - start})
     return rows

@@ -71,8 +71,17 @@ def source_of(case: AotCase) -> ASTSource:
     return ASTSource(case.kernel, signature, constants, attrs)
 
 
-def is_same(source: ASTSource, launched: ASTSource) -> bool:
-    """Whether a case is what Triton's launcher made of a call."""
+def options_of(case: AotCase) -> dict[str, Any]:
+    """The options of the compiler with which a case is launched."""
+    # Triton's launcher sets enable_fp_fusion. From Triton 3.9 on it has no default elsewhere.
+    given = {"num_warps": case.num_warps, "maxnreg": case.maxnreg, "enable_fp_fusion": True}
+    return given | dict(case.options)
+
+
+def is_same(case: AotCase, source: ASTSource, launched: ASTSource, metadata: Any) -> bool:
+    """Whether a case, specialised to `source`, is what Triton's launcher made of a call."""
+    if any(getattr(metadata, name) != value for name, value in options_of(case).items()):
+        return False
 
     def parts(of: ASTSource) -> tuple[Any, ...]:
         # the launcher lists arguments without an attribute, too

@@ -1,5 +1,7 @@
 """How a Triton kernel is launched, written down so that it can be compiled without a GPU."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -19,6 +21,7 @@ class AotCase(NamedTuple):
         unaligned: arguments that are not multiples of 16.
         num_warps: warps of a block.
         maxnreg: the most registers of a thread. None: the compiler decides.
+        options: all others that the launch gives the compiler.
         narrow: why loads in the inner loop are narrower than 16 bytes. Empty: they must be 16.
         traffic: the least bytes that cross the device's memory for an element of a block. None:
             all bytes that are asked for.
@@ -33,6 +36,7 @@ class AotCase(NamedTuple):
     unaligned: tuple[str, ...] = ()
     num_warps: int = 4
     maxnreg: int | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
     narrow: str = ""
     traffic: float | None = None
     narrow_stores: str = ""

@@ -26,6 +26,7 @@ from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
     BLOCK_M,
+    EXACT,
     GATHER,
     ROUTED_COLS,
     ROUTED_ROWS,
@@ -302,8 +303,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
         ACC=tl_acc,
         N_FIELDS=N_FIELDS,
         **choice,
-        # as in `expand_on_triton`
-        enable_fp_fusion=False,
+        **EXACT,
     )
 
 
@@ -343,6 +343,7 @@ def aot_cases() -> list[AotCase]:
             _expand_many_kernel,
             signature,
             constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
+            options=EXACT,
             narrow=GATHER,
             traffic=2.5,
         )

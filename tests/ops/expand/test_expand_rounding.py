@@ -21,14 +21,16 @@ ROOT = Path(__file__).parents[3]
 # in a process of its own, as the interpreter is on in this one
 CONVERSIONS = """
 import re, triton
-from bench.launches.sources import TARGETS, all_cases, source_of
+from bench.launches.sources import TARGETS, all_cases, options_of, source_of
 for case in all_cases():
     if case.name in ("expand AKI, noise bf16", "expand rows bf16", "expand AKI, routing bf16"):
         # an amplitude other than 1 multiplies and subtracts
         case = case._replace(constexprs=case.constexprs | {"LARGER": 1.25})
-        options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
-        ptx = triton.compile(source_of(case), TARGETS["sm_80"], options).asm["ptx"]
-        print(*re.findall(r"(?:cvt|mul|add|sub|fma)\\.\\S*f(?:16|32)\\S*", ptx))
+        # as with TRITON_DEBUG=1, which makes an integer trap that wraps around
+        options = options_of(case) | {"debug": True}
+        asm = triton.compile(source_of(case), TARGETS["sm_80"], options).asm
+        print(*re.findall(r"(?:cvt|mul|add|sub|fma)\\.\\S*f(?:16|32)\\S*", asm["ptx"]))
+        assert "overflow" not in asm["ttir"], case.name
 """
 
 R, C, N = 7, 40, 120
