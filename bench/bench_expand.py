@@ -38,7 +38,10 @@ SOURCE, TARGET = 4096, 8192
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # calls of a padded hidden state, the default of growth where it is exact
 PADDED = ("padded", "routing, scaled")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALED = ("no", "halved", "yes", "noise", "routing", *PADDED)
+# what growth calls, and of that, what is compiled as well
+GROWTH, COMPILED = ("no", "routing", *PADDED, "noise"), ("no", "routing")
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def bytes_moved(weight: torch.Tensor, out: torch.Tensor) -> int:
@@ -167,7 +170,7 @@ def measure(
         return expand(**case, out=out)
 
     bounds = limits(out, weight)
-    others = peers(case, args.compile)
+    others = peers(case, args.compile and scaled in COMPILED)
     ms = interleaved_ms({**others, "ours": ours}, args.repeats)
     # in turns of their own: after a second of eager indexing, memory is as fast as it happens to be
     turns = turns_ms({**bounds, "reused": lambda: ours(out=out)}, 3 * args.repeats)
@@ -198,16 +201,21 @@ def measure(
 def main() -> None:
     parser = benchmark_parser(__doc__, repeats=7)
     parser.add_argument(
-        "--compile", action="store_true", help="also measure torch.compile of eager indexing"
+        "--compile",
+        action="store_true",
+        help="also measure torch.compile of eager indexing, where nothing is scaled",
+    )
+    parser.add_argument(
+        "--growth", action="store_true", help="only what growth calls, in bfloat16 and float32"
     )
     args = parser.parse_args()
     if not args.no_test:
         require_green("tests/ops/expand/test_expand.py")
     facts = machine()
     rows = Rows()
-    for dtype in DTYPES:
+    for dtype in DTYPES[: 2 if args.growth else None]:
         for kind, index in index_maps(SOURCE, TARGET).items():
-            for scaled in ("no", "halved", "yes", "noise", "routing", *PADDED):
+            for scaled in GROWTH if args.growth else SCALED:
                 rows.append(measure(dtype, kind, index, scaled, args))
     print(show_and_save("expand", facts, rows))
 

@@ -1,15 +1,14 @@
 """Checks, measures and tunes every kernel on a GPU, from a bare source tree.
 
-The work is split into pieces of at most eight minutes. Each piece is a process with a time limit.
-A piece that is done for these sources on this GPU does not run again. Results are saved as
-bench/results/<gpu>/<piece>.json. `python -m bench.report` makes tables and pictures of them.
+The work is split into pieces. Each piece is a process with a time limit. A piece that is done for
+these sources on this GPU does not run again. Results are saved as runs/gpu/<gpu>/<piece>.json.
+`python -m bench.report --take runs/gpu` brings them into bench/results, and makes tables and
+pictures of them.
 
     python -m bench.gpu --list
     python -m bench.gpu --budget 540            # seconds in all; pieces cut short run again later
-    python -m bench.gpu --only check_expand --only bench_expand
-    python -m bench.gpu --dry-run               # without a GPU: toy sizes, a minute of one core
-    python -m bench.gpu --cache DIR             # without a GPU: compile all kernels into DIR
-    python -m bench.gpu --cache DIR             # with one: use them, where DIR was carried
+    python -m bench.gpu --only check_expand --only bench_expand      # in this order
+    python -m bench.gpu --dry-run               # without a GPU: toy sizes, minutes of one core
 
 Exit codes:
 
@@ -34,7 +33,7 @@ from rich.console import Console
 
 from bench.launches import fill
 from bench.on_gpu.pieces import PIECES, Piece, chosen
-from bench.on_gpu.processes import die_with_writer, gather, run_apart, run_here
+from bench.on_gpu.processes import RUNNING, die_with_writer, gather, packed, run_apart, run_here
 from bench.shared import results
 
 MARKS = {"ok": "[green]ok[/]", "skipped": "[yellow]skipped[/]", "done": "[dim]done before[/]"}
@@ -46,15 +45,15 @@ LOG_LINES = 12
 
 def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
     """The environment variables of the pieces."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # the first piece compiles for the others
+    env = {**fill.cache_variables(results.GPU_RUNS / "cache"), **os.environ}
+    env |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     # With interpreted kernels a GPU would be neither checked nor measured.
     env |= {"TRITON_INTERPRET": "0", "TOKENIZERS_PARALLELISM": "false"}
     if args.commit:
         env["GROWKERN_COMMIT"] = args.commit
     if args.dry_run:
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if args.cache:
-        env |= fill.cache_variables(args.cache)
     if args.wheels:
         site = unpack_wheels(args.wheels, scratch / "site")
         env["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
@@ -81,31 +80,24 @@ def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
 
 def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     """Run the chosen pieces and save their results: the exit code."""
+    end = time.perf_counter() + args.budget
     env = environment(args, scratch)
     facts = facts_of_this_machine(env)
-    if args.cache and not args.dry_run:
-        if "gpu" not in facts:
-            return fill.main([str(args.cache)])
-        console.print(f"{fill.settle(args.cache)} compiled kernels in {args.cache}", style="dim")
     if "gpu" not in facts and not args.dry_run:
         console.print("PyTorch finds no GPU. --dry-run runs the same code on the CPU at toy sizes.")
         return 2
-    where = args.results or results.RESULTS / results.slug(facts)
+    where = args.results or results.GPU_RUNS / (results.slug(facts) or "dry-run")
     if args.dry_run:
-        where = args.results or scratch / "results"
         # forks take their environment from this process
         os.environ.update(env)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     # Pieces write here while they run. It lies beside the results, so that a kill loses no rows.
-    running = where / ".running"
+    running = where / RUNNING
     gather(running, where)
-    end = time.perf_counter() + args.budget
 
     def one(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
-        # A library that was missing may be among the wheels now: run again.
-        comes_late = args.wheels and results.lacks_peers(results.read(kept))
-        if not args.again and not comes_late and results.is_done(kept, facts):
+        if not args.again and results.is_done(kept, facts):
             return {"status": "done"}
         left = end - time.perf_counter()
         if left < min(piece.limit_s, args.shortest):
@@ -122,14 +114,17 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
 
     failed, cpu_seconds = [], 0.0
     pieces = chosen(args.only)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with packed(where, args.archive) as pack, ThreadPoolExecutor(args.jobs) as pool:
         for piece, document in zip(pieces, pool.map(one, pieces), strict=True):
             _report(piece, document, where / f"{piece.name}.json", console)
             (running / f"{piece.name}.json").unlink(missing_ok=True)
+            pack()
             cpu_seconds += document.get("CPU seconds", 0.0)
             if document["status"] not in MARKS:
                 failed.append(piece.name)
     console.print(f"{cpu_seconds:.0f} s of CPU time", style="dim")
+    if args.archive:
+        console.print(f"{args.archive}: {args.archive.stat().st_size} bytes", style="dim")
     if failed:
         console.print(f"[red]{len(failed)} failed:[/] {', '.join(failed)}")
     return int(bool(failed))
@@ -170,17 +165,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
     parser.add_argument(
-        "--shortest", type=float, default=60.0, help="start no piece with fewer seconds left"
+        "--shortest", type=float, default=15.0, help="start no piece with fewer seconds left"
     )
     parser.add_argument(
-        "--cache",
-        type=Path,
-        help="directory of compiled kernels; without a GPU: fill it for an H200, and stop",
+        "--archive", type=Path, help="file to pack the results into, again and again"
     )
     parser.add_argument("--wheels", type=Path, help="directory of wheels for the pieces")
-    parser.add_argument(
-        "--results", type=Path, help="directory to write (default: bench/results/<gpu>)"
-    )
+    parser.add_argument("--results", type=Path, help="directory to write (default: runs/gpu/<gpu>)")
     parser.add_argument("--commit", help="commit of these sources, if there is no git")
     # this command starts itself with these options to run one piece
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)

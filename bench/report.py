@@ -109,7 +109,7 @@ def _first(rows: Sequence[Row], **wanted: Any) -> Row | None:
 
 
 def _expand_figure(rows: Sequence[Row]) -> str | None:
-    row = _first(rows, dtype="bfloat16", maps="arbitrary", scaled="yes")
+    row = _first(rows, dtype="bfloat16", maps="arbitrary", scaled="routing")
     if row is None:
         return None
     words = f"{row['of limit']:.2f} of a copy, {row['x eager']:.1f} x eager"
@@ -192,7 +192,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("CUDA C++ kernels against float64", "check_cuda", _checks_figure),
     ("the ops' own tests", "check_suite", _suite_figure),
     ("`compute-sanitizer`, four tools", "sanitize", _checks_figure),
-    ("`expand`, bfloat16, 4096² to 8192², arbitrary maps, scaled", "bench_expand", _expand_figure),
+    ("`expand`, bfloat16, 4096² to 8192², arbitrary maps, routing", "bench_expand", _expand_figure),
     ("all tensors of a Llama, 1B to 3B, FPI", "bench_expand_model", _model_figure("fpi")),
     ("the same, AKI", "bench_expand_model", _model_figure("aki")),
     ("`kl_mlm_loss`, bfloat16, V 30 522", "bench_kl_mlm_loss", _loss_figure("9830x30522")),
@@ -204,7 +204,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ),
     (
         "`linear_kl_mlm_loss`, bfloat16, width 4096, V 128 256",
-        "bench_linear_kl_mlm_loss",
+        "headline",
         _loss_figure("8192x128256"),
     ),
     (

@@ -4,7 +4,10 @@ The tensors are on the CPU. They have the alignment that a GPU's would have.
 """
 
 import contextlib
+import functools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,6 +35,26 @@ class Launch(NamedTuple):
     metadata: Any
 
 
+@functools.cache
+def _has_launchers_in_c() -> bool:
+    """Whether this Triton compiles a launcher in C for each signature, and can link it here."""
+    from triton.backends.nvidia import driver as nvidia
+
+    # from 3.7 on all kernels share one launcher
+    if not hasattr(nvidia, "make_launcher"):
+        return False
+    try:
+        nvidia.library_dirs()
+    except (AssertionError, OSError):
+        return False  # there is no libcuda
+    return True
+
+
+def count_launchers() -> int:
+    """The number of launchers in Triton's cache."""
+    return len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/__triton_launcher*.so")))
+
+
 class _Utils:
     """The part of a driver that loads machine code; here nothing is loaded."""
 
@@ -56,6 +79,11 @@ class _Driver:
         class Launcher:
             def __init__(self, source: Any, metadata: Any) -> None:
                 self.launch = Launch(getattr(source, "fn", None), source, metadata)
+                if arch.startswith("sm_") and _has_launchers_in_c():
+                    from triton.backends.nvidia.driver import CudaLauncher
+
+                    # its machine code stays in the cache
+                    CudaLauncher(source, metadata)
 
             def __call__(self, *arguments: Any, **rest: Any) -> None:
                 launches.append(self.launch)

@@ -1,25 +1,28 @@
-"""Compiles every launch of the public ops without a GPU, into a cache that can be carried to one.
+"""Compiles every launch of the public ops without using a GPU, with one process per core.
 
     python -m bench.launches.fill DIRECTORY
-    python -m bench.gpu --cache DIRECTORY          # on the GPU machine
 
-Triton's own launcher specialises every kernel for its arguments, as it would on a GPU. The machine
-code is the same if the versions of Triton, and for CUDA C++ of NVRTC, are the same. The directory
-then holds launches.json, with one row per call: its launches, or why it failed. The exit code is 1
-if one failed.
+Triton's own launcher specialises every kernel for its arguments, as it would on a GPU. As a piece
+of `bench.gpu` this fills the cache of all other pieces. By hand it fills a cache in DIRECTORY,
+beside launches.json with one row per call: its launches, or why it failed. The exit code is 1 if
+one failed.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from bench.shared import results
+from bench.shared.recorder import Recorder, Skip
 
 ROWS = "launches.json"
 
@@ -28,20 +31,6 @@ def cache_variables(directory: Path) -> dict[str, str]:
     """Environment variables that make Triton and growkern keep machine code in the directory."""
     directory = directory.resolve()
     return {"TRITON_CACHE_DIR": str(directory / "triton"), "XDG_CACHE_HOME": str(directory)}
-
-
-def settle(directory: Path) -> int:
-    """Make a cache that was moved here usable: Triton notes absolute paths in its groups of files.
-
-    Returns:
-        The number of groups.
-    """
-    groups = list((directory.resolve() / "triton").glob("*/__grp__*.json"))
-    for path in groups:
-        group = json.loads(path.read_text())
-        group["child_paths"] = {name: str(path.parent / name) for name in group["child_paths"]}
-        path.write_text(json.dumps(group))
-    return len(groups)
 
 
 def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
@@ -58,8 +47,6 @@ def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
 
 def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str, Any]]:
     """Every step-th case from the first one on, of those whose name contains `only`."""
-    import torch
-
     from bench.launches.cases import all_cases
     from bench.launches.driver import absent_gpu
     from bench.launches.sources import all_cases as listed_cases
@@ -99,24 +86,44 @@ def compile_cuda(arch: str) -> int:
     if nvrtc.nvrtc() is None or not arch.startswith("sm_"):
         return 0
     kernels = {case.kernel for case in cuda_cases(arch)}
-    for kernel in kernels:
-        nvrtc.cached_cubin(kernel, arch)
+    # a compiler in the same process, which does not hold Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: nvrtc.cached_cubin(kernel, arch), kernels))
     return len(kernels)
 
 
-def fill(directory: Path, arch: str, only: str, jobs: int) -> list[dict[str, Any]]:
-    """Compile all cases into the directory.
-
-    Returns:
-        One row per case, in the order of their time.
-    """
-    os.environ.update(cache_variables(directory))
-    os.environ.pop("TRITON_INTERPRET", None)
+def fill(arch: str, only: str, jobs: int) -> Iterator[dict[str, Any]]:
+    """Compile all cases into the caches that the environment names: one row per case."""
+    # neither interpreted nor on the GPU: each process would take some of its memory
+    without = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    without["CUDA_VISIBLE_DEVICES"] = ""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with (
+        mock.patch.dict(os.environ, without, clear=True),
+        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+    ):
         parts = [pool.submit(_compile_some, arch, only, first, jobs) for first in range(jobs)]
-        rows = [row for part in parts for row in part.result()]
-    return sorted(rows, key=lambda row: -row["seconds"])
+        for part in as_completed(parts):
+            yield from part.result()
+
+
+def run(recorder: Recorder) -> None:
+    """As a piece of `bench.gpu`: compile for this GPU, into the cache of all pieces."""
+    from bench.launches.driver import count_launchers
+    from bench.launches.sources import TARGETS
+
+    capability = torch.cuda.get_device_capability() if recorder.device == "cuda" else (9, 0)
+    arch = "sm_{}{}".format(*capability)
+    if arch not in TARGETS or torch.version.hip:
+        raise Skip(
+            f"compiles for {', '.join(TARGETS)}; here kernels compile when they are launched"
+        )
+    for row in fill(arch, *recorder.pick(("", os.cpu_count() or 1), ("adamw_step 30522", 1))):
+        recorder.add(row)
+        if "why not" in row:
+            recorder.fail(f"{row['case']}: {row['why not']}")
+    recorder.add({"case": "Triton's launchers in C", "compiled": count_launchers()})
+    recorder.add({"case": "CUDA C++", "compiled": 0 if recorder.toy else compile_cuda(arch)})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
-    rows = fill(args.directory, args.arch, args.only, args.jobs)
+    os.environ.update(cache_variables(args.directory))
+    rows = sorted(fill(args.arch, args.only, args.jobs), key=lambda row: -row["seconds"])
     failed = [row for row in rows if "why not" in row]
     for row in failed:
         print(f"{row['case']}: {row['why not']}")

@@ -1,12 +1,16 @@
 """Checks the CUDA C++ kernels against float64, with the same checks as the Triton kernels.
 
-Without a GPU their source runs in the emulator that the tests have.
+Without a GPU their source runs in the emulator that the tests have. With one, all kernels are first
+compiled, with one thread per core: their compiler takes longer than the checks.
 """
 
 import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,20 +28,52 @@ from growkern.ops.loss.rows import on_cuda as rows_on_cuda
 LIMIT, SHARED_ROWS = 227 << 10, 2600
 
 
+class _Noted(Exception):
+    """Raised by a launch that was only noted."""
+
+
 def run(recorder: Recorder) -> None:
     fill_new_memory()
     with _kernels(recorder):
-        for check in (_matrices, _host):
-            with recorder.attempt(check.__name__.strip("_")):
-                check(recorder, "cuda")
-        # Each trial compiles a kernel for its dtypes, which takes most of a dry run.
-        check_expand.random_layouts(recorder, "cuda", trials=recorder.pick(60, 2))
-        if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
-            recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
-            return
+        found = planned(recorder)
+        if recorder.device == "cuda":
+            arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                pool.map(lambda kernel: nvrtc.cached_cubin(kernel, arch), found)
+        recorder.add({"case": "kernels", "number": len(found)})
+        _checks(recorder)
+
+
+def _checks(recorder: Any) -> None:
+    if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
+    else:
         for check in check_loss.CHECKS:
             with recorder.attempt(check.__name__.strip("_")):
                 check(recorder, "cuda")
+    for check in (_matrices, _host, _layouts):
+        with recorder.attempt(check.__name__.strip("_")):
+            check(recorder, "cuda")
+
+
+def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
+    """The kernels that the checks launch. Every launch is noted, and ends its case."""
+    found: dict[nvrtc.Kernel, None] = {}
+
+    def note(kernel: nvrtc.Kernel, *rest: Any, **options: Any) -> None:
+        found[kernel] = None
+        raise _Noted
+
+    nothing = SimpleNamespace(
+        **{name: lambda *given, **facts: None for name in ("add", "check", "fail")},
+        attempt=lambda case: contextlib.suppress(Exception),
+        **{name: getattr(recorder, name) for name in ("device", "pick", "toy")},
+    )
+    with contextlib.ExitStack() as patches:
+        for module in (expand_on_cuda, rows_on_cuda):
+            patches.enter_context(mock.patch.object(module, "launch", note))
+        _checks(nothing)
+    return list(found)
 
 
 @contextlib.contextmanager
@@ -84,6 +120,11 @@ def _matrices(recorder: Recorder, backend: str) -> None:
     case = make_case((*small, *large), torch.bfloat16, rng)
     out = in_nan(large, torch.bfloat16, rng, "dense")
     check_case(recorder, "2**31 out", case, out, backend)
+
+
+def _layouts(recorder: Recorder, backend: str) -> None:
+    # the emulator compiles a kernel for the dtypes of each trial, most of the time of a dry run
+    check_expand.random_layouts(recorder, backend, trials=recorder.pick(60, 2))
 
 
 def _host(recorder: Recorder, backend: str) -> None:

@@ -59,6 +59,20 @@ def check_rows(
     temperature: float = T,
 ) -> None:
     """Check one forward and backward pass against float64. With alpha 0 there is no teacher."""
+    with recorder.attempt(name):
+        _check_rows(recorder, name, student, teacher, labels, backend, alpha, temperature)
+
+
+def _check_rows(
+    recorder: Recorder,
+    name: str,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    backend: str,
+    alpha: float,
+    temperature: float,
+) -> None:
     N, V = student.shape
     z = student.detach().requires_grad_()
     loss = kl_mlm_loss(
@@ -112,19 +126,17 @@ def close_teacher(recorder: Recorder, backend: str) -> None:
             teacher = 3 * torch.randn(recorder.pick(64, 2), V, generator=rng, device=rng.device)
             moved = torch.randn(teacher.shape, generator=rng, device=rng.device)
             labels = torch.zeros(len(teacher), dtype=torch.int64, device=rng.device)
-            grads = []
-            for dtype, way in ((torch.float32, backend), (torch.float64, "")):
-                z = (teacher + drift * moved).to(dtype).requires_grad_()
-                if way:
-                    loss = kl_mlm_loss(
-                        z, teacher, labels, alpha=1.0, temperature=T, reduction="sum", backend=way
-                    )
-                else:
-                    log_q, log_p = ((x / T).log_softmax(-1) for x in (z, teacher.double()))
-                    loss = T**2 * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-                grads += torch.autograd.grad(loss, z)
-            error = frobenius(*grads)
-            recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
+            with recorder.attempt(f"drift {drift}"):
+                z = (teacher + drift * moved).requires_grad_()
+                loss = kl_mlm_loss(
+                    z, teacher, labels, alpha=1.0, temperature=T, reduction="sum", backend=backend
+                )
+                (grad,) = torch.autograd.grad(loss, z)
+                z64 = z.detach().double().requires_grad_()
+                log_q, log_p = ((x / T).log_softmax(-1) for x in (z64, teacher.double()))
+                loss = T**2 * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+                error = frobenius(grad, *torch.autograd.grad(loss, z64))
+                recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
 
 
 def _padded_and_strided(recorder: Recorder, backend: str) -> None:
@@ -143,10 +155,11 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
         padded[:, :V] = student
         padded.requires_grad_()
         options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": backend}
-        loss = kl_mlm_loss(padded, teacher, labels, **options)
-        (grad,) = torch.autograd.grad(loss, padded)
-        facts = {"dtype": str(dtype).removeprefix("torch.")}
-        recorder.check("gradient of padding", grad[:, V:].abs().max().item(), 0.0, **facts)
+        with recorder.attempt("gradient of padding"):
+            loss = kl_mlm_loss(padded, teacher, labels, **options)
+            (grad,) = torch.autograd.grad(loss, padded)
+            facts = {"dtype": str(dtype).removeprefix("torch.")}
+            recorder.check("gradient of padding", grad[:, V:].abs().max().item(), 0.0, **facts)
 
 
 # -------------------------------------------------------------------- the heads
@@ -182,25 +195,28 @@ def _linear(recorder: Recorder, backend: str) -> None:
         for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
             student, teacher = make_heads(N, V, H, H_t, dtype, rng)
             labels = make_labels(N, V, rng)
-            truth = linear_truth(student, teacher, labels)
+            truth = None
             live = int((labels != IGNORED).sum())
-            inputs = [x.requires_grad_() for x in student]
+            inputs = [x.detach().requires_grad_() for x in student]
             facts = {"shape": f"{N}x{V}x{H}/{H_t}", "dtype": str(dtype).removeprefix("torch.")}
             # first the chunks it chooses, then many, without room for ignored rows
             for name, limits in (("", {}), (", chunks", {"chunk_bytes": 8 * V * max(2, N // 5)})):
-                loss = linear_kl_mlm_loss(
-                    *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
-                    backend=backend, max_rows=live if limits else None,
-                    # the default on a GPU, here for the emulator as well
-                    logits_dtype=torch.float32, **limits,
-                )  # fmt: skip
-                grads = torch.autograd.grad(loss, inputs)
-                # the loss is a mean over the labelled rows, the truth a sum
-                error = abs(loss.item() * live / truth[0] - 1)
-                recorder.check(f"linear{name}: loss", error, 1e-4, **facts)
-                for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
-                    error = frobenius(grad, grad64 / live)
-                    recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
+                with recorder.attempt(f"linear{name}"):
+                    loss = linear_kl_mlm_loss(
+                        *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
+                        backend=backend, max_rows=live if limits else None,
+                        # the default on a GPU, here for the emulator as well
+                        logits_dtype=torch.float32, **limits,
+                    )  # fmt: skip
+                    grads = torch.autograd.grad(loss, inputs)
+                    # after the loss, which may fail
+                    truth = truth or linear_truth(student, teacher, labels)
+                    # the loss is a mean over the labelled rows, the truth a sum
+                    error = abs(loss.item() * live / truth[0] - 1)
+                    recorder.check(f"linear{name}: loss", error, 1e-4, **facts)
+                    for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
+                        error = frobenius(grad, grad64 / live)
+                        recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
 
 
 CHECKS = (_rows, close_teacher, _padded_and_strided, _linear)

@@ -1,6 +1,6 @@
 """Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to ALL.
 
-The first half hour shows whether the kernels run and are right, and how fast the main ones are.
+The first nine minutes show whether the kernels run and are right, and how fast the main ones are.
 
 A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A benchmark must save
 its rows with `harness.show_and_save`, accept --no-test, and keep its sizes in module constants.
@@ -27,7 +27,7 @@ class Piece:
     Attributes:
         name: of the piece and of its result file.
         about: one line for --list.
-        limit_s: time limit in seconds. The rows recorded until then are kept.
+        limit_s: time limit in seconds. Then it is killed, and the rows recorded so far are kept.
         module: its module, without "bench.".
         args: command line of a benchmark's ``main()``.
         toy_args: the same at toy sizes.
@@ -77,35 +77,60 @@ def _both(sizes: Any) -> dict[str, Any]:
 
 
 ALL = (
-    # compiling its kernels takes most of this; with --cache they are there
-    Piece("smoke", "every launch once, beside float64", 360, "launches.smoke"),
+    # nine minutes, if each takes all its time
     Piece(
-        "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
+        "versions", "versions of all that figures depend on, and clocks", 10, "launches.versions"
     ),
+    Piece("launches", "compiles every launch, with one process per core", 100, "launches.fill"),
+    Piece("smoke", "every launch once, beside float64", 90, "launches.smoke"),
+    Piece("check_cuda", "the CUDA C++ kernels against float64", 40, "on_gpu.check_cuda"),
     Piece(
         "headline",
         "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
-        300,
+        150,
         "bench_linear_kl_mlm_loss",
         args=("--repeats", "5", "--vocabulary", "128256", "--first"),
         toy_args=("--repeats", "1", "--no-compile", "--first"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
     Piece(
-        "bench_expand",
-        "expand of one matrix, 4096 to 8192, beside eager and torch.compile",
-        240,
-        "bench_expand",
-        args=("--repeats", "15", "--compile"),
-        toy={"SOURCE": 96, "TARGET": 192},
-    ),
-    Piece(
         "check_loss",
         "both losses against float64: V up to 262144, more than 2^31 logits",
-        300,
+        45,
         "on_gpu.check_loss",
     ),
-    Piece("check_cuda", "the CUDA C++ kernels against float64", 300, "on_gpu.check_cuda"),
+    Piece(
+        "bench_expand",
+        "expand of one matrix, 4096 to 8192, beside eager and torch.compile",
+        45,
+        "bench_expand",
+        args=("--repeats", "15", "--compile", "--growth"),
+        toy_args=("--repeats", "1", "--growth"),
+        toy={"SOURCE": 96, "TARGET": 192},
+    ),
+    Piece("train_bert", "a training step of BERT-base with a teacher", 50, "on_gpu.train_step"),
+    # if there is time left
+    Piece(
+        "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
+    ),
+    Piece(
+        "check_expand",
+        "expand against float64: large sizes, strides, NaN around the output",
+        240,
+        "on_gpu.check_expand",
+    ),
+    Piece(
+        "check_options",
+        "every option of the losses, the top-k loss and tiles against float64",
+        420,
+        "on_gpu.check_options",
+    ),
+    # the second command
+    Piece(
+        "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
+    ),
+    Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 90, "tune"),
+    # for those who have hours
     Piece(
         "bench_linear_bert",
         "the loss from hidden states with the head of BERT-base",
@@ -151,18 +176,6 @@ ALL = (
         toy={"SIZES": _both("tiny"), "METHODS": ("fpi",), "BACKEND": "triton", "SAMPLE": 2},
     ),
     Piece(
-        "check_expand",
-        "expand against float64: large sizes, strides, NaN around the output",
-        240,
-        "on_gpu.check_expand",
-    ),
-    Piece(
-        "check_options",
-        "every option of the losses, the top-k loss and tiles against float64",
-        420,
-        "on_gpu.check_options",
-    ),
-    Piece(
         "bench_topk_kl_mlm_loss",
         "the loss with a cached teacher's top k",
         420,
@@ -171,10 +184,6 @@ ALL = (
         toy={"SHAPES": _both([(8, 100, 16, 8)]), "KS": (4,)},
     ),
     Piece("scaling", "time and memory over three decades of sizes", 240, "on_gpu.scaling"),
-    Piece("train_bert", "a training step of BERT-base with a teacher", 240, "on_gpu.train_step"),
-    Piece(
-        "train_llama", "a training step of a Llama of 1B with a teacher", 420, "on_gpu.train_step"
-    ),
     Piece(
         "trainer_step",
         "a step of TwoStageTrainer beside the layers alone and a plain Trainer",
@@ -196,7 +205,6 @@ ALL = (
         needs=("xxhash",),
     ),
     Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
-    Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 400, "tune"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
@@ -208,8 +216,8 @@ PIECES = tuple(piece for piece in ALL if piece.file.is_file())
 
 
 def chosen(names: Sequence[str]) -> list[Piece]:
-    """The pieces with these names, in the order of PIECES; all of them if none is named."""
-    known = [piece.name for piece in PIECES]
+    """The pieces with these names, in this order; all of them if none is named."""
+    known = {piece.name: piece for piece in PIECES}
     if wrong := [name for name in names if name not in known]:
         raise SystemExit(f"no piece {wrong[0]!r}. The pieces are {', '.join(known)}")
-    return [piece for piece in PIECES if not names or piece.name in names]
+    return [known[name] for name in names or known]

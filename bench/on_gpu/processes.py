@@ -1,18 +1,22 @@
 """Runs each piece of `bench.gpu` in a process that ends when `bench.gpu` ends.
 
-The process writes its document after every row, so that no row is lost when it crashes.
+The process writes its document after every row, so that no row is lost when it crashes. Documents
+and logs are packed into an archive, again and again.
 """
 
 import contextlib
+import io
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,68 @@ def gather(running: Path, where: Path) -> None:
         if document["rows"] or document["failures"]:
             results.keep(where / path.name, document)
         path.unlink()
+
+
+# --------------------------------------------------------------------- packing
+
+# where a directory of results keeps what its pieces are writing
+RUNNING = ".running"
+# seconds between two packings while a piece runs
+PACK_EVERY = 15.0
+# of each log the end is packed, so that the archive stays below a few megabytes
+LOG_BYTES = 1 << 16
+
+
+def pack(where: Path, archive: Path) -> None:
+    """Pack the documents and the ends of the logs of a directory of results, of running pieces too.
+
+    The archive holds <name of the directory>/<piece>.json, as `bench.report --take` wants it. It is
+    replaced completely or not at all, because the machine may stop at any time.
+    """
+    documents = {path.name: results.read(path) for path in where.glob("*.json")}
+    for path in (where / RUNNING).glob("*.json"):
+        document = ended(path, path.stem, "crashed", "was running when it was packed")
+        name = results.aside_of(path).name if path.name in documents else path.name
+        documents |= {name: document} if document.get("machine") else {}
+    texts = {name: json.dumps(x, indent=1).encode() for name, x in documents.items()}
+    for path in (where / RUNNING).glob("*.log"):
+        with contextlib.suppress(OSError), path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - LOG_BYTES))
+            texts[path.name] = log.read(LOG_BYTES)
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    part = archive.with_name(f".{archive.name}.part")
+    with tarfile.open(part, "w:gz") as tar:
+        for name, text in sorted(texts.items()):
+            member = tarfile.TarInfo(f"{where.name}/{name}")
+            member.size, member.mtime = len(text), int(time.time())
+            tar.addfile(member, io.BytesIO(text))
+    part.replace(archive)
+
+
+@contextlib.contextmanager
+def packed(where: Path, archive: Path | None) -> Iterator[Callable[[], None]]:
+    """Pack every PACK_EVERY seconds and at the end. Yields a function that packs at once."""
+    if archive is None:
+        yield lambda: None
+        return
+    lock, over = threading.Lock(), threading.Event()
+
+    def now() -> None:
+        with lock:
+            pack(where, archive)
+
+    def again() -> None:
+        while not over.wait(PACK_EVERY):
+            now()
+
+    thread = threading.Thread(target=again, daemon=True)
+    thread.start()
+    try:
+        yield now
+    finally:
+        over.set()
+        thread.join()
+        now()
 
 
 def _wait(child: Any, piece: Piece, path: Path, end: float, console: Console | None) -> bool:

@@ -2,8 +2,8 @@
 
 Each loss is called as its authors call it. None of these libraries is a dependency. A loss that
 cannot be imported stays in the table, with the reason. For a machine without a network,
-`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. HyperCloning does what `expand`
-does. It is not on PyPI, so it is not compared.
+`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. Those of QuACK are too large.
+HyperCloning does what `expand` does. It is not on PyPI, so it is not compared.
 """
 
 import importlib
@@ -25,12 +25,14 @@ class Peer(NamedTuple):
         module: the module that must import.
         call: computes the loss; takes the arguments that its benchmark gives.
         needs_gpu: whether it runs only on a GPU.
+        compiles: whether it calls torch.compile.
     """
 
     package: str
     module: str
     call: Callable[..., Tensor]
     needs_gpu: bool = True
+    compiles: bool = False
 
     def why_not(self) -> str:
         """The reason why it cannot run here; empty if it can."""
@@ -177,7 +179,9 @@ def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -
 
 
 WITH_TEACHER = {
-    "liger jsd": Peer("liger-kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False),
+    "liger jsd": Peer(
+        "liger-kernel", "liger_kernel.chunked_loss", liger_jsd, needs_gpu=False, compiles=True
+    ),
     "liger fused jsd": Peer("liger-kernel", "liger_kernel.transformers", liger_fused),
     "liger kl": Peer("liger-kernel", "liger_kernel.transformers.fused_linear_kl_div", liger_kl),
     "trl chunked, divergence alone": Peer(

@@ -109,5 +109,7 @@ class Recorder:
             if not self.document["rows"]:
                 self.document["failures"].append("no rows: nothing was measured or checked")
             self.document["status"] = "failed" if self.document["failures"] else "ok"
+        if self.device == "cuda":
+            self.document["clocks at the end"] = results.clocks()
         self.flush()
         return self.document["status"]

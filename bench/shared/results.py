@@ -23,6 +23,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
+# what `bench.gpu` writes, until `bench.report --take` brings it into RESULTS
+GPU_RUNS = ROOT / "runs" / "gpu"
 # The files that results depend on. The results themselves and prose do not count.
 SOURCES = (
     "growkern/**/*.py",
@@ -97,6 +99,13 @@ def _gpu_facts() -> dict[str, Any]:
     }
 
 
+def clocks() -> dict[str, str]:
+    """The GPU's clocks, temperature and power as they are now; empty without a GPU."""
+    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    found = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    return dict(zip(names, found.splitlines()[0].split(", "), strict=False)) if found else {}
+
+
 def git_facts() -> dict[str, Any]:
     """The commit of these sources, and whether they differ from it ("dirty").
 
@@ -145,12 +154,6 @@ def same_run(document: dict[str, Any], facts: dict[str, Any]) -> bool:
     keys = ("sources", "gpu", "torch", "triton")
     known = document.get("machine", {})
     return document.get("status") == "ok" and all(known.get(k) == facts.get(k) for k in keys)
-
-
-def lacks_peers(document: dict[str, Any]) -> bool:
-    """Whether a row is missing because another library was not installed."""
-    rows = document.get("rows", ())
-    return any("is not installed" in str(row.get("why not", "")) for row in rows)
 
 
 def is_done(path: Path, facts: dict[str, Any]) -> bool:

@@ -1,8 +1,11 @@
 """`python -m bench.gpu` on a CPU: all pieces run at toy sizes, and errors make it fail."""
 
+import json
 import os
+import random
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -15,7 +18,7 @@ from bench.on_gpu import pieces, processes
 from bench.shared import harness, results
 from bench.shared.recorder import Recorder
 from growkern.ops.backend.launch import HAS_TRITON
-from tests.bench.documents import ROW
+from tests.bench.documents import ROW, document
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -34,8 +37,12 @@ def command(*args, broken="", tmp_path=None):
 
 @needs_triton
 def test_dry_run_takes_every_piece_to_its_end(tmp_path):
-    done = command("--dry-run", "--jobs", "2", "--results", str(tmp_path))
+    archive = tmp_path / "out" / "results.tgz"
+    args = ("--results", str(tmp_path), "--archive", str(archive))
+    done = command("--dry-run", "--jobs", "2", *args)
     assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(archive) as packed:
+        assert {f"{tmp_path.name}/{name}.json" for name in TOY_PIECES} <= set(packed.getnames())
     for name in TOY_PIECES:
         document = results.read(tmp_path / f"{name}.json")
         tool = {"sanitize": "compute-sanitizer", "counters": "ncu"}.get(name)
@@ -141,10 +148,26 @@ bench.on_gpu.ceilings.run = run
 """
 
 
+PACKS_OFTEN = """
+from bench.on_gpu import processes
+processes.PACK_EVERY = 0.05
+"""
+
+
 NEVER_FORKED = """
 from bench.on_gpu import processes
 processes._Forked = lambda *piece: processes._Started(*piece, dict(os.environ), True)
 """
+
+
+def rows_of(archive, name):
+    """The rows of a document in an archive, which is complete from its first moment on."""
+    if not archive.is_file():
+        return []
+    with tarfile.open(archive) as packed:
+        if name not in packed.getnames():
+            return []
+        return json.load(packed.extractfile(name))["rows"]
 
 
 def is_alive(pid):
@@ -159,21 +182,24 @@ def is_alive(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 @pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 def test_a_kill_leaves_no_child_behind_and_loses_no_row(forked, tmp_path):
-    out = tmp_path / "results"
+    """The rows are in the archive, too. `run_gpu.sh` starts the command here."""
+    out, archive = tmp_path / "results", tmp_path / "out" / "results.tgz"
     broken = "import os\nif os.environ.get('TRITON_INTERPRET') == '1':\n"
-    broken += STARTS_A_CHILD.replace("\n", "\n    ")
+    broken += (STARTS_A_CHILD + PACKS_OFTEN).replace("\n", "\n    ")
     if not forked:
         broken += NEVER_FORKED.replace("\n", "\n    ")
     (tmp_path / "sitecustomize.py").write_text(broken)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1"}
-    line = [sys.executable, "-m", "bench.gpu", "--dry-run", "--only", "ceilings"]
-    parent = subprocess.Popen([*line, "--results", str(out)], cwd=ROOT, env=env)
+    line = ["bash", ROOT / "bench" / "run_gpu.sh", archive.parent, "500", "--dry-run"]
+    line += ["--only", "ceilings", "--results", out]
+    parent = subprocess.Popen(line, cwd=tmp_path, env=env | {"PYTHON": sys.executable})
     rows, end = [], time.monotonic() + 120
     while not rows and time.monotonic() < end:
         time.sleep(0.1)
-        rows = results.read(out / ".running" / "ceilings.json").get("rows", [])
+        rows = rows_of(archive, "results/ceilings.json")
     parent.kill()
     parent.wait()
+    assert rows_of(archive, "results/ceilings.json") == rows
     (row,) = rows
     while any(map(is_alive, (row["child"], row["own"]))) and time.monotonic() < end:
         time.sleep(0.1)
@@ -219,43 +245,86 @@ def test_a_second_run_resumes_where_the_first_one_stopped(tmp_path):
 
 def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
     facts = results.machine()
-    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": [ROW]})
+    # nor does a piece run again for a library that was missing: it may never be there
+    rows = [ROW, {"provider": "theirs", "why not": "x is not installed: no module x"}]
+    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": rows})
     monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: facts)
+    monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
     monkeypatch.setattr(gpu, "run_apart", None)
     args = ["--dry-run", "--only", "ceilings", "--results", str(tmp_path)]
-    assert gpu.main(args) == 0
+    assert gpu.main([*args, "--wheels", str(tmp_path)]) == 0
     assert "done before" in capsys.readouterr().out
     # without time left no piece starts, and that is no failure
     assert gpu.main([*args, "--again", "--budget", "3"]) == 0
     assert "of the budget" in capsys.readouterr().out
 
 
-def test_a_cache_is_filled_without_a_gpu_and_used_with_one(tmp_path, monkeypatch, capsys):
-    filled, given = [], []
-    monkeypatch.setattr(gpu.fill, "main", lambda argv: filled.append(argv) or 0)
-    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: given.append(env) or {})
-    args = ["--cache", str(tmp_path), "--only", "ceilings", "--results", str(tmp_path / "results")]
-    assert gpu.main(args) == 0 and filled == [[str(tmp_path)]]
-    # files as Triton leaves them, from another directory
-    group = tmp_path / "triton" / "ABC" / "__grp__kernel.json"
-    group.parent.mkdir(parents=True)
-    group.write_text('{"child_paths": {"kernel.cubin": "/gone/triton/ABC/kernel.cubin"}}')
-    facts = {"gpu": "NVIDIA H200"}
-    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: given.append(env) or facts)
-    monkeypatch.setattr(gpu, "run_apart", lambda piece, path, **rest: {"status": "skipped"})
-    assert gpu.main(args) == 0 and len(filled) == 1
-    assert str(group.parent / "kernel.cubin") in group.read_text()
-    assert given[-1]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+# What nine minutes yield, in the order of their worth: are the kernels right, how fast is the main
+# one beside its limit and its peers, and what does a training step gain.
+NINE_MINUTES = (
+    *("versions", "launches", "smoke", "check_cuda", "headline", "check_loss", "bench_expand"),
+    "train_bert",
+)
+WITH_TIME_LEFT = ("ceilings", "check_expand", "check_options")
 
 
-def test_the_first_half_hour_measures_before_it_checks_everything():
-    """Every launch once, the limits, the largest shape; then the checks of the main ops."""
+def test_the_first_nine_minutes_have_the_pieces_that_count_each_with_time_for_all_of_it():
     names = [piece.name for piece in pieces.PIECES]
-    assert names[:6] == [
-        *("smoke", "ceilings", "headline", "bench_expand", "check_loss", "check_cuda")
-    ]
-    assert sum(piece.limit_s for piece in pieces.PIECES[:6]) <= 1800
-    assert names.index("bench_linear_bert") < names.index("check_suite")
+    assert tuple(names[: len(NINE_MINUTES) + 3]) == NINE_MINUTES + WITH_TIME_LEFT
+    assert sum(piece.limit_s for piece in pieces.PIECES[: len(NINE_MINUTES)]) <= 540
+    second = ["train_llama", "tune_kl_mlm_rows"]
+    assert sum(TOY_PIECES[name].limit_s for name in second) <= 180
+    assert [piece.name for piece in pieces.chosen(second[::-1])] == second[::-1]
+
+
+def test_a_piece_that_overruns_gives_way_to_the_next(tmp_path, monkeypatch):
+    """Each piece gets its own limit, and the last one what is left of all the time."""
+    given = {}
+
+    def run(piece, path, *, limit_s, **rest):
+        given[piece.name] = limit_s
+        clock[0] += limit_s
+        return {"status": "timeout", "rows": [ROW], "failures": ["late"], "seconds": limit_s}
+
+    clock = [0.0]
+    monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {})
+    monkeypatch.setattr(gpu, "run_apart", run)
+    args = ["--dry-run", "--results", str(tmp_path), "--budget", "600"]
+    assert gpu.main([*args, "--archive", str(tmp_path / "out" / "results.tgz")]) == 1
+    limits = {name: TOY_PIECES[name].limit_s for name in NINE_MINUTES}
+    assert given == limits | {"ceilings": 600 - sum(limits.values())}
+    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+        assert len(archive.getnames()) == len(given)
+
+
+def test_a_packer_that_is_killed_leaves_the_former_archive(tmp_path, monkeypatch):
+    where, archive = tmp_path / "nvidia-h200", tmp_path / "out" / "results.tgz"
+    running = {"status": "running", "machine": {"gpu": "x"}, "rows": [ROW], "failures": []}
+    results.write(where / "ceilings.json", {"status": "ok"} | document())
+    results.write(where / processes.RUNNING / "headline.json", running)
+    log = where / processes.RUNNING / "headline.log"
+    log.write_bytes(random.Random(0).randbytes(1 << 20) + b"the end")
+    processes.pack(where, archive)
+    whole = archive.read_bytes()
+    assert len(whole) < 2 * processes.LOG_BYTES
+    (where / "ceilings.json").unlink()
+
+    def killed(*member):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", killed)
+    with pytest.raises(KeyboardInterrupt):
+        processes.pack(where, archive)
+    assert archive.read_bytes() == whole
+    home = tmp_path / "there"
+    with tarfile.open(archive) as packed:
+        packed.extractall(home, filter="data")
+    assert (home / where.name / "headline.log").read_bytes().endswith(b"the end")
+    taken = results.take(home, tmp_path / "results")
+    statuses = {path.stem: results.read(path)["status"] for path in taken}
+    assert statuses == {"ceilings": "ok", "headline": "crashed"}
 
 
 def test_wheels_are_unpacked_for_the_pieces(tmp_path):

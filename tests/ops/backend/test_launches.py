@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import pkgutil
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 import growkern.ops
 from bench.launches import cases, smoke
-from bench.launches.fill import ROWS, cache_variables, settle
+from bench.launches.fill import ROWS, cache_variables
 from growkern.ops.backend.launch import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
@@ -125,18 +124,6 @@ def groups(directory):
     return sorted(path.parent.name for path in (directory / "triton").glob("*/__grp__*.json"))
 
 
-def test_a_cache_that_was_moved_is_used(compiled, tmp_path):
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(compiled[0], moved)
-    before, size = groups(moved), settle(moved)
-    assert len(before) == size > 100
-    binaries = {path: path.stat().st_mtime_ns for path in moved.glob("triton/*/*.cubin")}
-    assert len(binaries) == size and list((moved / "growkern").glob("*.cubin"))
-    fill(moved, "--only", HEADLINE, "--jobs", "1")
-    assert groups(moved) == before
-    assert binaries == {path: path.stat().st_mtime_ns for path in moved.glob("triton/*/*.cubin")}
-
-
 # a batch in one chunk, a batch whose last chunk is no multiple of 16, and the widest head
 REAL_SHAPES = ((256, 32_000), (1030, 30_522)), ((256, 128_256),)
 REAL = f"""
@@ -164,19 +151,17 @@ print(len(some), sorted({{launch.kernel.__name__ for launch in launches}}))
 """
 
 
-def test_launches_of_real_sizes_are_in_the_cache(compiled, tmp_path):
+def test_launches_of_real_sizes_are_in_the_cache(compiled):
     """Triton makes kernels of their own for rows and vocabularies that are multiples of 16."""
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(compiled[0], moved)
-    settle(moved)
-    before, env = groups(moved), {**environment(), **cache_variables(moved)}
+    cache = compiled[0]
+    before, env = groups(cache), {**environment(), **cache_variables(cache)}
     line = [sys.executable, "-c", REAL]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("22 ", "kl_mlm_rows", "tail", "_scale")), (
         done.stdout
     )
-    assert sorted(set(groups(moved)) - set(before)) == []
+    assert sorted(set(groups(cache)) - set(before)) == []
 
 
 def test_losses_compile_for_rocm(tmp_path):
