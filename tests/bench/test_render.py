@@ -26,7 +26,7 @@ def test_the_pages_match_the_results():
     assert page_text(results.RESULTS) == text, "run python -m bench.report"
 
 
-EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "yes", "of limit": 0.9}
+EXPAND = {"dtype": "bfloat16", "maps": "arbitrary", "scaled": "routing", "of limit": 0.9}
 EXPAND |= {"x eager": 6.0, "compiled ms": 0.3, "reused ms": 0.1}
 
 
