@@ -5,17 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from growkern import GrowthError
 from growkern.train.head import align_labels
 from growkern.train.run import train
 from tests.forked_ranks import on_ranks
-from tests.train import ranks
+from tests.train import ranks, rows
 from tests.train.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches
 
@@ -56,14 +58,18 @@ def test_two_processes_are_one_with_batches_twice_as_large(found, i, tmp_path, m
     assert found[i]["flops"] == pytest.approx(alone["flops"])
 
 
-def test_every_process_drops_other_values(folder, tmp_path):
+def test_every_process_drops_other_values(folder):
     one, other = (torch.load(folder / f"dropped{i}.pt", weights_only=True) for i in range(2))
     assert len(one) == 3
     for mask, another in zip(one, other, strict=True):
         assert 0.2 < (mask != another).double().mean() < 0.8
+    assert not torch.equal(one[0], one[1])
+
+
+def test_one_process_drops_what_plain_trainer_drops(tmp_path):
     alone = ranks.dropped_in(tmp_path / "alone")
-    # one process draws what plain Trainer draws
-    assert torch.equal(alone[0], one[0])
+    plain = ranks.dropped_in(tmp_path / "plain", transformers.Trainer)
+    assert len(alone) == 3 and all(map(torch.equal, alone, plain))
 
 
 @pytest.mark.parametrize("i", range(len(ranks.CASES)))
@@ -85,6 +91,36 @@ def test_the_evaluation_counts_every_label_once(found, i):
 def test_resumed_in_the_sub_model_stage_it_ends_the_same(found, i):
     for name, weight in found[i]["weights"].items():
         assert torch.equal(found[i]["resumed"][name], weight), name
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_every_process_reads_the_rows_that_plain_trainer_gives_it(workplace):  # noqa: F811
+    for name, sharding in zip(rows.RUNS, ("ddp", "fsdp"), strict=True):
+        text = RUN.replace('directory = "out"', f'directory = "{name}"')
+        text += f'[distributed]\nsharding = "{sharding}"\n'
+        (workplace / f"{name}.toml").write_text(text)
+    on_ranks(2, rows.__name__, workplace)
+    found = json.loads((workplace / "rows.json").read_text())
+    every = [tuple(row["input_ids"][0].tolist()) for row in Batches(rows.ROWS).rows]
+    assert len(set(every)) == rows.ROWS
+    for name in rows.CASES:
+        plain = found[name].pop("plain")
+        for how, ranks_rows in found[name].items():
+            case, skipped = f"{name}, {how}", 2 * rows.RESUMED_AT if "resumed" in how else 0
+            whole = found[name][how.removesuffix(", resumed")]
+            assert ranks_rows == [mine[skipped:] for mine in whole], case
+            passes = [[mine[i : i + rows.ROWS // 2] for mine in whole] for i in (0, rows.ROWS // 2)]
+            for one in passes:
+                assert sorted(map(tuple, chain(*one))) == sorted(every), case
+            if name in rows.KEEPING:
+                assert whole == plain, case
+            else:
+                # dropout of plain Trainer draws from the same generator
+                assert passes[0] == [mine[: rows.ROWS // 2] for mine in plain], case
+        assert plain[0] != plain[1]
+    assert found["random"]["ddp"] != found["data_seed"]["ddp"]
+    for name in rows.RUNS:
+        assert found[name]["ours"] == found[name]["plain"], name
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

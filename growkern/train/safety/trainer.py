@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -21,7 +22,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, nearest
-from growkern.seeds import seed_of_process
+from growkern.seeds import MOST_SEED, seed_of_process
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     close_staging,
@@ -97,6 +98,10 @@ class SafeTrainer(SavingTrainer):
             raise GrowthError(f"save_minutes is {save_minutes}: it must be 0 or more")
         # the filter replaces NaN by an average, in the log alone
         args.logging_nan_inf_filter = False
+        if args.data_seed is None:
+            # accelerate would take the seed that PyTorch has when training begins, and each process
+            # and each resumed run may have another one
+            args.data_seed = args.seed
         self.precision = set_precision(model, args, precision)
         self.on_nonfinite, self.save_minutes = on_nonfinite, save_minutes
         super().__init__(model=model, args=args, **options)
@@ -133,10 +138,6 @@ class SafeTrainer(SavingTrainer):
                 raise GrowthError(f"{resume_from_checkpoint} is damaged: {wrong}")
         if resume_from_checkpoint:
             options["resume_from_checkpoint"] = str(resume_from_checkpoint)
-        if self.args.process_index:
-            # Trainer seeds all processes alike. The order of the data is drawn apart from this; a
-            # checkpoint brings the generator of each process along
-            torch.manual_seed(seed_of_process(self.args.seed, self.args.process_index))
         self._saved_at = time.monotonic()
         self._stop = self._skipped_in_a_row = 0
         self._report, self._step_loss = None, 0.0
@@ -197,9 +198,25 @@ class SafeTrainer(SavingTrainer):
         """Trainer's, and add up the loss of the step."""
         # until here nothing would be lost by stopping at once
         self._signals.defer()
-        loss: Tensor = super().training_step(*args, **options)
+        with self._own_random_numbers():
+            loss: Tensor = super().training_step(*args, **options)
         self._step_loss = self._step_loss + loss
         return loss
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """While active, each of several processes draws other dropout masks.
+
+        Afterwards the generator of the CPU is the same in all processes again: data sets and
+        samplers may draw the order of the rows from it.
+        """
+        if self.args.world_size == 1:
+            yield
+            return
+        shared = int(torch.randint(MOST_SEED, ()))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of_process(shared, self.args.process_index))
+            yield
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Trainer's; it is called once per step, right before the optimizer."""

@@ -1,4 +1,4 @@
-"""Sharded over several processes, training gives the numbers of one process."""
+"""On several processes, with shards or copies of the model, training is that of one process."""
 
 import dataclasses
 import json
@@ -19,8 +19,12 @@ TOGETHER = {name: value for option in OPTIONS for name, value in option.items()}
 NARROW = {"dtype": "bf16", "optim": "sgd", "accumulation": 2}
 
 
+# each rank has a whole copy, as in DDP; two passes through the data
+COPIES = {"sharded": False, "teacher": "whole", "steps": 6}
+
+
 def small(family, **options):
-    return Case(family, **options, layers=2, steps=4)
+    return Case(family, **{"layers": 2, "steps": 4} | options)
 
 
 CASES = {
@@ -31,6 +35,8 @@ CASES = {
         Case("bert", teacher="sharded", by_hand=True),
         Case("gpt2", accumulation=2, teacher="whole", by_hand=True),
         small("bert", dtype="bf16", optim="sgd", by_hand=True),
+        *(small(family, **COPIES) for family in FAMILIES),
+        small("bert", dtype="float32", accumulation=2, **COPIES),
         small("llama", optim="adagrad"),
         small("llama", optim="rmsprop"),
     ],
@@ -39,6 +45,8 @@ CASES = {
         *(small(family, **TOGETHER) for family in FAMILIES),
         *(small(family, **NARROW) for family in FAMILIES),
         Case("bert", accumulation=2, replicas=2),
+        *(small(family, **COPIES) for family in FAMILIES),
+        small("gpt2", teacher="whole", by_hand=True),
     ],
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6}
@@ -90,14 +98,18 @@ def test_a_single_process_of_torchrun_is_one(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "i"), ALL, ids=IDS)
-def test_every_parameter_is_sharded_and_moves(found, number, i):
+def test_every_parameter_moves_and_is_sharded_or_copied(found, number, i):
     result = found[number, i]
-    assert result["sharded"] == len(result["weights"])
+    assert result["sharded"] == len(result["weights"]) * CASES[number][i].sharded
     # attention does not depend on the bias of the keys: its gradient is 0 but for rounding
     assert not [name for name in result["still"] if not name.endswith("key.bias")]
 
 
-@pytest.mark.parametrize(("number", "i"), ALL, ids=IDS)
+@pytest.mark.parametrize(
+    ("number", "i"),
+    [(number, i) for number, i in ALL if CASES[number][i].sharded],
+    ids=[x for x in IDS if "copies" not in x],
+)
 def test_blocks_that_do_not_run_cost_nothing(found, number, i):
     """Gathers and reductions of every block, counted, against the steps in which it runs."""
     case, result = CASES[number][i], found[number, i]

@@ -62,7 +62,7 @@ def trained(case, folder, batch_size):
         build("gpt2", layers=2).double(),
         arguments(
             folder, max_steps=8, per_device_train_batch_size=batch_size, use_cpu=True,
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=accumulation, train_sampling_strategy="random",
             accelerator_config={"dispatch_batches": True} if kind == "sent" else None,
         ),
         inheritance=InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows),
