@@ -1,6 +1,5 @@
 """Trains one model of the demo. An interrupted run resumes; a run stops at its target loss."""
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,9 +12,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.demo.config import DemoConfig
 from growkern.plot.curve import Curve, curve_of
+from growkern.publish.calls import move
 from growkern.train.data import CausalLMCollator, TokenBlocks
 from growkern.train.run import train_or_resume
-from growkern.train.safety.checkpoints import last_checkpoint
+from growkern.train.safety.checkpoints import (
+    checkpoints_in,
+    close_staging,
+    last_checkpoint,
+    open_staging,
+)
 from growkern.train.trainer import TwoStageTrainer
 
 # called with the step, the number of steps, and the last validation loss or None
@@ -81,10 +86,11 @@ def train_model(
         train_or_resume(trainer)
     trainer.save_model()
     trainer.save_state()
-    for left in directory.glob("checkpoint-*"):
-        # delete the state first: without it, a partly deleted checkpoint is not resumed from
-        (left / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        shutil.rmtree(left)
+    # renamed first: half a checkpoint would be reported as damaged
+    trash = open_staging(directory)
+    for left in checkpoints_in(directory):
+        move(left, trash / left.name)
+    close_staging(directory)
     return curve_of(trainer.state.log_history, title)
 
 

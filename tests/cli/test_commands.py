@@ -248,7 +248,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(run, checkpoint, tmp_path, chan
         (["--rows", "label"], ["did you mean 'labels'"]),
         (["--epochs", 0], ["epochs is 0"]),
         ([], ["c exists"]),
-        (["--overwrite"], ["c is not a teacher cache"]),
+        (["--overwrite"], ["c exists", "other is no file of a teacher cache"]),
     ],
     ids=str,
 )
@@ -523,7 +523,12 @@ def test_grow_refuses_what_it_cannot_do(run, checkpoint, tmp_path):
     assert not target.exists()
     target.mkdir()
     (target / "precious").touch()
+    assert_bad_input(run("grow", checkpoint, target, *SIZES), "large exists", "no config.json")
+    (target / "precious").rename(target / "vocab.txt")
+    (target / "config.json").write_text('{"model_type": "bert"}')
     assert_bad_input(run("grow", checkpoint, target, *SIZES), "--overwrite")
+    (target / "config.json").unlink()
+    (target / "vocab.txt").rename(target / "precious")
     assert [p.name for p in target.iterdir()] == ["precious"]
 
 

@@ -165,6 +165,13 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     with pytest.raises(GrowthError, match=changed):
         train(workplace / "run.toml", progress=False)
     assert files_of(workplace / "out") == before
+    (workplace / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(
+        GrowthError, match=r"out must not be deleted: thesis\.txt is no file of a run"
+    ):
+        train(workplace / "run.toml", overwrite=True, progress=False)
+    (workplace / "out" / "thesis.txt").unlink()
+    assert files_of(workplace / "out") == before
     assert train(workplace / "run.toml", overwrite=True, progress=False).global_step == 5
 
     (workplace / "text" / "a.txt").write_text("w1 " * 300)
@@ -199,7 +206,7 @@ def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
     (workplace / ".out.lock").write_text("1 host training in")
     (out / ".run.json.0a1b2c3d.part").write_text("{")
     train(workplace / "run.toml", progress=False)
-    (out / "run.json").write_text("{}")
+    (out / "run.json").write_text('{"run": {}, "inputs": {}}')
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, "write_whole", lambda *_: killed())
         with pytest.raises(KeyboardInterrupt):

@@ -1,18 +1,15 @@
-"""Says which directories may be deleted because a new checkpoint takes their place.
+"""Says which directories are checkpoints that a new one may replace.
 
-A directory may go if a model's config is in it and every file belongs to a checkpoint: growkern
-recorded it when it wrote the directory, or its name is one that transformers or
-sentence-transformers give to weights, tokenizers and the like. One name that is not known keeps the
-whole directory. The user can then delete that file by hand, and growkern cannot bring one back.
+A model's config must be in it. Every file must be one that growkern recorded when it wrote the
+directory, or have a name that transformers or sentence-transformers give to weights, tokenizers
+and the like.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from transformers.utils import CHAT_TEMPLATE_DIR
@@ -22,6 +19,7 @@ from growkern.errors import GrowthError
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, MOST_FILES
 from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
 from growkern.growth.source.formats import weight_files
+from growkern.publish import replaceable
 from growkern.publish.manifest import MANIFEST
 
 # of a config or a record
@@ -66,37 +64,14 @@ def why_kept(directory: Path) -> str | None:
     if not isinstance(config.get("model_type"), str):
         return f"it has no {CONFIG_FILE} of a model"
     names = (*weight_files(), *KNOWN)
-    recorded, folders = _recorded(directory), {CHAT_TEMPLATE_DIR, *_module_folders(directory)}
-    for count, path in enumerate(_files(directory)):
-        file = path.relative_to(directory)
+    folders = {CHAT_TEMPLATE_DIR, *_module_folders(directory)}
+
+    def is_known(file: PurePosixPath) -> bool:
         is_module = len(file.parts) == 2 and file.parts[0] in folders
-        is_known = any(fnmatch(file.name, pattern) for pattern in names)
-        is_known = is_known and (len(file.parts) == 1 or is_module)
-        is_recorded = file.as_posix() in recorded and not file.parts[0].startswith(".")
-        if count >= MOST_FILES or not (is_known or is_recorded):
-            name = file.as_posix()
-            return f"{name} is no file of a checkpoint (delete it or move it away by hand)"
-    return None
+        is_named = any(fnmatch(file.name, pattern) for pattern in names)
+        return is_named and (len(file.parts) == 1 or is_module)
 
-
-def _files(directory: Path) -> Iterator[Path]:
-    """All files, links and empty folders, those of folders too. No link is followed."""
-    for place, folders, files in os.walk(directory, onerror=_raise):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        for name in sorted([*files, *links]):
-            yield Path(place, name)
-        if not folders and not files and Path(place) != directory:
-            yield Path(place)
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _recorded(directory: Path) -> set[str]:
-    """The files that growkern noted when it wrote the directory."""
-    records = (_table(directory / name).get("files") for name in (CHECKSUMS_FILE, MANIFEST))
-    return {name for record in records if isinstance(record, dict) for name in record}
+    return replaceable.why_kept(directory, "a checkpoint", is_known, CHECKSUMS_FILE, MANIFEST)
 
 
 def _module_folders(directory: Path) -> set[str]:

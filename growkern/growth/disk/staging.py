@@ -52,19 +52,19 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
             f"{target} is inside the source {source} and would become part of it: give a "
             "directory beside it"
         )
-    if target.exists() and not overwrite:
-        raise GrowthError(f"{target} exists: give another directory or overwrite (--overwrite)")
     if not target.exists():
         return
     if not target.is_dir():
-        raise GrowthError(f"{target} is a file: give a directory")
+        raise GrowthError(f"{target} exists and is a file: give a directory")
     if source == target or target in source.parents:
-        raise GrowthError(f"{target} holds the source itself: give another directory")
+        raise GrowthError(f"{target} exists and holds the source itself: give another directory")
     if why := why_kept(target):
         raise GrowthError(
-            f"{target} holds something other than a checkpoint, which is never replaced: {why}: "
-            "give another directory"
+            f"{target} exists and holds something other than a checkpoint, which is never "
+            f"replaced: {why}: give another directory"
         )
+    if not overwrite:
+        raise GrowthError(f"{target} exists: give another directory or overwrite (--overwrite)")
 
 
 @contextlib.contextmanager

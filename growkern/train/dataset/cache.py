@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.calls import delete, move
 from growkern.publish.lock import Lock, lock_file_of
-from growkern.publish.manifest import damage_of, read_manifest, write_manifest
+from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
+from growkern.publish.replaceable import why_kept
 from growkern.publish.workplace import check_space
 from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
 from growkern.train.dataset.together import wait_together
@@ -137,6 +138,7 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
             wrong = _wrong_with(directory)
             if wrong is not None:
                 if directory.exists():
+                    _refuse_foreign(directory)
                     _warn(directory, wrong)
                 check_space(directory, KIND, size)
                 yield from _write(directory, staged, rows, name)
@@ -166,6 +168,13 @@ def _wrong_with(directory: Path) -> str | None:
         return str(error)
     found = (damage_of(directory, file, manifest) for file in manifest)
     return next((phrase for phrase in found if phrase is not None), None)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Refuse to replace a directory that holds more than a cache."""
+    files = (MANIFEST, STARTS, *(_file_of(directory, column).name for column in DTYPES))
+    if why := why_kept(directory, "tokenised data", lambda file: str(file) in files):
+        raise GrowthError(f"{directory}: {why}, or set data.cache to another directory")
 
 
 def _warn(directory: Path, wrong: str) -> None:

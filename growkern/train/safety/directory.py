@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import warnings
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.publish.calls import move
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
-from growkern.train.safety.checkpoints import MARKER, checkpoints_in, damage
+from growkern.publish.replaceable import recorded_in, why_kept
+from growkern.train.safety.checkpoints import (
+    MARKER,
+    STAGING,
+    checkpoints_in,
+    close_staging,
+    damage,
+    open_staging,
+)
 from growkern.train.safety.identity import changes
 from growkern.whole import PARTIAL, write_whole
 
 # one of the longest run files makes this much
 MOST_BYTES = 1_000_000
+CHECKPOINTS = r"(damaged-)?checkpoint-\d+"
+# of a run, besides what the records of its checkpoints name
+OF_A_RUN = (
+    r"run\.json|\.run\.json\.\w+\.part|\.lock|manifest\.json"
+    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
+# of TensorBoard
+LOGS, EVENTS = "runs", "events.out.tfevents."
 
 
 def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
@@ -49,12 +66,7 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     names = [path.name for path in output.iterdir()] if output.is_dir() else []
     if all(any(fnmatch(name, pattern) for pattern in begun) for name in names):
         return False
-    marker = output / MARKER
-    if not marker.is_file():
-        raise GrowthError(
-            f"{output} is not empty and not the directory of a run: choose another directory"
-        )
-    before = _marked(marker)
+    before = _marked(output)
     if before == identity:
         return True
     if not overwrite:
@@ -62,18 +74,51 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
             f"{output} holds another run ({changes(before, identity)}): undo the changes or choose "
             "another directory. --overwrite would delete its checkpoints and its model"
         )
+    if why := _why_kept(output):
+        raise GrowthError(f"{output} must not be deleted: {why}: choose another directory")
     return False
 
 
 def begin(output: Path, identity: dict[str, Any]) -> None:
-    """Empty the output directory and mark it as that of this run."""
-    output.mkdir(parents=True, exist_ok=True)
-    for path in output.iterdir():
-        # the marker last: without it the next start would refuse the rest
-        if path.name not in (MARKER, LOCK_FILE):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    """Empty the output directory and mark it as that of this run.
+
+    Raises:
+        GrowthError: it holds something else by now.
+    """
+    is_ours(output, identity, overwrite=True)
+    # first renamed, and records after what they list: a kill leaves nothing that no record lists
+    trash = open_staging(output)
+    for path in sorted(output.iterdir(), key=_is_record):
+        # without the marker the next start would refuse the rest
+        if path.name not in (MARKER, LOCK_FILE, STAGING):
+            move(path, trash / path.name)
+    close_staging(output)
     text = json.dumps(identity, indent=1)
     write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def _is_record(path: Path) -> tuple[bool, bool]:
+    return re.fullmatch(CHECKPOINTS, path.name) is not None, path.name == MANIFEST
+
+
+def _why_kept(output: Path) -> str | None:
+    """Why the directory of a run must not be deleted; None if it may be."""
+    checkpoints = [path for path in output.iterdir() if re.fullmatch(CHECKPOINTS, path.name)]
+    for path in checkpoints:
+        if why := why_kept(path, "a checkpoint", lambda file: file.name == MANIFEST, MANIFEST):
+            return f"{path.name}: {why}"
+    # a run that is killed while it saves its model has no record of it yet
+    saved = {name for path in checkpoints for name in recorded_in(path)}
+    folders = {STAGING, *(path.name for path in checkpoints)}
+
+    def is_known(file: PurePosixPath) -> bool:
+        first, is_logged = file.parts[0], file.name.startswith(EVENTS)
+        is_saved = file.as_posix() in saved or re.fullmatch(OF_A_RUN, file.as_posix()) is not None
+        # a log is opened after its folder is made
+        is_log = first == LOGS and (is_logged or (output / file).is_dir())
+        return first in folders or is_saved or is_log
+
+    return why_kept(output, "a run", is_known, MANIFEST)
 
 
 def is_finished(output: Path) -> bool:
@@ -100,9 +145,21 @@ def is_finished(output: Path) -> bool:
     return False
 
 
-def _marked(marker: Path) -> Any:
-    """The identity in the marker of a run; None if it is damaged."""
-    try:
-        return read_json(marker, MOST_BYTES, "run marker")
-    except GrowthError:
-        return None
+def _marked(output: Path) -> dict[str, Any]:
+    """The identity in the marker of a run.
+
+    Raises:
+        GrowthError: there is none, or it is damaged or another program's.
+    """
+    marker = output / MARKER
+    if not marker.is_file():
+        raise GrowthError(
+            f"{output} is not empty and not the directory of a run: choose another directory"
+        )
+    found = read_json(marker, MOST_BYTES, "run marker")
+    is_record = isinstance(found, dict) and found.keys() == {"run", "inputs"}
+    if not is_record or not all(isinstance(table, dict) for table in found.values()):
+        raise GrowthError(
+            f"{marker} was not written by growkern, or is damaged: choose another directory"
+        )
+    return dict(found)

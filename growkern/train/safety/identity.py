@@ -73,15 +73,13 @@ def _of_path(path: Path) -> str:
     return digest.hexdigest()
 
 
-def changes(old: Any, new: dict[str, Any]) -> str:
+def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """How an identity differs from an earlier one, as a phrase.
 
     Args:
-        old: as read from a file; it may be anything.
+        old: as read from a file: two tables of anything.
         new: of the run that is about to start.
     """
-    if not isinstance(old, dict) or not isinstance(old.get("run"), dict):
-        return "its run.json cannot be read"
     found = []
     for section, after in new["run"].items():
         before = old["run"].get(section)
@@ -89,13 +87,10 @@ def changes(old: Any, new: dict[str, Any]) -> str:
             found += _changed_values(section, before, after)
         elif before != after:
             found.append(f"[{section}] is {'left out' if after is None else 'new'}")
-    known = old.get("inputs")
-    if not isinstance(known, dict):
-        known = {}
     found += [
         f"the files of {name} changed"
         for name, value in new["inputs"].items()
-        if known.get(name, value) != value
+        if old["inputs"].get(name, value) != value
     ]
     found = found or ["its run.json is of another version of growkern"]
     more = len(found) - MOST_CHANGES

@@ -10,10 +10,11 @@ gets its name at the end.
 """
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,15 @@ from tqdm import tqdm
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
-from growkern.publish.manifest import checksum, write_manifest
+from growkern.publish.manifest import MANIFEST, checksum, write_manifest
+from growkern.publish.replaceable import why_kept
 from growkern.train.data import Collator
 from growkern.train.inheritance import tokenizer_fingerprint
 from growkern.train.load import load_language_model
 from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,
+    HEADER_FILE,
     MAX_ID_BITS,
     ROWS,
     CacheHeader,
@@ -56,6 +59,10 @@ from growkern.train.topk_teacher.store import (
 SHARD_BYTES = 256 << 20
 # the workplace beside the cache is .NAME.caching
 KIND, START_OVER = "caching", "overwrite=True (--overwrite)"
+# the names that a cache may hold
+CACHE_FILES = (
+    rf"rows-\d+\.safetensors|{'|'.join(map(re.escape, (HEADER_FILE, INDEX_FILE, MANIFEST)))}"
+)
 
 
 @dataclass(frozen=True)
@@ -213,23 +220,34 @@ def check_place(directory: Path, overwrite: bool) -> None:
     """
     try:
         workplace.sweep(directory, KIND, may_replace)
-        if directory.exists() and not overwrite:
+        if not directory.exists():
+            return
+        if why := _why_kept(directory):
+            raise GrowthError(f"{directory} exists and is never replaced: {why}: give another one")
+        if not overwrite:
             raise GrowthError(f"{directory} exists: give another directory, or set overwrite")
-        if directory.exists() and not may_replace(directory):
-            raise GrowthError(f"{directory} is not a teacher cache: give another directory")
     except OSError as error:
         raise GrowthError(f"{directory}: {error.strerror or error}") from error
 
 
 def may_replace(directory: Path) -> bool:
     """Whether a directory is a cache or empty: nothing else is ever replaced."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
+    return _why_kept(directory) is None
+
+
+def _why_kept(directory: Path) -> str | None:
+    why = why_kept(directory, "a teacher cache", _is_of_cache)
+    if why is not None or not any(directory.iterdir()):
+        return why
     try:
         read_header(directory)
-    except GrowthError:
-        return not any(directory.iterdir())
-    return True
+    except GrowthError as error:
+        return str(error)
+    return None
+
+
+def _is_of_cache(file: PurePosixPath) -> bool:
+    return re.fullmatch(CACHE_FILES, file.as_posix()) is not None
 
 
 def _vocabulary(columns: int, vocab_size: int | None, k: int) -> int:

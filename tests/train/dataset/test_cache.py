@@ -129,6 +129,17 @@ def test_a_damaged_cache_is_made_again(place, reads, wrong):
     assert sum(reads) == 2 * before and rows_of(load(place)) == ROWS
 
 
+@pytest.mark.parametrize("name", ["mine.txt", "folder/starts.bin", "empty/"])
+def test_a_damaged_cache_with_anything_else_in_it_is_kept(place, name):
+    directory = load(place).directory
+    (directory / "manifest.json").unlink()
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).mkdir() if name.endswith("/") else (directory / name).touch()
+    with pytest.raises(GrowthError, match=f"{name.strip('/')} is no file of tokenised data"):
+        load(place)
+    assert (directory / name).exists()
+
+
 def test_an_error_in_the_middle_leaves_nothing(place, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")

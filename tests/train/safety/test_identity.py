@@ -70,10 +70,8 @@ def test_what_changes_no_step_may_change(begun):
     assert "\n" not in str(refused.value)
 
 
-def test_an_old_identity_that_is_nothing():
-    for old in (None, [], {"run": 3}, {}):
-        assert changes(old, {"run": {}, "inputs": {}}) == "its run.json cannot be read"
-    assert "another version" in changes({"run": {}, "inputs": "abc"}, {"run": {}, "inputs": {}})
+def test_an_old_identity_that_says_nothing():
+    assert "another version" in changes({"run": {}, "inputs": {}}, {"run": {}, "inputs": {}})
 
 
 @pytest.mark.parametrize("size", [READ_WHOLE, READ_WHOLE + 1, 5 * READ_WHOLE + 12345])

@@ -340,6 +340,30 @@ def test_a_kill_while_the_old_cache_is_deleted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.parametrize(
+    "name", ["notes.md", "runs/model.bin", "empty/", "rows-x.safetensors", "model.safetensors"]
+)
+def test_a_cache_with_anything_else_in_it_is_not_replaced(tmp_path, name):
+    make(tmp_path / "c")
+    (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "c" / name).mkdir() if name.endswith("/") else (tmp_path / "c" / name).touch()
+    # nor if a record names it
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps({"files": {name: {}}}))
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(GrowthError, match=f"{name.strip('/')} is no file of a teacher cache"):
+        make(tmp_path / "c", k=4, overwrite=True)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_a_cache_with_a_damaged_header_is_not_replaced(tmp_path):
+    make(tmp_path / "c")
+    (tmp_path / "c" / "cache.json").write_text("{")
+    for overwrite in (False, True):
+        with pytest.raises(GrowthError, match=r"cache\.json: not valid JSON") as refused:
+            make(tmp_path / "c", overwrite=overwrite)
+        assert "overwrite" not in str(refused.value)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch, overwrite):
     real = writer.kept_rows
@@ -373,7 +397,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
 
 def test_nothing_but_a_cache_is_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(GrowthError, match="not a teacher cache"):
+    with pytest.raises(GrowthError, match="thesis.tex is no file of a teacher cache"):
         make(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").is_file()
 
