@@ -88,7 +88,7 @@ def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
     if data.count(b",") > most_values:
         raise ValueError(f"more than {most_values} values")
     try:
-        with _no_collections():
+        with no_collections():
             value = json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
@@ -116,7 +116,7 @@ def stays_inside(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """No garbage collection: with a million new objects it takes longer than the parser."""
     was_on = gc.isenabled()
     gc.disable()

@@ -66,13 +66,13 @@ def _has_metadata(directory: Path) -> bool:
 
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     # imported here and below, because torch.distributed.checkpoint is slow to import
-    from growkern.growth.source.distributed import read_distributed
+    from growkern.growth.source.distributed.tensors import read_distributed
 
     return read_distributed(directory, model.shapes)
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:
-    from growkern.growth.source.distributed import read_distributed_optimizer
+    from growkern.growth.source.distributed.tensors import read_distributed_optimizer
 
     return read_distributed_optimizer(directory, parameters)
 

@@ -1,7 +1,7 @@
 """The interface of a tensor in a file: its shape is known at once, its values are read on demand.
 
 `growkern.growth.source.files.Header` is a tensor of a safetensors file,
-`growkern.growth.source.distributed.DistributedTensor` one of a distributed checkpoint.
+`growkern.growth.source.distributed.tensors.DistributedTensor` one of a distributed checkpoint.
 """
 
 from __future__ import annotations

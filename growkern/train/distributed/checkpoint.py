@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from growkern.errors import GrowthError
 from growkern.growth.sharded.grow_into import named_tensors
+from growkern.growth.source.distributed.reader import SafeReader
 from growkern.growth.source.files import METADATA_FILE
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 
@@ -160,7 +161,7 @@ def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
     Only tensors that are there are loaded, and most optimizers make theirs in their first step.
     """
     with _plain_loading(directory):
-        stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        stored = SafeReader(directory).metadata.state_dict_metadata
     for name, p in model.named_parameters():
         prefix = f"state.{name}."
         for place, kept in stored.items():
@@ -184,7 +185,10 @@ def _load(state: dict[str, Any], directory: Path) -> None:
     with _plain_loading(directory), warnings.catch_warnings():
         # torch warns of it; an export runs in one process without a group
         warnings.filterwarnings("ignore", "torch.distributed is .*single process")
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+        reader = SafeReader(directory)
+        for name in state.keys() & reader.metadata.state_dict_metadata.keys():
+            reader.check_filled(name)
+        dcp.load(state, storage_reader=reader)
 
 
 @contextlib.contextmanager

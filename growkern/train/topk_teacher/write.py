@@ -24,7 +24,7 @@ from tqdm import tqdm
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
-from growkern.publish.manifest import MANIFEST, checksum, write_manifest
+from growkern.publish.manifest import checksum, write_manifest
 from growkern.publish.replaceable import why_kept
 from growkern.train.data import Collator
 from growkern.train.inheritance import tokenizer_fingerprint
@@ -32,7 +32,6 @@ from growkern.train.load import load_language_model
 from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,
-    HEADER_FILE,
     MAX_ID_BITS,
     ROWS,
     CacheHeader,
@@ -60,9 +59,7 @@ SHARD_BYTES = 256 << 20
 # the workplace beside the cache is .NAME.caching
 KIND, START_OVER = "caching", "overwrite=True (--overwrite)"
 # the names that a cache may hold
-CACHE_FILES = (
-    rf"rows-\d+\.safetensors|{'|'.join(map(re.escape, (HEADER_FILE, INDEX_FILE, MANIFEST)))}"
-)
+CACHE_FILES = re.compile(r"rows-\d+\.safetensors|(cache|manifest)\.json|index\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -247,7 +244,7 @@ def _why_kept(directory: Path) -> str | None:
 
 
 def _is_of_cache(file: PurePosixPath) -> bool:
-    return re.fullmatch(CACHE_FILES, file.as_posix()) is not None
+    return CACHE_FILES.fullmatch(file.as_posix()) is not None
 
 
 def _vocabulary(columns: int, vocab_size: int | None, k: int) -> int:

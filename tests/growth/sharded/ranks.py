@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import growkern
 from growkern.growth.sharded import grow_into
-from growkern.growth.source.distributed import DistributedTensor
+from growkern.growth.source.distributed.tensors import DistributedTensor
 from growkern.growth.tensors import baselines
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.optimizer import ranks

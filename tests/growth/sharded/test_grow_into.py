@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import growkern
 from growkern.growth.sharded import grow_into
-from growkern.growth.source.distributed import runs_of
+from growkern.growth.source.distributed.tensors import runs_of
 from tests.forked_ranks import on_ranks
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES

@@ -397,7 +397,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
 
 def test_nothing_but_a_cache_is_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(GrowthError, match="thesis.tex is no file of a teacher cache"):
+    with pytest.raises(GrowthError, match=r"thesis\.tex is no file of a teacher cache"):
         make(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").is_file()
 

@@ -61,7 +61,7 @@ def test_a_file_that_no_record_lists_keeps_the_whole_directory(out, name):
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     (out / name).mkdir() if name.endswith("/") else (out / name).write_text("mine")
     before = snapshot(out)
-    with pytest.raises(GrowthError, match="is no file of .*by hand") as refused:
+    with pytest.raises(GrowthError, match=r"is no file of .*by hand") as refused:
         overwrite(out)
     assert (out / name).name in str(refused.value)
     assert snapshot(out) == before
@@ -69,8 +69,10 @@ def test_a_file_that_no_record_lists_keeps_the_whole_directory(out, name):
 
 @pytest.mark.parametrize(
     "marker",
-    ['{"made by": "another program"}', "", "{", "[]", "3", '{"run": {}}', '{"run": 1, "inputs": 2}']
-    + ['{"run": {}, "inputs": {}, "name": "x"}'],
+    [
+        *('{"made by": "another program"}', "", "{", "[]", "3", '{"run": {}}'),
+        *('{"run": 1, "inputs": 2}', '{"run": {}, "inputs": {}, "name": "x"}'),
+    ],
 )
 def test_a_marker_that_is_none_of_ours_is_refused_for_ever(out, marker):
     (out / "run.json").write_text(marker)
@@ -87,7 +89,7 @@ def test_a_file_that_comes_during_the_checks_is_kept(out):
     assert not is_ours(out, MINE, overwrite=True)
     (out / "thesis.txt").write_text("mine")
     before = snapshot(out)
-    with pytest.raises(GrowthError, match="thesis.txt"):
+    with pytest.raises(GrowthError, match=r"thesis\.txt"):
         begin(out, MINE)
     assert snapshot(out) == before
 

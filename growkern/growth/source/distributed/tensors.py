@@ -7,82 +7,31 @@ does not communicate with other processes.
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from growkern.bounded import regular_size, stays_inside
 from growkern.errors import GrowthError
+from growkern.growth.source.distributed.metadata import UNREADABLE, brief
+from growkern.growth.source.distributed.reader import SafeReader, bounds_of
 from growkern.growth.source.files import METADATA_FILE
-from growkern.growth.source.links import refuse_links_out
 
 # prefixes of the model's tensors in a larger state dict
 PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.")
 # an axis with more runs of wanted entries than this is read from the first to the last of them
 MOST_RUNS = 16
-
-# the classes that occur in the metadata of a checkpoint of tensors
-SAFE_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "ChunkStorageMetadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "BytesStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-}
-SAFE_CLASSES["pathlib._local"] = SAFE_CLASSES["pathlib"]
-# errors that pickle and the reader raise for a damaged file
-UNREADABLE: tuple[type[Exception], ...] = (
-    *(OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError),
-    *(AttributeError, AssertionError, pickle.UnpicklingError),
-)
 Run = tuple[int, int]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes of metadata: other pickles could run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) == ("torch", "Size"):
-            return getattr(torch, name)
-        if name not in SAFE_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-        return super().find_class(module, name)
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        content = (Path(self.path) / METADATA_FILE).read_bytes()
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
-        return metadata
 
 
 @dataclass(frozen=True)
@@ -92,11 +41,21 @@ class DistributedTensor:
     Attributes:
         raw_name: its name in the checkpoint.
         stored: its entry in the metadata.
+
+    Raises:
+        GrowthError: its pieces do not fill it.
     """
 
-    reader: FileSystemReader
+    reader: SafeReader
     raw_name: str
     stored: TensorStorageMetadata
+
+    def __post_init__(self) -> None:
+        self.reader.check_filled(self.raw_name)
+
+    @cached_property
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        return bounds_of(self.stored.chunks, len(self.shape))
 
     @property
     def file(self) -> str:
@@ -143,17 +102,24 @@ class DistributedTensor:
             GrowthError: a piece that cannot be read.
         """
         result = torch.empty(self.shape, dtype=self.dtype)
-        wanted = [
-            ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(b - a for a, b in box))
-            for box in product(*runs)
-        ]
-        items = create_read_items_for_chunk_list(self.raw_name, self.stored, wanted)
+        items = [item for box in product(*runs) for item in self._items(box)]
         try:
             self.reader.read_data(LoadPlan(items), _Into(result))  # type: ignore[arg-type]
         except UNREADABLE as error:
-            why = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise GrowthError(f"{self.file}: {self.raw_name} cannot be read: {why}") from error
+            raise GrowthError(
+                f"{self.file}: {self.raw_name} cannot be read: {brief(error)}"
+            ) from error
         return result
+
+    def _items(self, box: Sequence[Run]) -> list[ReadItem]:
+        """What to read of the pieces that lie in a box of entries."""
+        starts, stops = self._bounds
+        first, last = (np.array([run[end] for run in box], np.int64) for end in (0, 1))
+        inside = np.flatnonzero(((starts < last) & (stops > first)).all(1))
+        near = replace(self.stored, chunks=[self.stored.chunks[i] for i in inside])
+        size = torch.Size((last - first).tolist())
+        wanted = ChunkStorageMetadata(torch.Size(first.tolist()), size)
+        return create_read_items_for_chunk_list(self.raw_name, near, [wanted])
 
 
 @dataclass(frozen=True)
@@ -185,20 +151,20 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Dist
         GrowthError: metadata that cannot be read or holds unexpected classes; no tensor of the
             model.
     """
-    reader, stored = _open(directory)
-    found: dict[str, DistributedTensor] = {}
+    reader = SafeReader(directory)
+    stored, found = reader.metadata.state_dict_metadata, dict[str, str]()
     for prefix in PREFIXES:
-        named = {name: stored.get(prefix + name) for name in expected}
-        tensors = {
-            name: DistributedTensor(reader, prefix + name, entry)
-            for name, entry in named.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        names = {name: prefix + name for name in expected}
+        tensors = {k: raw for k, raw in names.items() if _is_tensor(stored.get(raw))}
         found = max(found, tensors, key=len)
     if not found:
         some = ", ".join(list(stored)[:3])
         raise GrowthError(f"{directory}: it has none of the model's tensors; it holds {some}")
-    return found
+    return {name: DistributedTensor(reader, raw, stored[raw]) for name, raw in found.items()}
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
 
 
 def read_distributed_optimizer(
@@ -214,13 +180,14 @@ def read_distributed_optimizer(
     Raises:
         GrowthError: as `read_distributed`; no state of this model, or that of several optimizers.
     """
-    reader, stored = _open(directory)
+    reader = SafeReader(directory)
+    stored = reader.metadata.state_dict_metadata
     found: dict[str, dict[str, dict[str, DistributedTensor]]] = {}
     for raw, entry in stored.items():
         before, separator, rest = raw.partition("state.")
         name, _, key = rest.rpartition(".")
         bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
-        if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
+        if separator and bare is not None and _is_tensor(entry):
             state = found.setdefault(before, {}).setdefault(parameters[bare], {})
             state[key] = DistributedTensor(reader, raw, entry)
     if not found:
@@ -229,39 +196,6 @@ def read_distributed_optimizer(
     if len(found) > 1:
         raise GrowthError(f"{directory}: several optimizers ({', '.join(found)}): save one")
     return next(iter(found.values()))
-
-
-def _open(directory: Path) -> tuple[_Reader, Mapping[str, Any]]:
-    """A reader of the checkpoint's files, and the entries of its metadata by name."""
-    reader = _Reader(directory)
-    refuse_links_out(directory / METADATA_FILE, directory)
-    try:
-        metadata = reader.read_metadata()
-        _check_files(directory, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-    except GrowthError:
-        raise
-    except UNREADABLE as error:
-        raise GrowthError(
-            f"{directory / METADATA_FILE}: not the metadata of a distributed checkpoint: {error}"
-        ) from error
-    return reader, metadata.state_dict_metadata
-
-
-def _check_files(directory: Path, metadata: Metadata) -> None:
-    """Refuse metadata that names files elsewhere, or something that is no file.
-
-    Raises:
-        GrowthError: it does.
-    """
-    for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
-        if not stays_inside(name):
-            raise GrowthError(
-                f"{directory / METADATA_FILE}: {reprlib.repr(name)} is not a file of the checkpoint"
-            )
-        refuse_links_out(directory / name, directory)
-        if (directory / name).exists():
-            regular_size(directory / name)
 
 
 def runs_of(index: Tensor) -> list[Run]:

@@ -1,0 +1,248 @@
+"""Reads the metadata of `torch.distributed.checkpoint`, a pickle, as data of a stranger.
+
+Python's unpickler in C reserves memory for numbers in the file before it looks at the rest. The one
+in Python does not, and takes twice the time. Here it knows only what metadata is made of: plain
+values, and instances of the classes of metadata. They have keys that are quick to compare, so that
+no structure that holds itself many times is walked through.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import reprlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from growkern.bounded import no_collections, read_bounded, regular_size, stays_inside
+from growkern.errors import GrowthError
+from growkern.growth.source.files import METADATA_FILE, MOST_AXES, MOST_ENTRIES
+from growkern.growth.source.links import refuse_links_out
+
+# a piece of a tensor takes 140 bytes: 1.8 million pieces
+MOST_BYTES = 256_000_000
+# bytes that a piece takes at least
+LEAST_BYTES = 8
+# the classes that occur in the metadata of a checkpoint of tensors
+INSTANCES: tuple[type, ...] = (
+    *(Metadata, MetadataIndex, StorageMeta, ChunkStorageMetadata, TensorStorageMetadata),
+    *(TensorProperties, BytesStorageMetadata, _StorageInfo),
+)
+OTHERS = {
+    "torch.distributed.checkpoint.metadata": {"_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+OTHERS["pathlib._local"] = OTHERS["pathlib"]
+# of the machine that reads pickles
+OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"),
+    *("GET", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1"),
+    *("BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1"),
+    *("TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM"),
+    *("SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
+)
+# errors that pickle and the reader raise for a damaged file
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, OverflowError),
+    *(AttributeError, AssertionError, ImportError, MemoryError, pickle.UnpicklingError),
+)
+
+
+def brief(error: Exception) -> str:
+    """The first line of an error, or its kind."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The metadata of a checkpoint. Every number and every name in it is checked.
+
+    Raises:
+        GrowthError: it cannot be read, holds other things than metadata, or names files elsewhere.
+    """
+    file = directory / METADATA_FILE
+    refuse_links_out(file, directory)
+    content = read_bounded(file, MOST_BYTES, "metadata")
+    try:
+        with no_collections():
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        _check(metadata, len(content))
+    except UNREADABLE as error:
+        raise GrowthError(
+            f"{file}: not the metadata of a distributed checkpoint: {brief(error)}"
+        ) from error
+    _check_files(directory, {place.relative_path for place in metadata.storage_data.values()})
+    return metadata
+
+
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """Unpickles only plain values and metadata: other pickles could run any code."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) == ("torch", "Size"):
+            return getattr(torch, name)
+        for one in INSTANCES:
+            if (module, name) == (one.__module__, one.__name__):
+                return one
+        if name not in OTHERS.get(module, ()):
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+        return super().find_class(module, name)
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._set(items[::2], items[1::2])
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key], [value])
+
+    def _set(self, keys: list[Any], values: list[Any]) -> None:
+        if type(self.stack[-1]) not in (dict, OrderedDict):
+            raise pickle.UnpicklingError("it sets an item of something else than a table")
+        if not all(type(key) is str or _is_index(key) for key in keys):
+            raise pickle.UnpicklingError("it has a table with other keys than names")
+        self.stack[-1].update(zip(keys, values, strict=True))
+
+    def _check_call(self) -> None:
+        made, arguments = self.stack[-2:]
+        if type(arguments) is not tuple or not all(map(_is_plain, arguments)):
+            raise pickle.UnpicklingError(f"it makes a {reprlib.repr(made)} of other things")
+
+    def load_reduce(self) -> None:
+        self._check_call()
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._check_call()
+        super().load_newobj()
+
+    def load_build(self) -> None:
+        # a class or a function could be changed for the whole process
+        if type(self.stack[-2]) not in INSTANCES or type(self.stack[-1]) not in (dict, tuple):
+            raise pickle.UnpicklingError("it changes something else than metadata")
+        if type(self.stack[-2]) is not TensorProperties and type(self.stack[-1]) is not dict:
+            raise pickle.UnpicklingError("its metadata has no fields")
+        super().load_build()
+
+
+def _refuse(self: _Unpickler) -> None:
+    raise pickle.UnpicklingError("it holds other things than metadata")
+
+
+for _opcode in pickletools.opcodes:
+    # the methods of this class too, which are found by their names
+    _method = getattr(_Unpickler, f"load_{_opcode.name.lower()}", None)
+    if _opcode.name not in OPCODES:
+        _Unpickler.dispatch[ord(_opcode.code)] = _refuse
+    elif _method in vars(_Unpickler).values():
+        _Unpickler.dispatch[ord(_opcode.code)] = _method
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a text, a number or a tuple of those."""
+    inner = value if type(value) in (tuple, torch.Size) else (value,)
+    return all(one is None or type(one) in (str, int, bool) for one in inner)
+
+
+def _is_index(key: Any) -> bool:
+    if type(key) is not MetadataIndex:
+        return False
+    fields = vars(key)
+    offset = fields.get("offset")
+    return type(fields.get("fqn")) is str and (offset is None or type(offset) is torch.Size)
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _check(metadata: Any, size: int) -> None:
+    """Refuse metadata with fields of other types or values than PyTorch writes.
+
+    Args:
+        size: of the file, bytes.
+
+    Raises:
+        ValueError, AttributeError: it has such fields.
+    """
+    if type(metadata) is not Metadata:
+        raise ValueError(f"it is a {type(metadata).__name__}")
+    stored, places = metadata.state_dict_metadata, metadata.storage_data
+    if type(stored) is not dict or type(places) is not dict:
+        raise ValueError("it has no tables of tensors and of their places")
+    tensors = {k: v for k, v in stored.items() if type(v) is TensorStorageMetadata}
+    if not all(type(name) is str for name in stored):
+        raise ValueError("a tensor has no name")
+    if LEAST_BYTES * sum(len(entry.chunks) for entry in tensors.values()) > size:
+        raise ValueError("tensors share their pieces")
+    for name, entry in tensors.items():
+        dtype, shape = entry.properties.dtype, entry.size
+        if type(dtype) is not torch.dtype or type(shape) is not torch.Size:
+            raise ValueError(f"{name} has no dtype and shape")
+        entries = 1
+        for n in shape:
+            # an empty tensor may not hide large sizes
+            entries *= max(1, n)
+        if len(shape) > MOST_AXES or min(shape, default=0) < 0 or entries > MOST_ENTRIES:
+            raise ValueError(f"{name} has shape {tuple(shape)}")
+        pieces = entry.chunks if type(entry.chunks) is list else [None]
+        if not all(_is_piece(piece, len(shape)) for piece in pieces):
+            raise ValueError(f"{name} has a piece of other axes or of negative numbers")
+    for key, place in places.items():
+        if not _is_index(key) or not _is_place(place):
+            raise ValueError("a piece has no place in a file")
+
+
+def _is_piece(piece: Any, axes: int) -> bool:
+    if type(piece) is not ChunkStorageMetadata:
+        return False
+    numbers = piece.offsets, piece.sizes
+    return all(_are_counts(one, axes) for one in numbers)
+
+
+def _are_counts(numbers: Any, axes: int) -> bool:
+    is_size = type(numbers) is torch.Size and len(numbers) == axes
+    return is_size and all(0 <= n <= MOST_ENTRIES for n in numbers)
+
+
+def _is_place(place: Any) -> bool:
+    if type(place) is not _StorageInfo or type(place.relative_path) is not str:
+        return False
+    numbers, steps = (place.offset, place.length), getattr(place, "transform_descriptors", None)
+    are_texts = steps is None or (type(steps) is list and all(type(x) is str for x in steps))
+    return are_texts and all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers)
+
+
+def _check_files(directory: Path, names: Iterable[str]) -> None:
+    """Refuse metadata that names files elsewhere, or something that is no file.
+
+    Raises:
+        GrowthError: it does.
+    """
+    for name in sorted(names):
+        if not stays_inside(name):
+            raise GrowthError(
+                f"{directory / METADATA_FILE}: {reprlib.repr(name)} is not a file of the checkpoint"
+            )
+        refuse_links_out(directory / name, directory)
+        if (directory / name).exists():
+            regular_size(directory / name)
