@@ -179,8 +179,8 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     from growkern.train.build import with_directories
     from growkern.train.config import load_run
     from growkern.train.dataset.load import load_data
-    from growkern.train.inheritance import check_tokenizers
     from growkern.train.load import load_tokenizer
+    from growkern.train.loss.vocabulary import check_tokenizers
 
     base = file.parent
     run = with_directories(load_run(file), base)

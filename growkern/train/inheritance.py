@@ -9,8 +9,6 @@ with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and 
 The paper compares this with a constant rate, and with one that drops from r_0 to 0 at S_d.
 """
 
-import hashlib
-import json
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -252,30 +250,3 @@ def check_same_objective(name: str, teacher: Any, causal: bool) -> None:
             f"{name} predicts {objective(not causal)}, but the student predicts "
             f"{objective(causal)}: choose a teacher with the student's objective"
         )
-
-
-def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
-    """Check that every teacher's tokenizer gives each token the same id as the student's.
-
-    Raises:
-        GrowthError: a tokenizer differs.
-    """
-    if teachers and student is None:
-        raise GrowthError(
-            "teacher_tokenizer is given without the student's tokenizer: pass that as "
-            "processing_class"
-        )
-    expected = tokenizer_fingerprint(student) if teachers else None
-    for number, teacher in enumerate(teachers):
-        if tokenizer_fingerprint(teacher) != expected:
-            raise GrowthError(
-                f"teacher {number} has another tokenizer than the student "
-                f"({len(teacher)} and {len(student)} tokens, or other ids): "
-                "every token must have the same id in both"
-            )
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The SHA-256 of the tokenizer's table of tokens and ids."""
-    table = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(table.encode()).hexdigest()

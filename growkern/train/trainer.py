@@ -30,7 +30,7 @@ from growkern.train.flops import ModelCost, Sizes, cost_of
 from growkern.train.growing import GrowingTrainer
 from growkern.train.growth.step import check_new_layers
 from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
-from growkern.train.inheritance import InheritanceSchedule, check_tokenizers
+from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.load import is_causal
 from growkern.train.loop.callbacks import use_own_callbacks
 from growkern.train.loop.meter import Meter
@@ -39,6 +39,7 @@ from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
+from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.stream import StreamTrainer
@@ -69,7 +70,9 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
             `DistillKitTeacher`.
-        teacher_tokenizer: one per teacher that runs; compared with `processing_class`.
+        teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
+            the one beside the teacher's weights. Without any, a teacher with other special ids or
+            with more columns than padding explains is refused: give its tokenizer then.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
@@ -122,8 +125,6 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             cached=isinstance(self._teachers, TopKTeacher),
             grows=bool(options.get("growth")),
         )
-        if teacher_tokenizer is not None:
-            check_tokenizers(options.get("processing_class"), as_list(teacher_tokenizer))
         own = optimizer_options or OptimizerOptions()
         self._plan_of_optimizer = partial(
             plan_of_optimizer, choice=optimizer, own=own, args=args, options=options
@@ -131,6 +132,8 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._make_optimizer = partial(make_optimizer, choice=optimizer, own=own, args=args)
         self._tokenizer = options.get("processing_class")
         self.take_model(model)
+        given = None if teacher_tokenizer is None else as_list(teacher_tokenizer)
+        check_vocabularies(model, self._teachers.models, self._tokenizer, given)
         self._teachers.freeze(model, args.device)
         self.models_beside = self._teachers.models
 

@@ -103,7 +103,8 @@ def inherited_loss(
             encoder needs a decoder_attention_mask for "all".
         teacher_weights: one per teacher, with sum 1; None weighs all alike.
         row_weights: (B, S) float, the weight of each label. Not shifted.
-        vocab_size: columns that mean the same token in all models; later columns are padding.
+        vocab_size: columns that mean the same token in all models; later columns are padding. None:
+            the tokenizers beside the models, or else their special ids, must agree.
         max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends
             nothing on the others.
         causal: for a pair only: whether it predicts the next token. None: its labels are aligned
@@ -122,7 +123,7 @@ def inherited_loss(
     """
     check_names(label_options, "inherited_loss")
     teachers = [] if teacher is None else as_list(teacher)
-    check_models(model, teachers)
+    check_models(model, teachers, vocab_size=vocab_size)
     check_kind("batch", batch, Mapping, "a mapping with input_ids and labels")
     causal = shifts_labels(model, causal)
     if not teachers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ from growkern.train.head import (
 )
 from growkern.train.inheritance import check_same_objective
 from growkern.train.load import PRETRAINING, is_causal
+from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
+# the students whose vocabulary a teacher has
+_students_of: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def is_pair(model: Any) -> bool:
@@ -161,12 +164,17 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
         check_causal(model)
 
 
-def check_models(model: Any, teachers: Sequence[Any]) -> None:
+def check_models(model: Any, teachers: Sequence[Any], *, vocab_size: int | None = None) -> None:
     """Check each model once, when it is first seen.
+
+    Args:
+        model: in training.
+        teachers: models and pairs.
+        vocab_size: columns that mean the same token in all; None compares the vocabularies.
 
     Raises:
         GrowthError: something is not a model; the student would be trained wrongly; or a teacher
-            has another objective than the student.
+            has another objective or vocabulary than the student.
     """
     _check_type("model", model)
     if not is_pair(model):
@@ -175,6 +183,8 @@ def check_models(model: Any, teachers: Sequence[Any]) -> None:
         _check_type("teacher", teacher)
         if not is_pair(teacher):
             _check_teacher(unwrapped(teacher), model)
+            if vocab_size is None and not is_pair(model):
+                _check_vocabulary(unwrapped(teacher), unwrapped(model))
 
 
 def _check_type(name: str, model: Any) -> None:
@@ -224,3 +234,11 @@ def _check_teacher(inner: Any, model: Any) -> None:
     if not is_two_stacks(inner) and is_causal(inner):
         check_causal(inner)
     _checked["teacher"].add(inner)
+
+
+def _check_vocabulary(teacher: Any, student: Any) -> None:
+    students = _students_of.setdefault(teacher, WeakSet())
+    if student not in students:
+        name = f"the teacher ({type(teacher).__name__})"
+        check_vocabulary(name, student, teacher, None, GIVE_SIZE)
+        students.add(student)

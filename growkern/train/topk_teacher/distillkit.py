@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.train.inheritance import tokenizer_fingerprint
+from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows
 
 CONFIG_FILE = "compression_config.yaml"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.train.inheritance import tokenizer_fingerprint
+from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows
 from growkern.train.topk_teacher.http import Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema

@@ -16,8 +16,9 @@ from torch import nn
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
-from growkern.train.inheritance import InheritanceSchedule, objective, tokenizer_fingerprint
+from growkern.train.inheritance import InheritanceSchedule, objective
 from growkern.train.loss.rows import TEACHER_IDS
+from growkern.train.loss.vocabulary import check_padding, tokenizer_fingerprint
 from growkern.train.topk_teacher.facts import TopKRows
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
@@ -105,6 +106,9 @@ class TopKTeacher:
                 f"{columns} columns. If they differ in padding only, make it with "
                 "vocab_size=len(tokenizer) and pass the tokenizer as processing_class"
             )
+        if facts.tokenizer is None:
+            remedy = "make it with tokenizer=. Otherwise choose a teacher with that tokenizer"
+            check_padding(name, facts.vocab_size, len(tokenizer), remedy)
         return facts.vocab_size
 
     def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":

@@ -27,8 +27,8 @@ from growkern.publish import workplace
 from growkern.publish.manifest import checksum, write_manifest
 from growkern.publish.replaceable import why_kept
 from growkern.train.data import Collator
-from growkern.train.inheritance import tokenizer_fingerprint
 from growkern.train.load import load_language_model
+from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,

@@ -1,0 +1,193 @@
+"""Checks that student and teacher mean the same token by each id.
+
+Tokenizers tell it for certain. They are compared wherever both can be had. Otherwise there are two
+signs of another vocabulary: other special ids in the configs, and a head with more columns than
+padding explains.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from growkern.errors import GrowthError
+from growkern.train.load import has_tokenizer, load_tokenizer
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
+# 8 columns suit tensor cores; Megatron pads to 128 for each of up to 8 tensor-parallel GPUs
+MULTIPLES = (8, 16, 32, 64, 128, 256, 512, 1024)
+# published models reserve further columns: DeepSeek has 102400 for 100015 tokens, 2.4 % more
+MOST_RESERVED = 1 / 32
+# the option that overrides the signs
+GIVE_TOKENIZER = (
+    "give teacher_tokenizer, and the student's tokenizer as processing_class. Otherwise choose a "
+    "teacher with the student's vocabulary"
+)
+GIVE_SIZE = (
+    "give vocab_size, the number of ids that mean the same token in both. Otherwise choose a "
+    "teacher with the student's vocabulary"
+)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """The SHA-256 of the tokenizer's table of tokens and ids."""
+    table = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(table.encode()).hexdigest()
+
+
+def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
+    """Check that every teacher's tokenizer gives each token the same id as the student's.
+
+    Tokens that only one of them has, such as an added padding token, are no difference.
+
+    Raises:
+        GrowthError: a tokenizer differs.
+    """
+    if teachers and student is None:
+        raise GrowthError(
+            "teacher_tokenizer is given without the student's tokenizer: pass that as "
+            "processing_class"
+        )
+    for number, teacher in enumerate(teachers):
+        _check_tokens(f"teacher {number}", student, teacher)
+
+
+def check_vocabularies(
+    student: Any, teachers: Sequence[Any], tokenizer: Any | None, given: Sequence[Any] | None
+) -> None:
+    """Check that the teachers of a trainer have the vocabulary of the student.
+
+    Args:
+        student: the model in training.
+        teachers: models.
+        tokenizer: of the student; None if it was not given.
+        given: tokenizers of the teachers; None compares what lies beside the models.
+
+    Raises:
+        GrowthError: a tokenizer or a vocabulary differs, or there is not one tokenizer for each
+            teacher.
+    """
+    if given is None:
+        for number, teacher in enumerate(teachers):
+            name = f"teacher {number} ({type(teacher).__name__})"
+            check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER)
+        return
+    if len(given) != len(teachers):
+        raise GrowthError(
+            f"{len(given)} teacher_tokenizer for {len(teachers)} teachers that run: give one each"
+        )
+    check_tokenizers(tokenizer, given)
+
+
+def check_vocabulary(
+    name: str, student: Any, teacher: Any, tokenizer: Any | None, remedy: str
+) -> None:
+    """Check that a teacher has the vocabulary of the student, as far as that can be known.
+
+    Args:
+        name: of the teacher, for messages.
+        student: the model in training.
+        teacher: a model.
+        tokenizer: of the student; None takes the one beside its weights.
+        remedy: completes "If all ids agree, ..." for messages.
+
+    Raises:
+        GrowthError: their tokenizers differ. Or one of them is unknown, and special ids or sizes
+            differ.
+    """
+    own, other = tokenizer or _tokenizer_of(student), _tokenizer_of(teacher)
+    if hasattr(own, "get_vocab") and other is not None:
+        _check_tokens(name, own, other)
+        return
+    ours, theirs = _special_ids(student), _special_ids(teacher)
+    common = ours.keys() & theirs.keys()
+    # one that agrees is enough: chat models end their text with another token than base models
+    if common and all(ours[key].isdisjoint(theirs[key]) for key in common):
+        key = min(common)
+        raise GrowthError(
+            f"{name} has the {key} {sorted(theirs[key])}, but the student's is "
+            f"{sorted(ours[key])}, so it seems to have another vocabulary. If all ids agree, "
+            f"{remedy}"
+        )
+    columns = _columns(teacher)
+    if tokenizer is not None and columns != _columns(student):
+        check_padding(name, columns, len(tokenizer), remedy)
+
+
+def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
+    """Check that a vocabulary may be that of a tokenizer, with padding.
+
+    Args:
+        name: of the teacher, for messages.
+        columns: of its head.
+        tokens: of the student's tokenizer.
+        remedy: as in `check_vocabulary`.
+
+    Raises:
+        GrowthError: there are more columns than padding explains.
+    """
+    sizes = {-(-tokens // multiple) * multiple for multiple in MULTIPLES}
+    is_reserved = columns % MULTIPLES[0] == 0 and columns - tokens <= tokens * MOST_RESERVED
+    if columns > tokens and columns not in sizes and not is_reserved:
+        raise GrowthError(
+            f"{name} has a vocabulary of {columns} tokens, and the student's tokenizer has "
+            f"{tokens}: padding does not explain the difference. If all ids agree, {remedy}"
+        )
+
+
+def _check_tokens(name: str, student: Any, teacher: Any) -> None:
+    """Refuse a token with two ids, and an id with two tokens."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    tokens: dict[int, set[str]] = {}
+    for token, i in ours.items():
+        tokens.setdefault(i, set()).add(token)
+    # in the order of ids: that of the table is another one in every process
+    for token, i in sorted(theirs.items(), key=itemgetter(1)):
+        here = ours.get(token, i)
+        if here != i or token not in tokens.get(i, {token}):
+            what = f"has the id {here}" if here != i else f"is not the token of {i}"
+            raise GrowthError(
+                f"{name} has another tokenizer than the student ({len(theirs)} and {len(ours)} "
+                f"tokens): its token {token!r} has the id {i}, but {what} for the student. Every "
+                "token must have the same id in both"
+            )
+
+
+def _tokenizer_of(model: Any) -> Any | None:
+    """The tokenizer beside the weights that a model was loaded from; None if there is none."""
+    name = str(getattr(model, "name_or_path", None) or "")
+    if not name:
+        return None
+    directory = Path(name)
+    if not directory.is_dir():
+        try:
+            commit = getattr(model.config, "_commit_hash", None)
+            file = try_to_load_from_cache(name, "config.json", revision=commit)
+        except HFValidationError:
+            return None
+        directory = Path(file).parent if isinstance(file, str) else Path()
+    try:
+        return load_tokenizer(directory) if has_tokenizer(directory) else None
+    except GrowthError:
+        # not asked for, so a damaged one is no reason to stop
+        return None
+
+
+def _columns(model: Any) -> int:
+    columns: int = model.get_output_embeddings().weight.shape[0]
+    return columns
+
+
+def _special_ids(model: Any) -> dict[str, set[int]]:
+    """The special ids in a model's config. Ids beyond its vocabulary are defaults of its class."""
+    found, columns = {}, _columns(model)
+    for name in SPECIAL_IDS:
+        value = getattr(model.config, name, None)
+        several = value if isinstance(value, list | tuple) else [value]
+        found[name] = {i for i in several if isinstance(i, int) and 0 <= i < columns}
+    return {name: ids for name, ids in found.items() if ids}
