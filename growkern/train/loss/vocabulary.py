@@ -119,6 +119,17 @@ def check_vocabulary(
         check_padding(name, columns, len(tokenizer), remedy)
 
 
+def check_own_tokenizer(teacher: Any, tokenizer: Any) -> None:
+    """Check that a tokenizer gives each token the id that the one beside a teacher gives.
+
+    Raises:
+        GrowthError: they differ.
+    """
+    own = _tokenizer_of(teacher)
+    if own is not None:
+        _check_tokens("the teacher", tokenizer, own)
+
+
 def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
     """Check that a vocabulary may be that of a tokenizer, with padding.
 

@@ -28,7 +28,7 @@ from growkern.publish.manifest import checksum, write_manifest
 from growkern.publish.replaceable import why_kept
 from growkern.train.data import Collator
 from growkern.train.load import load_language_model
-from growkern.train.loss.vocabulary import tokenizer_fingerprint
+from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,
@@ -132,7 +132,8 @@ def cache_teacher(
             `MaskedLMCollator` are.
         epochs: maskings of each example, drawn with `collator.set_epoch`. Training cycles through
             them.
-        tokenizer: stored as a checksum, and compared when training starts.
+        tokenizer: that made the data. Stored as a checksum, and compared when training starts, and
+            now with the one beside the teacher's weights.
         vocab_size: columns of the teacher's head; later columns are padding. None takes all.
         batch_size: examples per call of the teacher.
         shard_bytes: size of one file.
@@ -152,6 +153,8 @@ def cache_teacher(
         if isinstance(model, (str, Path)):
             model = load_language_model(Path(model))
         is_model = isinstance(model, torch.nn.Module)
+        if is_model and tokenizer is not None:
+            check_own_tokenizer(model, tokenizer)
         teacher = ModelTeacher(model) if is_model else ReadTeacher(model, vocab_size)
         vocabulary = _vocabulary(teacher.columns, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)

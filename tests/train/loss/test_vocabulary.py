@@ -171,6 +171,14 @@ def test_inherited_loss_compares_the_tokenizers_beside_the_models(tmp_path):
         growkern.inherited_loss(other, again, batch())
 
 
+def test_no_cache_is_made_with_another_tokenizer_than_the_teachers(tmp_path):
+    teacher = saved(tmp_path / "teacher", WORDS, family="bert")
+    for model in (teacher, tmp_path / "teacher"):
+        with pytest.raises(GrowthError, match="another tokenizer"):
+            make(tmp_path / "kept", model=model, tokenizer=tokenizer(WORDS[::-1]))
+    make(tmp_path / "kept", model=teacher, tokenizer=tokenizer([*WORDS, "[PAD]"]))
+
+
 def test_a_tokenizer_that_cannot_be_had_is_no_reason_to_refuse(tmp_path):
     own, bare = saved(tmp_path / "own", WORDS), saved(tmp_path / "bare", None)
     damaged = saved(tmp_path / "damaged", WORDS)
