@@ -1,13 +1,16 @@
 """SIGINT and SIGTERM in every command: one line, the exit code, and a repeat to the same bytes.
 
 A command runs in a fork of this process, which has imported everything. It gets the signal when it
-is about to open its N-th file below the directory of the test.
+is about to open its N-th file below the directory of the test. A run gets it at events of its loop
+and around its growth too, and also where Python or other code swallows what the handler raises.
 """
 
 import contextlib
 import itertools
 import os
+import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +23,14 @@ import growkern.growth.record.fold_checkpoint
 import growkern.growth.record.verify
 import growkern.growth.replay
 import growkern.plot.curve
+import growkern.train.growing
 import growkern.train.run
 import growkern.train.topk_teacher.write
 from growkern.cli.main import main
+from tests import walks
 from tests.cli.test_commands import RUN, checkpoint  # noqa: F401
 from tests.faults.walk import tree
+from tests.train.safety.runs import SENDERS, Everywhere
 
 SIZES = ("--hidden-size=24", "--max-shard-size=4KB")
 COMMANDS = {
@@ -45,18 +51,43 @@ COMMANDS = {
 MOMENTS = ((1, signal.SIGINT), (6, signal.SIGTERM), (25, signal.SIGINT), (45, signal.SIGTERM))
 
 
-def signal_at(number, moment, directory):
-    seen = itertools.count(1)
+def signal_at(number, moment, directory, how="plain"):
+    """Send a signal at a moment. Returns the function that counts moments, in a file too."""
+    seen, file = itertools.count(1), os.open(directory / "moments", os.O_CREAT | os.O_WRONLY)
+
+    def pass_by():
+        os.write(file, b".")
+        if next(seen) == moment:
+            SENDERS[how](number)
 
     def watch(event, arguments):
-        is_ours = event == "open" and str(arguments[0]).startswith(str(directory))
-        if is_ours and next(seen) == moment:
-            os.kill(os.getpid(), number)
+        if event == "open" and str(arguments[0]).startswith(str(directory)):
+            pass_by()
 
     sys.addaudithook(watch)
+    return pass_by
 
 
-def command(directory, arguments, number=0, moment=0):
+def everywhere(number, moment, directory, how):
+    """As `signal_at`; moments are the events of a training loop and the ends of a growth too."""
+    pass_by = signal_at(number, moment, directory, how)
+    build, grow = growkern.train.run.build_trainer, growkern.train.growing.grown_model
+
+    def built(*args, **options):
+        trainer = build(*args, **options)
+        trainer.add_callback(Everywhere(pass_by))
+        return trainer
+
+    def grown(*args):
+        pass_by()
+        model = grow(*args)
+        pass_by()
+        return model
+
+    growkern.train.run.build_trainer, growkern.train.growing.grown_model = built, grown
+
+
+def command(directory, arguments, number=0, moment=0, send=signal_at, **options):
     """Exit code and stderr of a command in a child process."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -72,7 +103,7 @@ def command(directory, arguments, number=0, moment=0):
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, signal.default_int_handler)
             if number:
-                signal_at(number, moment, directory)
+                send(number, moment, directory, **options)
             main()
         except SystemExit as stop:
             code = stop.code or 0
@@ -105,7 +136,15 @@ def place(tmp_path, checkpoint):  # noqa: F811
 
 def results(directory):
     """All files but the log of times."""
-    left_out = ("trainer_state", "events.out", "training_args", "manifest", ".lock", "scheduler")
+    left_out = (
+        "trainer_state",
+        "events.out",
+        "training_args",
+        "manifest",
+        ".lock",
+        "scheduler",
+        "moments",
+    )
     found = {n: v for n, v in tree(directory).items() if not any(x in n for x in left_out)}
     return {name: value for name, value in found.items() if "checkpoint-" not in name}
 
@@ -146,3 +185,32 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(place, name, tmp_path_facto
         assert results(place) == wanted, moment
     # plan reads few files
     assert struck >= 2 - (name == "plan")
+
+
+SIGNALS = 5
+GROWING = """
+[[growth]]
+at_step = 2
+hidden_size = 24
+"""
+
+
+def test_no_signal_of_a_run_that_grows_is_lost(place):
+    text = RUN.replace("steps = 2", "steps = 4") + GROWING
+    (place / "run.toml").write_text(text.replace('"small"', f'"{place}/small"'))
+    arguments = absolute(place, COMMANDS["train"])
+    done, said = command(place, arguments, signal.SIGTERM, -1, everywhere, how="plain")
+    assert done == 0, said
+    wanted, moments = results(place / "out"), (place / "moments").stat().st_size
+    draw = random.Random(walks.start or 0)
+    for _ in range(SIGNALS * walks.times):
+        number = draw.choice([signal.SIGINT, signal.SIGTERM])
+        case = draw.randint(1, moments), draw.choice([*SENDERS])
+        shutil.rmtree(place / "out", ignore_errors=True)
+        code, said = command(place, arguments, number, case[0], everywhere, how=case[1])
+        assert code == 128 + number, (case, said)
+        assert said.count("to resume: growkern train") == 1, (case, said)
+        assert not any(word in said for word in ("Traceback", "ignored", "Error")), (case, said)
+        code, said = command(place, arguments)
+        assert code == 0, (case, said)
+        assert results(place / "out") == wanted, case

@@ -77,22 +77,22 @@ def main() -> None:
         # its warnings about a config would hide the one line that names the error
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     code: Any = 1
-    with SignalWatch() as watch:
-        try:
+    try:
+        with SignalWatch() as watch:
             code = _run(arguments)
-        except BaseException as error:
-            # typer turns some exceptions into others
-            if watch.raised:
-                code = 128 + watch.raised
-            elif isinstance(error, KeyboardInterrupt):
-                code = 130
-            elif debug or not _is_expected(error):
-                raise
-            else:
-                # without arguments typer prints the help, and its error says no more
-                if type(error).__name__ != "NoArgsIsHelpError":
-                    print(one_line(error), file=sys.stderr)
-                code = 2
+    except BaseException as error:
+        # typer turns some exceptions into others
+        if watch.raised:
+            code = 128 + watch.raised
+        elif isinstance(error, KeyboardInterrupt):
+            code = 130
+        elif debug or not _is_expected(error):
+            raise
+        else:
+            # without arguments typer prints the help, and its error says no more
+            if type(error).__name__ != "NoArgsIsHelpError":
+                print(one_line(error), file=sys.stderr)
+            code = 2
     if watch.raised and code:
         print(_stopped(watch.raised, arguments), file=sys.stderr)
         code = 128 + watch.raised

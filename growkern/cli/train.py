@@ -33,13 +33,14 @@ def train(
     from growkern.train.distributed.shard import leave_processes
     from growkern.train.run import train as start
     from growkern.train.safety.messages import resume_command
-    from growkern.train.safety.signals import Terminated
+    from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
 
     silence_transformers()
     code = 0
     try:
         start(run, overwrite=overwrite)
-    except (KeyboardInterrupt, Terminated) as stop:
+    except INTERRUPTIONS as stop:
+        settle()
         # a run that saved has said so
         if str(stop):
             print(f"growkern: {stop}", file=sys.stderr)

@@ -36,6 +36,7 @@ from growkern.train.growth.models import (
 from growkern.train.growth.step import GrowthStep, check_order, rewarmed
 from growkern.train.optimizer.choose import ADAMW
 from growkern.train.safety.checkpoints import MANIFEST, step_of
+from growkern.train.safety.signals import SignalWatch
 from growkern.train.safety.trainer import SafeTrainer
 from growkern.train.sub_model import Part
 
@@ -109,17 +110,19 @@ class GrowingTrainer(SafeTrainer):
             if checkpoint is None:
                 raise GrowthError(f"{self.args.output_dir} has no checkpoint to resume from")
         self.fit_to(Path(checkpoint) if checkpoint else None)
-        while True:
-            if checkpoint and self._next_step() == step_of(Path(checkpoint)):
-                self._grow(Path(checkpoint))
-            self._ends_here = False
-            try:
-                result = super().train(checkpoint, **options)
-            finally:
-                self._grown_from = None
-            if not self._ends_here:
-                return result
-            checkpoint = self._checkpoint_before_growth()
+        # a signal during a growth would be lost in a finaliser
+        with SignalWatch(f"stopped; to resume: {self.resume_hint}"):
+            while True:
+                if checkpoint and self._next_step() == step_of(Path(checkpoint)):
+                    self._grow(Path(checkpoint))
+                self._ends_here = False
+                try:
+                    result = super().train(checkpoint, **options)
+                finally:
+                    self._grown_from = None
+                if not self._ends_here:
+                    return result
+                checkpoint = self._checkpoint_before_growth()
 
     def fit_to(self, checkpoint: Path | None) -> None:
         """Give the model in memory the size of a checkpoint, unless it has it. Its weights are 0.

@@ -57,15 +57,20 @@ class StoppableTrainer(ShardedTrainer):
         if not self.is_in_train:
             return
         self._evaluated += 1
-        pending, several = self._signals.pending, self.accelerator.num_processes > 1
-        if several:
-            # all processes have to leave at the same batch, and every question costs time
-            if self._evaluated % BATCHES_BETWEEN_QUESTIONS:
-                return
-            mine = torch.tensor([pending], device=self.args.device)
-            pending = int(self.accelerator.gather(mine).max())
+        # all processes have to leave at the same batch, and every question costs time
+        if self.accelerator.num_processes > 1 and self._evaluated % BATCHES_BETWEEN_QUESTIONS:
+            return
+        pending = self.signal_of_any()
         if pending:
             raise _EvaluationStopped(pending)
+
+    def signal_of_any(self) -> int:
+        """Number of the signal that waits in one of the processes, or 0. All of them must ask."""
+        pending = self._signals.pending
+        if self.accelerator.num_processes > 1:
+            mine = torch.tensor([pending], device=self.args.device)
+            pending = int(self.accelerator.gather(mine).max())
+        return pending
 
     def is_evaluated_at(self, step: int) -> bool:
         """Whether an undisturbed run has an evaluation after a step."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # launchers pass a signal on that the terminal has sent to every process already
 REPEATED_AFTER = 2.0
-# seconds: between two looks whether an import is done, and the longest wait for it
+# seconds: until a signal raises again, and the longest wait for an import
 RETRY_SECONDS, IMPORT_SECONDS = 0.05, 30.0
 
 
@@ -24,6 +26,9 @@ class Terminated(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+INTERRUPTIONS = (KeyboardInterrupt, Terminated)
 
 
 def interruption(number: int, message: str = "") -> BaseException:
@@ -39,20 +44,22 @@ def interruption(number: int, message: str = "") -> BaseException:
 class SignalWatch:
     """Catches SIGINT and SIGTERM while it is active; a context manager.
 
-    At first a signal raises at once. After `defer` it is only noted in `pending`, so that the
-    current step can end. A second SIGINT raises in any case. Outside the main thread, where Python
-    delivers no signals, nothing is caught.
+    A signal is noted in `pending`. At first it also raises at once. After `defer` it does not, and
+    a loop looks at `pending`, so that the current step can end. A second SIGINT raises in any case.
+    Outside the main thread, where Python delivers no signals, nothing is caught.
 
-    Modules that are being imported may swallow any exception. So a signal that comes during an
-    import raises when the import is done, or after `IMPORT_SECONDS`.
+    Python swallows what a handler raises in a `__del__` or in the callback of a weak reference, and
+    modules that are being imported may swallow it too. So the signal raises again and again until
+    its exception gets out of the watch. It waits while that exception is handled, and up to
+    `IMPORT_SECONDS` for an import. A signal that is still noted when the watch ends raises then.
 
     Args:
-        message: one line for the user, for the exceptions that are raised at once.
+        message: one line for the user, for the exceptions that are raised here.
         enabled: False leaves the signals alone.
 
     Attributes:
-        pending: number of the signal that waits for the end of the step, or 0.
-        raised: number of the first signal that raised an exception, or 0.
+        pending: number of the first signal, or 0. Watches around this one note it too.
+        raised: that number once it has raised an exception here, or 0.
     """
 
     def __init__(self, message: str = "", *, enabled: bool = True) -> None:
@@ -60,22 +67,37 @@ class SignalWatch:
         self._message, self._enabled = message, enabled
         self._deferred, self._since = False, 0.0
         self._before: dict[int, Any] = {}
-        self._first_seen = 0.0
+        self._report: Callable[[Any], Any] = sys.unraisablehook
 
     def __enter__(self) -> SignalWatch:
         if self._enabled and threading.current_thread() is threading.main_thread():
+            self._report, sys.unraisablehook = sys.unraisablehook, self._report_others
+            if _active:
+                # raised already, but swallowed
+                self.pending, self._since = _active[-1].pending, _active[-1]._since
+            _active.append(self)
             for number in SIGNALS:
                 # a process that its starter told to ignore a signal continues to ignore it
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self not in _active:
+            return
+        # an exception in here would leave a handler behind
+        self._deferred = True
         if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._before, sys.unraisablehook = {}, self._report
+        _active.remove(self)
+        if self.pending and _active:
+            # the code between the two watches may swallow the exception
+            _active[-1]._raise_later()
+        if self.pending and error is None:
+            self._raise()
 
     def defer(self) -> None:
         """From now on note signals instead of raising."""
@@ -83,22 +105,55 @@ class SignalWatch:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        impatient = number == signal.SIGINT and self.pending and now - self._since > REPEATED_AFTER
-        if not self._deferred or impatient:
-            self._first_seen = self._first_seen or now
-            if _is_importing(frame) and now - self._first_seen < IMPORT_SECONDS:
-                self._receive_later(number)
-                return
-            self.raised = self.raised or number
-            raise interruption(number, self._message)
-        if not self.pending:
-            self.pending, self._since = number, now
+        repeated = number == signal.SIGINT and self.pending and now - self._since > REPEATED_AFTER
+        for watch in _active:
+            if not watch.pending:
+                watch.pending, watch._since = number, now
+        if repeated:
+            self._deferred = False
+        self._raise_if_free(frame, at_once=bool(repeated))
 
-    def _receive_later(self, number: int) -> None:
-        """Receive a signal again after `RETRY_SECONDS`."""
-        before = signal.signal(signal.SIGALRM, lambda _, frame: self._receive(number, frame))
+    def _raise_if_free(self, frame: FrameType | None, *, at_once: bool = False) -> None:
+        """Raise, unless the exception would be lost or is on its way; and look again later."""
+        if self._deferred or not self.pending:
+            return
+        self._raise_later()
+        waits = time.monotonic() - self._since < IMPORT_SECONDS and _is_importing(frame)
+        if not waits and (at_once or not _is_ending()):
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        for watch in [self, *_active]:
+            watch.raised = watch.raised or self.pending
+        raise interruption(self.pending, self._message)
+
+    def _raise_later(self) -> None:
+        before = signal.signal(signal.SIGALRM, lambda _, frame: _active[-1]._raise_if_free(frame))
         self._before.setdefault(signal.SIGALRM, before or signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+
+    def _report_others(self, unraisable: Any) -> None:
+        """Report an exception that Python swallows, unless it will be raised again."""
+        if not isinstance(unraisable.exc_value, INTERRUPTIONS):
+            self._report(unraisable)
+
+
+# from the outermost to the innermost; only the main thread has some
+_active: list[SignalWatch] = []
+
+
+def settle() -> None:
+    """Forget the signal that has come: the caller ends the command because of it."""
+    for watch in _active:
+        watch.pending = watch.raised = 0
+
+
+def _is_ending() -> bool:
+    """Whether the exception of a signal is being handled, in the code that this one interrupts."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, INTERRUPTIONS):
+        error = error.__context__
+    return error is not None
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -116,7 +116,8 @@ class SafeTrainer(SavingTrainer):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train. SIGINT and SIGTERM save a checkpoint at the end of the current step.
 
-        If `args.save_strategy` is "no", they end the run without a checkpoint.
+        If `args.save_strategy` is "no", they end the run without a checkpoint. A signal in the last
+        step raises too, after the run has ended.
 
         Args:
             resume_from_checkpoint: a checkpoint, or True for the latest whole one in
@@ -151,6 +152,9 @@ class SafeTrainer(SavingTrainer):
                     self.wait_for_checkpoint()
                 raise
             self.wait_for_checkpoint()
+            self._stop = self.signal_of_any()
+            if self._stop:
+                self._raise_after_signal()
             return result
 
     def take_end(self, checkpoint: Path) -> None:
@@ -283,8 +287,7 @@ class SafeTrainer(SavingTrainer):
         # all processes report an error at the same step, and none waits for another
         if report is not None and report.written:
             self.wait_for_checkpoint()
-        # a run at its end simply ends
-        if report is not None and self.state.global_step < self.state.max_steps:
+        if report is not None:
             self._stop = report.stop
         if self._stop:
             control.should_log = control.should_save = True
@@ -304,9 +307,13 @@ class SafeTrainer(SavingTrainer):
             self._end_after_signal()
 
     def _end_after_signal(self) -> None:
-        """End the run. All processes do, and one says so."""
+        """End the training loop, and the run."""
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self._raise_after_signal()
+
+    def _raise_after_signal(self) -> NoReturn:
+        """End the run. All processes do, and one says so."""
         message = (
             f"{Signals(self._stop).name} after step {self.state.global_step}: saved in "
             f"{last_checkpoint(Path(self.args.output_dir))}; to resume: {self.resume_hint}"

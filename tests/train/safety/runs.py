@@ -1,4 +1,12 @@
-"""Small training runs for the tests of this folder."""
+"""Small training runs for the tests of this folder, and ways to send a signal."""
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+import threading
+import weakref
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -57,6 +65,72 @@ class At(TrainerCallback):
     def run(self, args, state, control, **objects):
         if state.global_step == self.step:
             self.call(objects["model"])
+
+
+EVENTS = [
+    name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_init_end"
+]
+
+
+class Everywhere(TrainerCallback):
+    """Calls a function with the trainer at every event of its training loop."""
+
+    def __init__(self, call):
+        for name in EVENTS:
+            setattr(self, name, lambda *_, **__: call())
+
+
+# ----------------------------------------------------------------------- signals
+
+
+def send(number):
+    """Send a signal to this process. Its handler runs before this returns."""
+    os.kill(os.getpid(), number)
+    sum(range(1000))
+
+
+class Finalised:
+    """Sends a signal when it is deleted; Python swallows what the handler raises."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        send(self.number)
+
+
+def send_from_callback(number):
+    """Send it in a callback of a weak reference; Python swallows what the handler raises."""
+    one = threading.Event()
+    reference = weakref.ref(one, lambda _: send(number))
+    del one, reference
+
+
+def send_from_import(number):
+    """Send it while a module is imported, which swallows what the handler raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "swallowing.py"
+        file.write_text(
+            "from tests.train.safety.runs import send\n"
+            f"try:\n    send({int(number)})\nexcept BaseException:\n    pass\n"
+        )
+        spec = importlib.util.spec_from_file_location("swallowing", file)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def send_and_swallow(number):
+    """Send it where code swallows all exceptions."""
+    with contextlib.suppress(BaseException):
+        send(number)
+
+
+SENDERS = {
+    "plain": send,
+    "__del__": Finalised,
+    "weakref": send_from_callback,
+    "import": send_from_import,
+    "suppress": send_and_swallow,
+}
 
 
 def weights_of(trainer):

@@ -1,16 +1,21 @@
 """Two processes stop, save, skip and give up together, whichever of them has the reason to."""
 
 import json
+import signal
 
 import pytest
 
+from tests import walks
 from tests.forked_ranks import on_ranks
+
+SIGNALS = 5
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(2, "tests.train.safety.ranks", folder)
+    (folder / "walk.json").write_text(json.dumps([SIGNALS * walks.times, walks.start or 0]))
+    on_ranks(2, "tests.train.safety.ranks", folder, limit_s=600 * walks.times)
     both = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {case: [one[case] for one in both] for case in both[0]}
 
@@ -24,6 +29,23 @@ def test_a_signal_to_one_process_stops_both_at_one_step(found, name, end):
         assert one["checkpoints"] == ["checkpoint-5", "checkpoint-4", "checkpoint-2"]
     for one in found[f"{name} resumed"]:
         assert (one["end"], one["step"], one["same"]) == ("done", 8, True)
+
+
+def test_a_signal_to_one_process_right_before_a_growth_stops_both(found):
+    for one in found["growth"]:
+        assert (one["end"], one["step"], one["checkpoints"][0]) == ("Terminated", 4, "checkpoint-4")
+
+
+def test_no_signal_to_one_process_of_a_run_that_grows_is_lost(found):
+    """At random events of the loop, also in finalisers, in imports and where code swallows all."""
+    ours, theirs = found["walk"]
+    assert len(ours) == len(theirs) == SIGNALS * walks.times
+    kinds = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "Terminated"}
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["end"].split()[0] == kinds[one["number"]], one
+        assert other["end"].split()[0] == kinds[one["number"]], one
+        assert one["step"] == other["step"], one
+        assert (one["resumed"], one["same"], other["same"]) == ("done", True, True), one
 
 
 def test_a_signal_to_one_process_ends_the_evaluation_of_both(found):

@@ -1,6 +1,5 @@
 """SIGINT and SIGTERM save a checkpoint, say one line, and end with their exit codes."""
 
-import importlib
 import os
 import re
 import signal
@@ -18,8 +17,8 @@ from growkern import GrowthError
 from growkern.train.run import train, train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import checkpoints_in, damage
-from growkern.train.safety.signals import SignalWatch, Terminated
-from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
+from growkern.train.safety.signals import SignalWatch, Terminated, settle
+from tests.train.safety.runs import SENDERS, At, assert_same, small_trainer, weights_of
 from tests.train.safety.test_saving import full_while_saving
 from tests.train.test_run import RUN, workplace  # noqa: F401
 
@@ -85,10 +84,17 @@ def test_a_second_sigterm_does_not_disturb_the_save(tmp_path, straight):
     assert damage(tmp_path / "checkpoint-5") is None
 
 
-def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path, straight):
-    trainer = small_trainer(tmp_path, callbacks=[At(7, send(signal.SIGTERM))])
-    assert trainer.train().global_step == 8
+@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
+def test_a_signal_in_the_last_step_ends_a_whole_run(tmp_path, straight, event, capsys):
+    """Whoever calls `train` must not go on as if there had been no signal."""
+    trainer = small_trainer(tmp_path, callbacks=[At(7, send(signal.SIGTERM), event)])
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert "SIGTERM after step 8: saved in" in capsys.readouterr().err
     assert_same(weights_of(trainer), straight)
+    again = small_trainer(tmp_path)
+    assert train_or_resume(again) is None
+    assert_same(weights_of(again), straight)
 
 
 def test_an_evaluation_does_not_delay_the_save(tmp_path, monkeypatch):
@@ -148,6 +154,8 @@ def test_an_evaluation_of_ones_own_is_not_stopped(tmp_path):
     with SignalWatch() as trainer._signals:
         trainer._signals.defer()
         assert trainer.evaluate()["eval_loss"] > 0
+        assert trainer._signals.pending == signal.SIGTERM
+        settle()
 
 
 def test_a_trainer_that_saves_nothing_leaves_signals_alone(tmp_path):
@@ -199,26 +207,61 @@ def test_an_impatient_second_sigint_raises(monkeypatch):
         monkeypatch.setattr("growkern.train.safety.signals.REPEATED_AFTER", -1.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+        settle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_module_cannot_swallow_a_signal(tmp_path, monkeypatch, number):
-    (tmp_path / f"swallowing_{int(number)}.py").write_text(
-        "import os, time\n"
-        "try:\n"
-        f"    os.kill(os.getpid(), {int(number)})\n"
-        "    time.sleep(0.2)\n"
-        "except BaseException:\n"
-        "    pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.mark.parametrize("number", KINDS)
+@pytest.mark.parametrize("how", [how for how in SENDERS if how != "plain"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_nobody_can_swallow_a_signal(number, how, goes_on, capsys):
+    """It raises again soon, or when the watch ends."""
     before = signal.getsignal(signal.SIGALRM)
-    with SignalWatch() as watch, pytest.raises((KeyboardInterrupt, Terminated)):
-        importlib.import_module(f"swallowing_{int(number)}")
-        time.sleep(30)
+    with pytest.raises(KINDS[number], match="say this"), SignalWatch("say this") as watch:
+        SENDERS[how](number)
+        if goes_on:
+            time.sleep(60)
+            pytest.fail("lost")
     assert watch.raised == number
+    assert "ignored" not in capsys.readouterr().err
     assert signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("number", KINDS)
+def test_code_cannot_swallow_a_signal(number):
+    """Nor between two watches. What is done because of it is not disturbed."""
+    cleaned = []
+    with pytest.raises(KINDS[number], match="outer"), SignalWatch("outer") as outer:
+        try:
+            with SignalWatch("inner"):
+                try:
+                    os.kill(os.getpid(), number)
+                    time.sleep(60)
+                finally:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.2)
+                    cleaned.append(True)
+        except BaseException:
+            time.sleep(0.2)
+            cleaned.append(True)
+        time.sleep(60)
+    assert cleaned == [True, True] and outer.pending == outer.raised == number
+
+
+def test_a_signal_that_is_noted_raises_when_the_watch_ends():
+    outer, inner = (pytest.raises(Terminated, match=name) for name in ("outer", "inner"))
+    with outer, SignalWatch("outer"), inner, SignalWatch("inner") as watch:
+        watch.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.pending and not watch.raised
+    with pytest.raises(GrowthError), SignalWatch() as watch:
+        watch.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise GrowthError("the cause that is shown")
+    with SignalWatch() as watch:
+        watch.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        settle()
 
 
 def test_an_ignored_signal_stays_ignored_and_threads_catch_nothing():
