@@ -32,10 +32,8 @@ from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.record.card import card_text, write_card
 from growkern.growth.record.lineage import (
     Settings,
-    file_stamps,
     identity,
     lineage_text,
-    source_files,
     write_lineage,
 )
 from growkern.growth.record.save import record_when_saved
@@ -133,6 +131,7 @@ def grow(
     _shapes(grown)
     _warn_of_changes(grown)
     state = _build_all(grown, backend=backend, progress=progress)
+    grown.source.refuse_changed()
     for name, tensor in state.items() if grown.may_overflow and not allow_nonfinite else ():
         refuse_overflow(name, tensor)
     model = _model_of(grown, state)
@@ -319,7 +318,7 @@ def carry_out(
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     with staging(target, resume=resume) as place:
         check_target(source_dir, target, overwrite)
-        directory, stamps = place.open_new(), file_stamps(grown.source)
+        directory = place.open_new()
         made_of = identity(grown, layout, settings)
         record, card = _texts(grown, settings, made_of["source"])
         with Journal(place.journal, made_of) as journal:
@@ -332,16 +331,17 @@ def carry_out(
                 backend=settings.backend,
             )
             stream.run(workers, progress=progress)
-        _refuse_changed(grown, made_of["source"], stamps)
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
-        complete(directory, grown.large, grown.dtype, layout, source_dir)
+        copied = complete(directory, grown.large, grown.dtype, layout, source_dir)
         write_modules(grown, directory)
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
+        # all of the source is read and copied now
+        grown.source.refuse_changed()
         # after all others, so that the checksums cover them
-        write_checksums(directory, journal.source_checksums, stream.tensor_checksums())
+        write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited
         write_card(card, directory)
         place.publish(overwrite=overwrite)
@@ -353,15 +353,3 @@ def _texts(grown: GrowthPlan, settings: Settings, files: dict[str, Any]) -> tupl
     """The lineage and the card. They are made first: a long growth must not fail in the end."""
     card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
     return lineage_text(grown, settings, files), card
-
-
-def _refuse_changed(
-    grown: GrowthPlan, files: dict[str, Any], stamps: dict[str, tuple[int, ...]]
-) -> None:
-    """Refuse a source whose files are not those of the start.
-
-    Raises:
-        GrowthError: they are not.
-    """
-    if source_files(grown.source) != files or file_stamps(grown.source) != stamps:
-        raise GrowthError(f"{grown.source.directory} was changed while it was grown: start over")

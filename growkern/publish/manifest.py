@@ -7,10 +7,11 @@ Run checkpoints, the final model of a run, exports, folded models and teacher ca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError
@@ -146,8 +147,24 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     return Differences(count, tuple(wrong), tuple(uncovered))
 
 
-def checksum(path: Path) -> str:
+def copy_file(file: Path, copy: Path) -> str:
+    """Copy the contents of a file, read once.
+
+    Returns:
+        The checksum of what was read.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    with copy.open("wb") as opened:
+        return checksum(file, opened.write)
+
+
+def checksum(path: Path, use: Callable[[bytes], Any] | None = None) -> str:
     """The checksum of a file, read in blocks: 32 hexadecimal digits.
+
+    Args:
+        use: called with each block.
 
     Raises:
         OSError: the file cannot be read.
@@ -159,4 +176,6 @@ def checksum(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
+            if use is not None:
+                use(block)
     return digest.hexdigest()

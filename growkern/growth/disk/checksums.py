@@ -65,16 +65,25 @@ def checksum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str
 # ----------------------------------------------------------- the record on disk
 
 
-def write_checksums(directory: Path, source: Mapping[str, str], target: Mapping[str, str]) -> None:
+def write_checksums(
+    directory: Path,
+    source: Mapping[str, str],
+    target: Mapping[str, str],
+    known: Mapping[str, str] | None = None,
+) -> None:
     """Record the checksums of the tensors that were read, and of every file in `directory`.
 
     Args:
         source, target: checksums of tensors, by the model's names.
+        known: checksums of files that were computed when they were copied.
     """
     record = {
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
-        "files": {name: checksum_file(directory, name) for name in files_within(directory)},
+        "files": {
+            name: (known or {}).get(name) or checksum_file(directory, name)
+            for name in files_within(directory)
+        },
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }

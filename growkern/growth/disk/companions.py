@@ -8,7 +8,6 @@ file too many costs disk space. One file too few leaves a model without its toke
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
@@ -26,6 +25,7 @@ from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.formats import weight_files
 from growkern.growth.source.links import stays_in
 from growkern.growth.source.refused import STATE_FILES
+from growkern.publish.manifest import copy_file
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
 # card describes another model
@@ -34,6 +34,7 @@ OTHERS = (
     # of a run or an export: they describe its own files
     *("manifest.json", "run.json"),
 )
+GENERATION_FILE = "generation_config.json"
 LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
 LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 # a tokenizer has ten
@@ -84,19 +85,25 @@ def companions(directory: Path) -> Iterator[Path]:
             yield file
 
 
-def copy_companions(source: Path, target: Path, only: Collection[str] | None = None) -> None:
+def copy_companions(
+    source: Path, target: Path, only: Collection[str] | None = None
+) -> dict[str, str]:
     """Copy companion files with plain modes.
 
     Args:
         source: the directory of the config.
         only: paths in it that may be copied; None: all of them.
+
+    Returns:
+        The checksum of each file, as it was read, by its path.
     """
+    checksums = {}
     for file in companions(source):
-        if only is not None and file.relative_to(source).as_posix() not in only:
-            continue
-        copy = target / file.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file.resolve(), copy)
+        name = file.relative_to(source).as_posix()
+        if only is None or name in only:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            checksums[name] = copy_file(file.resolve(), target / name)
+    return checksums
 
 
 def complete(
@@ -105,7 +112,7 @@ def complete(
     dtype: torch.dtype,
     layout: ShardLayout,
     beside: Path,
-) -> None:
+) -> dict[str, str]:
     """Write config, index and companion files beside the weights in `directory`.
 
     Args:
@@ -113,6 +120,9 @@ def complete(
         dtype: of the weights.
         layout: the files of the weights.
         beside: the checkpoint to copy companion files from, or a subdirectory of it.
+
+    Returns:
+        The checksums of the files that were copied, as they were read.
 
     Raises:
         GrowthError: transformers refuses to save the config, because its values contradict each
@@ -131,9 +141,11 @@ def complete(
         raise GrowthError(f"transformers refuses to save the config: {why}") from error
     layout.write_index(directory)
     source = config_directory(beside)
-    copy_companions(source, directory)
+    copied = copy_companions(source, directory)
     generation = read_generation(source)
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)
         # written by transformers and not copied, so that `save_pretrained` gives the same bytes
         generation.save_pretrained(directory)
+        copied.pop(GENERATION_FILE, None)
+    return copied

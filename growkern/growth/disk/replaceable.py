@@ -8,7 +8,6 @@ and the like.
 from __future__ import annotations
 
 from fnmatch import fnmatch
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +15,10 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE, MOST_FILES
+from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
 from growkern.growth.source.formats import weight_files
+from growkern.growth.source.stamps import module_folders
 from growkern.publish import replaceable
 from growkern.publish.manifest import MANIFEST
 
@@ -64,7 +64,7 @@ def why_kept(directory: Path) -> str | None:
     if not isinstance(config.get("model_type"), str):
         return f"it has no {CONFIG_FILE} of a model"
     names = (*weight_files(), *KNOWN)
-    folders = {CHAT_TEMPLATE_DIR, *_module_folders(directory)}
+    folders = {CHAT_TEMPLATE_DIR, *module_folders(directory)}
 
     def is_known(file: PurePosixPath) -> bool:
         is_module = len(file.parts) == 2 and file.parts[0] in folders
@@ -72,14 +72,6 @@ def why_kept(directory: Path) -> str | None:
         return is_named and (len(file.parts) == 1 or is_module)
 
     return replaceable.why_kept(directory, "a checkpoint", is_known, CHECKSUMS_FILE, MANIFEST)
-
-
-def _module_folders(directory: Path) -> set[str]:
-    """The folders that a model of sentence-transformers names."""
-    modules = _read(directory / MODULES_FILE)
-    entries = islice(modules if isinstance(modules, list) else [], MOST_FILES)
-    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)]
-    return {path for path in paths if isinstance(path, str)}
 
 
 def _table(file: Path) -> dict[str, Any]:

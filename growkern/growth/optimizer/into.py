@@ -45,6 +45,7 @@ from growkern.growth.sharded.grow_into import named_tensors
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
 from growkern.growth.source.live import unwrapped
+from growkern.growth.source.stamps import Stamps
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"
@@ -102,6 +103,7 @@ def grow_optimizer_into(
     check_plan(plan)
     targets = list(_targets(plan, model, optimizer))
     used = {name for task, _ in targets for name in (task.source, task.upper)}
+    stamps = Stamps.of(Path(source)) if isinstance(source, (str, Path)) else None
     found, is_mapped = _open_state(plan, source, moments)
     # a checkpoint may hold the states of several optimizers
     state = {name: entry for name, entry in found.items() if name in used}
@@ -113,6 +115,8 @@ def grow_optimizer_into(
             grown[number] = entry
         if is_mapped:
             _release(task, state)
+    if stamps is not None:
+        stamps.check()
     # load_state_dict puts step counts and moments on the device and in the dtype PyTorch wants
     optimizer.load_state_dict({**optimizer.state_dict(), "state": grown})
 

@@ -36,6 +36,7 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.pieces import FIXED_BYTES, Piece
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.stamps import Stamps
 
 # bytes of the target per piece: half the size of the pieces of weights, and as fast
 PIECE_BYTES = 8 << 20
@@ -62,6 +63,7 @@ class OptimizerStream:
                 optimizer writes; or the limit is too small.
         """
         check_moments(moments)
+        self._stamps = Stamps.of(optimizer_file(path))
         self._plan, self._moments = plan, moments
         state_dict = read_optimizer(path)
         check_archive(optimizer_file(path))
@@ -73,8 +75,13 @@ class OptimizerStream:
         self.nbytes = archive_size(self._state)
 
     def write(self, file: Path) -> None:
-        """Build the grown state into a new file."""
+        """Build the grown state into a new file.
+
+        Raises:
+            GrowthError: the source's file changed since it was checked.
+        """
         write_archive(self._state, file, self._pieces)
+        self._stamps.check()
 
     def _lay_out(self, state: State, task: Task, key: str, is_zero: bool) -> Tensor:
         """A meta tensor in place of a grown moment; `_pieces` builds its values later."""
@@ -116,6 +123,8 @@ class OptimizerStream:
         task, key, is_zero = self._placeholders[id(moment)]
         read = reader_of(self._source, key)
         for start, stop in row_blocks(task.shape, moment.dtype.itemsize, PIECE_BYTES):
+            # a mapped file that was cut would end the process
+            self._stamps.check()
             if is_zero:
                 yield torch.zeros(stop - start, *task.shape[1:], dtype=moment.dtype)
                 continue

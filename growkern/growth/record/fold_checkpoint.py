@@ -108,11 +108,13 @@ def fold(
         check_target(target, out, overwrite)
         new = place.open_new()
         _write(new, layout, opened, record, chosen, progress)
-        complete(new, small, dtype, layout, target)
+        copied = complete(new, small, dtype, layout, target)
         if is_sentence_model(beside := config_directory(target)):
             fold_modules(beside, new, record.space(small.output_space, None))
+        # all of the grown model is read and copied now
+        opened.refuse_changed()
         # last, so that it covers every file
-        write_manifest(new)
+        write_manifest(new, copied)
         place.publish(overwrite=overwrite)
     size = sum(header.nbytes for header in layout.tensors.values())
     return FoldReport(out, chosen, size, time.perf_counter() - start)

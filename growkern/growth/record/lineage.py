@@ -90,17 +90,6 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     return found
 
 
-def file_stamps(source: Source) -> dict[str, tuple[int, ...]]:
-    """Inode and time of the last change of each source file.
-
-    Unlike the modification time, the time of the last change cannot be set back. It is not kept
-    between runs, because copying a checkpoint changes it.
-    """
-    files = [Path(name) for name in sorted({header.file for header in source.headers.values()})]
-    stats = {file.name: file.stat() for file in files}
-    return {name: (stat.st_dev, stat.st_ino, stat.st_ctime_ns) for name, stat in stats.items()}
-
-
 def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
     """Everything that decides a growth's bytes. Runs with equal identities write equal files.
 
@@ -113,6 +102,7 @@ def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[
         **summary,
         "target config": config_dict(plan.large.config),
         "source": source_files(plan.source),
+        "input": plan.source.stamps.identity() if plan.source.stamps else {},
         "backend": settings.backend or "",
         "max_shard_size": settings.max_shard_size,
         "files": {n: {"size": layout.sizes[n], "header": head} for n, head in heads.items()},

@@ -117,6 +117,7 @@ def grow_into(
             work.then(bar.update)
         for work in works.values():
             work.run()
+    opened.refuse_changed()
     if opened.generation is not None and model.can_generate():
         model.generation_config = copy.deepcopy(opened.generation)
     fit_cache(grown.large, model.config, getattr(model, "generation_config", None))

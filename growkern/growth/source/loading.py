@@ -23,6 +23,7 @@ from growkern.growth.source.config import (
 from growkern.growth.source.config_values import LAYERS
 from growkern.growth.source.files import Header, read_headers
 from growkern.growth.source.refused import refuse_quantised
+from growkern.growth.source.stamps import Stamps
 
 # names in an error message
 MOST_NAMED = 3
@@ -42,6 +43,7 @@ def load_model(
         GrowthError: the config or the weights are damaged or hostile, a tensor is missing or has
             another shape than the config says, or transformers cannot build the model.
     """
+    stamps = Stamps.of(directory)
     config = read_config(directory, any_family=True)
     refuse_quantised(config, str(directory))
     cls = class_of(directory, config)
@@ -51,6 +53,7 @@ def load_model(
         config._attn_implementation = attention
     model = _built(directory, cls, config, dtype or _dtype_of(config, headers), headers)
     _own_memory(model)
+    stamps.check()
     model.name_or_path = model.config._name_or_path = str(directory)
     if model.can_generate():
         generation = read_generation(config_directory(directory))

@@ -45,6 +45,7 @@ from growkern.growth.source.live import (
     unwrapped,
 )
 from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
+from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Source:
         device: of the tensors of a model in memory.
         generation: the `GenerationConfig` that the source comes with, if it has one.
         warned: what growth does not take over of a model in memory, one line each.
+        stamps: of the files of `directory`, before they were read; None for a model in memory.
     """
 
     spec: ModelSpec
@@ -76,6 +78,16 @@ class Source:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: Any | None = field(default=None, repr=False)
     warned: tuple[str, ...] = field(default=(), repr=False)
+    stamps: Stamps | None = field(default=None, repr=False)
+
+    def refuse_changed(self) -> None:
+        """Refuse files that changed since the source was opened. Call it after they were read.
+
+        Raises:
+            GrowthError: one did.
+        """
+        if self.stamps is not None:
+            self.stamps.check()
 
     @property
     def config(self) -> Any:
@@ -230,6 +242,7 @@ def _open_model(model: Any) -> Source:
 
 
 def _open_directory(directory: Path) -> Source:
+    stamps = Stamps.of(directory)
     spec = _read_spec(directory)
     format = format_of(directory)
     headers = format.read(directory, spec)
@@ -246,7 +259,11 @@ def _open_directory(directory: Path) -> Source:
     dtypes = {name: header.dtype for name, header in own.items()}
 
     generation = read_generation(config_directory(directory))
-    return Source(spec, dtypes, _Stored(own), directory, format, own, generation=generation)
+    return Source(
+        *(spec, dtypes, _Stored(own), directory, format, own),
+        generation=generation,
+        stamps=stamps,
+    )
 
 
 def _read_spec(directory: Path) -> ModelSpec:

@@ -37,7 +37,6 @@ from growkern.whole import sync
 # of the format and of the way rows are made
 VERSION = 1
 STARTS, KIND = "starts.bin", "part"
-VARIABLE = "GROWKERN_TOKENS"
 # seconds between two looks at a cache that another run is making
 POLL = 0.5
 ROWS_AT_ONCE = 256
@@ -85,14 +84,6 @@ class TokenRows(Dataset[Tokens]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
-
-
-def user_cache() -> Path:
-    """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
-    if os.environ.get(VARIABLE):
-        return Path(os.environ[VARIABLE])
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "growkern" / "tokens"
 
 
 def cached_rows(

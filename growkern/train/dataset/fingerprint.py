@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
+import time
 from pathlib import Path
 from typing import Any
 
-# of a large file, the first and the last MiB and blocks between them are read
-READ_WHOLE, END, BLOCK, BLOCKS = 8 << 20, 1 << 20, 1 << 14, 256
+from growkern.bounded import read_bounded
+from growkern.publish.manifest import checksum
+from growkern.train.dataset.place import user_cache
+from growkern.whole import write_whole
+
+# the checksum of a larger file is noted, so that the next start need not read all of it
+MOST_READ = 8 << 20
+# seconds in which a second change of a file may leave its times as they are
+SETTLED = 2.0
+NOTED_BYTES = 32
 
 
 def fingerprint(file: Path) -> str:
-    """A checksum of a file that is quick for files of any size.
-
-    Up to 8 MiB all bytes count. Of a larger file count its size, its first and last MiB, and 256
-    blocks of 16 KiB that are evenly spread between these. It misses a change that lies between
-    the blocks alone. Training changes nearly all weights, so two models are told apart.
-    """
+    """A checksum of all bytes of a file."""
     digest, size = hashlib.sha256(), file.stat().st_size
     digest.update(size.to_bytes(8, "little"))
-    with file.open("rb") as stream:
-        if size <= READ_WHOLE:
-            digest.update(stream.read())
-            return digest.hexdigest()
-        gap = (size - 2 * END - BLOCK) / (BLOCKS - 1)
-        middle = [(END + int(i * gap), BLOCK) for i in range(BLOCKS)]
-        for start, length in [(0, END), *middle, (size - END, END)]:
-            stream.seek(start, os.SEEK_SET)
-            digest.update(stream.read(length))
+    digest.update(file.read_bytes() if size <= MOST_READ else _noted(file).encode())
     return digest.hexdigest()
 
 
-def version_of(file: Path) -> list[Any]:
-    """Values that change with a file: its fingerprint and, for a change that misses, its time."""
-    return [fingerprint(file), file.stat().st_mtime_ns]
+def _noted(file: Path) -> str:
+    """The checksum of a file, which is read if it changed since it was noted."""
+    stamp = _stamp(file)
+    note = user_cache() / "checksums" / digest_of(stamp)
+    with contextlib.suppress(OSError, ValueError):
+        known = read_bounded(note, NOTED_BYTES, "checksum").decode()
+        if len(known) == NOTED_BYTES:
+            return known
+    is_settled = time.time() - file.stat().st_ctime > SETTLED
+    total = checksum(file)
+    if is_settled and _stamp(file) == stamp:
+        # without a note the next start reads the file again
+        with contextlib.suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(note, lambda partial: partial.write_text(total))
+    return total
+
+
+def _stamp(file: Path) -> list[Any]:
+    """Values that change with a file. The time of the last change cannot be set back."""
+    found = file.stat()
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return [str(file.resolve()), found.st_dev, found.st_ino, found.st_size, *times]
 
 
 def digest_of(values: Any) -> str:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, clean
+from growkern.growth.source.stamps import Stamps
 from growkern.train.data import CausalLMCollator, Collator, EpochCollator, evaluation_collator
-from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, user_cache
+from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows
 from growkern.train.dataset.fingerprint import digest_of
 from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.place import user_cache
 from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks
 from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import Source, find_sources, plain_errors
@@ -177,8 +179,8 @@ def load_data(
 
     def cached(source: Source, weights: str | None) -> TokenRows:
         settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
-        directory = location / from_first(lambda: _key(source, settings, tokenizer))
         rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
+        directory = location / from_first(lambda: _key(source, settings, tokenizer))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
         size = sum(file.stat().st_size for file in files)
@@ -226,10 +228,11 @@ def describe_data(
 
 
 class _Rows:
-    """The rows of a source, read anew by each iteration."""
+    """The rows of a source, read anew by each iteration. Its files must stay as they are."""
 
     def __init__(self, source: Source, reader: Reader, progress: bool) -> None:
         self.source, self.reader, self.progress = source, reader, progress
+        self._stamps = [Stamps.of(file) for file in source.files]
 
     def __iter__(self) -> Iterator[Tokens]:
         records: Any = self.source.records()
@@ -237,7 +240,7 @@ class _Rows:
         # None: a stream that is no terminal shows no bar; an error clears the bar before its line
         with tqdm(
             records,
-            f"tokenising {self.source.name}",
+            clean(f"tokenising {self.source.name}"),
             total,
             unit=" records",
             disable=None if self.progress else True,
@@ -245,6 +248,8 @@ class _Rows:
         ) as shown:
             for _, _, row in cut_rows(self._runs(shown), self.reader.settings):
                 yield row
+        for stamps in self._stamps:
+            stamps.check()
 
     def _runs(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Tokens]]:
         for chunk in chunks(self._each(records)):

@@ -16,7 +16,7 @@ from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.train.data import matching_files, text_pieces
-from growkern.train.dataset.fingerprint import version_of
+from growkern.train.dataset.fingerprint import fingerprint
 from growkern.train.dataset.options import DataSection
 
 # suffix of a file of records -> loader of `datasets`, and its options
@@ -91,11 +91,11 @@ class Source:
         A name says how a file is read, and in a data set also to which split it belongs.
         """
         if self.dataset is None:
-            versions = [version_of(file) for file in self.files]
+            versions = [fingerprint(file) for file in self.files]
             return versions if self.is_text else [self.files[0].suffix.lower(), *versions]
         if self.files:
             names = [file.relative_to(self.dataset).as_posix() for file in self.files]
-            versions = [version_of(file) for file in self.files]
+            versions = [fingerprint(file) for file in self.files]
             return [self.config, self.split, names, *versions]
         builder = self._builder()
         with plain_errors(self.name):

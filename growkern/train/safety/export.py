@@ -59,7 +59,11 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     model = _load(checkpoint)
     with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
         new = place.open_new()
-        copy_companions(checkpoint, new, only=read_manifest(checkpoint))
+        manifest = read_manifest(checkpoint)
+        copied = copy_companions(checkpoint, new, only=manifest)
+        changed = [name for name, found in copied.items() if found != manifest[name][1]]
+        if changed:
+            raise GrowthError(f"{checkpoint / changed[0]} was changed: export again")
         if isinstance(model, ReplacedTokenDetection):
             # the manifest of the checkpoint covers its folder
             copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))

@@ -140,6 +140,18 @@ def test_a_damaged_cache_with_anything_else_in_it_is_kept(place, name):
     assert (directory / name).exists()
 
 
+def test_data_that_changes_while_it_is_tokenised_is_refused(place, monkeypatch):
+    def read(self, records, inner=Reader.read):
+        write_jsonl(place / "a.jsonl", [{"text": text} for text in reversed(TEXTS)])
+        return inner(self, records)
+
+    with monkeypatch.context() as patched, pytest.raises(GrowthError, match="was changed while"):
+        patched.setattr(Reader, "read", read)
+        load(place)
+    assert not caches(place)
+    load(place)
+
+
 def test_an_error_in_the_middle_leaves_nothing(place, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")

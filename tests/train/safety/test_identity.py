@@ -1,10 +1,13 @@
 """A directory resumes the run that it holds, and no other one; the error names the difference."""
 
+import os
+
 import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.dataset.fingerprint import BLOCK, END, READ_WHOLE, fingerprint
+from growkern.train.dataset import fingerprint as fingerprints
+from growkern.train.dataset.fingerprint import MOST_READ, fingerprint
 from growkern.train.run import train
 from growkern.train.safety.identity import changes
 from tests.train.test_run import RUN, save_tokenizer, workplace  # noqa: F401
@@ -74,16 +77,47 @@ def test_an_old_identity_that_says_nothing():
     assert "another version" in changes({"run": {}, "inputs": {}}, {"run": {}, "inputs": {}})
 
 
-@pytest.mark.parametrize("size", [READ_WHOLE, READ_WHOLE + 1, 5 * READ_WHOLE + 12345])
-def test_a_change_where_a_large_file_is_read_shows(tmp_path, size):
+@pytest.mark.parametrize("size", [MOST_READ, MOST_READ + 1, 5 * MOST_READ + 12345])
+def test_a_change_of_any_byte_shows(tmp_path, monkeypatch, size):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "SETTLED", -1.0)
     file = tmp_path / "file"
     contents = bytearray(torch.arange(size, dtype=torch.uint8).numpy().tobytes())
     file.write_bytes(contents)
-    before = fingerprint(file)
-    for place in (0, END - 1, END, END + BLOCK - 1, size - END - 1, size - END, size - 1):
+    before, times = fingerprint(file), file.stat()
+    places = torch.randint(size, (6,), generator=torch.Generator().manual_seed(size)).tolist()
+    for place in (0, size // 2, size - 1, *places):
         contents[place] ^= 1
         file.write_bytes(contents)
+        # a program may set the time back
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert fingerprint(file) != before, place
         contents[place] ^= 1
+    file.write_bytes(contents)
+    assert fingerprint(file) == before
     file.write_bytes(contents + b"x")
     assert fingerprint(file) != before
+
+
+def test_a_large_file_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("GROWKERN_TOKENS", str(tmp_path / "cache"))
+    reads = []
+
+    def count(file, real=fingerprints.checksum):
+        reads.append(file)
+        return real(file)
+
+    monkeypatch.setattr(fingerprints, "checksum", count)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(MOST_READ + 1))
+    before = fingerprint(file)
+    # it was written a moment ago: a second write might leave the times as they are
+    assert fingerprint(file) == before and len(reads) == 2
+    monkeypatch.setattr(fingerprints, "SETTLED", -1.0)
+    assert [fingerprint(file) for _ in range(3)] == [before] * 3 and len(reads) == 3
+    (note,) = (tmp_path / "cache" / "checksums").iterdir()
+    note.write_bytes(b"x" * 1000)
+    assert fingerprint(file) == before and len(reads) == 4
+    # where nothing can be noted, the file is read each time
+    monkeypatch.setenv("GROWKERN_TOKENS", str(file / "none"))
+    assert [fingerprint(file) for _ in range(2)] == [before] * 2 and len(reads) == 6
