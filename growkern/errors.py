@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import unicodedata
 from collections.abc import Iterable
 
 # Characters of a message. Two paths of Linux's greatest length fit. A damaged file may hold names
@@ -9,11 +10,31 @@ from collections.abc import Iterable
 MOST, HEAD, TAIL = 2 * 4096 + 1000, 600, 300
 
 
+# controls, marks that turn the direction of writing, and separators of lines: all else is printed
+CONTROLS = ("Cc", "Cf", "Zl", "Zp")
+
+
+def clean(text: str, kept: str = "\n\t") -> str:
+    """A text whose control characters are spelt out: those of a name could control a terminal.
+
+    Args:
+        kept: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one.encode("unicode_escape").decode()
+        if unicodedata.category(one) in CONTROLS and one not in kept
+        else one
+        for one in text
+    )
+
+
 class GrowthError(ValueError):
     """Input that cannot be used: names the tensor or field, what was found and how to fix it."""
 
     def __init__(self, message: object = "") -> None:
-        text = str(message)
+        text = clean(str(message))
         super().__init__(text if len(text) <= MOST else f"{text[:HEAD]} ... {text[-TAIL:]}")
 
 
@@ -23,6 +44,9 @@ class UnfitError(GrowthError):
 
 class GrowthWarning(UserWarning):
     """Something that the user should know. The work continues."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(clean(str(message)))
 
 
 class FunctionChangedWarning(GrowthWarning):

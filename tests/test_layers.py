@@ -26,6 +26,7 @@ OURS = {
 # each layer may import itself and the ones before it
 LAYERS = (
     "errors",
+    "printing",
     "arguments",
     "seeds",
     "units",

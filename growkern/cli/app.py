@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from growkern import printing
 from growkern.errors import GrowthError
 from growkern.package import version
 
@@ -93,11 +94,10 @@ def show(result: Any, as_json: bool = False) -> None:
 
 def print_json(data: dict[str, Any]) -> None:
     """Print a dictionary as indented JSON."""
+    # letters beyond ASCII, and controls, are spelt out
     print(json.dumps(data, indent=2))
 
 
 def print_table(table: Any) -> None:
     """Print a rich table."""
-    from rich.console import Console
-
-    Console().print(table)
+    printing.show(table)

@@ -27,6 +27,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.options import completing, takes_growth
 from growkern.errors import GrowthError, nearest
+from growkern.printing import say
 from growkern.units import human
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -149,7 +150,7 @@ def grow(
     if text is None:
         at = [] if revision is None else ["--revision", revision]
         words = ["growkern", "verify", str(source), str(report.directory), *at]
-        print(f"check the result with: {shlex.join(words)}")
+        say(f"check the result with: {shlex.join(words)}")
     else:
         finish(report.plan.source.directory or source, report.directory, compared)
 
@@ -170,10 +171,10 @@ def dtype_of(name: str | None) -> Any:
 def print_growth(report: Any) -> None:
     """Print the findings of a growth, and how much it wrote and how fast."""
     for finding in report.plan.findings:
-        print(finding.line())
+        say(finding.line())
     speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
     kept = f", {human(report.bytes_kept)}B of it by an earlier run" if report.bytes_kept else ""
-    print(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
+    say(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
 def print_moments(report: Any) -> None:
@@ -181,7 +182,7 @@ def print_moments(report: Any) -> None:
     from growkern.growth.optimizer.moments import moment_findings
 
     for finding in moment_findings(report.plan):
-        print(finding.line())
+        say(finding.line())
 
 
 @app.command()
@@ -264,8 +265,8 @@ def compare_checksums(source: Path, target: Path | None, revision: str | None = 
         counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
         checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())
     for difference in wrong:
-        print(f"changed: {difference}")
-    print(f"{checked}: {len(wrong)} changed")
+        say(f"changed: {difference}")
+    say(f"{checked}: {len(wrong)} changed")
     if wrong:
         raise typer.Exit(1)
 
@@ -274,7 +275,7 @@ def print_uncovered(files: Sequence[str], most: int = 5) -> None:
     """Name the files of which no checksums were recorded."""
     if files:
         more = f" and {len(files) - most} more" if len(files) > most else ""
-        print(f"not covered by checksums: {', '.join(files[:most])}{more}")
+        say(f"not covered by checksums: {', '.join(files[:most])}{more}")
 
 
 def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.growth import DTYPES, dtype_of, print_growth
 from growkern.cli.options import completing
+from growkern.printing import say
 from growkern.units import human
 
 
@@ -52,7 +53,7 @@ def fold(
         max_shard_size=max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    print(f"{report.directory}: {len(report.tensors)} tensors, {human(report.bytes_written)}B")
+    say(f"{report.directory}: {len(report.tensors)} tensors, {human(report.bytes_written)}B")
 
 
 @app.command()

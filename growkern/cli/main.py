@@ -14,7 +14,14 @@ import sys
 import warnings
 from typing import Any
 
-from growkern.errors import FunctionChangedWarning, GrowthError, GrowthWarning, is_out_of_memory
+from growkern.errors import (
+    FunctionChangedWarning,
+    GrowthError,
+    GrowthWarning,
+    clean,
+    is_out_of_memory,
+)
+from growkern.printing import say
 from growkern.train.safety.signals import SignalWatch
 
 python_format = warnings.formatwarning
@@ -28,11 +35,12 @@ def one_line(error: BaseException) -> str:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if is_out_of_memory(error):
         text = f"out of memory. {text}"
-    return f"growkern: {' '.join(text.split())}"
+    return clean(f"growkern: {' '.join(text.split())}")
 
 
 def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:
     """A warning of ours as one line; others as Python prints them."""
+    message = clean(str(message))
     if issubclass(category, GrowthWarning):
         import typer
 
@@ -91,10 +99,10 @@ def main() -> None:
         else:
             # without arguments typer prints the help, and its error says no more
             if type(error).__name__ != "NoArgsIsHelpError":
-                print(one_line(error), file=sys.stderr)
+                say(one_line(error), sys.stderr)
             code = 2
     if watch.raised and code:
-        print(_stopped(watch.raised, arguments), file=sys.stderr)
+        say(_stopped(watch.raised, arguments), sys.stderr)
         code = 128 + watch.raised
     sys.exit(code)
 

@@ -8,6 +8,7 @@ import typer
 
 from growkern.cli.app import app, lineage_there, silence_transformers
 from growkern.errors import GrowthError
+from growkern.printing import say
 
 
 @app.command()
@@ -70,5 +71,5 @@ def plot(
         out = out or Path("loss_vs_flops.png")
         lacks = plot_runs(directories, out, source=source)
         if lacks:
-            print(f"growkern: {lacks}", file=sys.stderr)
-    print(out)
+            say(f"growkern: {lacks}", sys.stderr)
+    say(out)

@@ -8,6 +8,7 @@ import typer
 
 from growkern.cli.app import Revision, app, silence_transformers
 from growkern.errors import GrowthError
+from growkern.printing import say
 from growkern.units import human
 
 WITHOUT_RUN = "Without --run"
@@ -128,7 +129,7 @@ def cache_teacher(
         progress=sys.stderr.isatty(),
         **read,
     )
-    print(
+    say(
         f"{report.directory}: {report.rows} rows of {report.tokens} tokens, "
         f"{human(report.bytes)}B, {report.bytes_per_row:.0f} bytes/row, "
         f"{report.bytes_per_token:.1f} bytes/token, {report.seconds:.1f} s"

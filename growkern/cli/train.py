@@ -9,6 +9,7 @@ import typer
 
 from growkern.cli.app import Overwrite, app, silence_transformers
 from growkern.errors import GrowthError
+from growkern.printing import say
 
 # of the error of a data loader
 DEAD_WORKER = "DataLoader worker"
@@ -43,7 +44,7 @@ def train(
         settle()
         # a run that saved has said so
         if str(stop):
-            print(f"growkern: {stop}", file=sys.stderr)
+            say(f"growkern: {stop}", sys.stderr)
         code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except RuntimeError as error:
         if not str(error).startswith(DEAD_WORKER):
@@ -76,4 +77,4 @@ def export(
 
     silence_transformers()
     checkpoint = make(run, target, dtype=dtype, overwrite=overwrite)
-    print(f"{target}: the model of {checkpoint}")
+    say(f"{target}: the model of {checkpoint}")

@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from growkern import printing
 from growkern.growth.plan.advice.evidence import OURS
 from growkern.growth.plan.advice.forecast import Forecast, span
 from growkern.growth.plan.blueprint import Blueprint
@@ -22,9 +23,9 @@ LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
 
 def as_text(table: Any) -> str:
     """A rich renderable as plain text, for `str`."""
-    console = Console(width=COLUMNS, color_system=None, force_jupyter=False)
+    console = Console(width=COLUMNS, color_system=None, force_jupyter=False, markup=False)
     with console.capture() as captured:
-        console.print(table)
+        printing.show(table, console)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

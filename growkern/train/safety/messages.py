@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from growkern.errors import clean
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.train.growth.step import GrowthStep
 from growkern.units import human
@@ -47,7 +48,8 @@ def print_lines(lines: Mapping[str, str]) -> None:
     width = max(map(len, lines)) + 2
     for name, value in lines.items():
         # one line each, so that paths can be copied and lines can be searched
-        console.print(Text.assemble((f"{name:<{width}}", "bold"), value), soft_wrap=True)
+        text = Text.assemble((f"{name:<{width}}", "bold"), clean(value, kept=""))
+        console.print(text, soft_wrap=True)
 
 
 def describe_device(device: torch.device, processes: int) -> str:
