@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from growkern.errors import GrowthError
 from growkern.families.norm import Norm
+from growkern.families.older import OlderKey
 from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 
 
@@ -44,6 +45,7 @@ class Family:
     refuse_depth: tuple[Refusal, ...]
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
     softcap: str | None = None
+    older: tuple[OlderKey, ...] = ()
 
     # ---- sizes
 

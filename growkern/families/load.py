@@ -15,6 +15,7 @@ from typing import Any
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.norm import NORM_KINDS, Norm
+from growkern.families.older import FORMS, OlderKey
 from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 
 if sys.version_info >= (3, 11):
@@ -24,7 +25,7 @@ else:
 
 _KEYS = {
     "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
-    "refuse spaces classes depth tensors",
+    "refuse spaces classes depth tensors older",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial",
@@ -33,11 +34,13 @@ _KEYS = {
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
     "refuse": "value why",
+    "older": "of form when",
 }
 
 _ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
 _VALUES = {
     "norm.kind": tuple(NORM_KINDS),
+    "older.form": FORMS,
     "norm.placement": ("pre", "post", "sandwich", "output"),
     "attention.positions": ("rotary", "learned", "relative"),
     "attention.scale": ("head_dim", "constant"),
@@ -134,6 +137,10 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
             part: tuple(_rows(f"{where}.tensors.{part}", rows, norm.placement))
             for part, rows in table["tensors"].items()
         },
+        older=tuple(
+            OlderKey(name, **_checked("older", f"{where}.older.{name}", entry))
+            for name, entry in table.get("older", {}).items()
+        ),
     )
     _check_references(where, family)
     return family
@@ -167,12 +174,12 @@ def _check_references(where: str, family: Family) -> None:
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     """`table` laid over the table that it extends.
 
-    Entries of [config], [spaces], [depth] and of each [tensors.*] are replaced one by one, all
-    other sections as a whole.
+    Entries of [config], [spaces], [depth], [older] and of each [tensors.*] are replaced one by one,
+    all other sections as a whole.
     """
     result = dict(base)
     for key, value in table.items():
-        deep = key in base and key in ("config", "spaces", "tensors", "depth")
+        deep = key in base and key in ("config", "spaces", "tensors", "depth", "older")
         if deep and key == "tensors":
             value = {part: {**base[key].get(part, {}), **rows} for part, rows in value.items()}
         result[key] = {**base[key], **value} if deep else value

@@ -54,6 +54,9 @@ Its sections:
     [refuse]    config fields with a value that the table does not cover, and why
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
+    [older]     key of config.json that older software reads -> where the new form holds the same
+                (`of`), in which `form`, and `when`: the flag without which software ignores it
+                (`growkern.families.older`)
     ignored     tensors in older files that models no longer read
 """
 

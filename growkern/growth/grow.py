@@ -333,7 +333,7 @@ def carry_out(
             stream.run(workers, progress=progress)
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
-        copied = complete(directory, grown.large, grown.dtype, layout, source_dir)
+        copied = complete(directory, grown.large, grown.dtype, layout, source_dir, grown.source)
         write_modules(grown, directory)
         write_lineage(record, directory)
         if state is not None:

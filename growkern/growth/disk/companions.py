@@ -19,12 +19,14 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
+from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.formats import weight_files
 from growkern.growth.source.links import stays_in
 from growkern.growth.source.refused import STATE_FILES
+from growkern.growth.source.source import Source
 from growkern.publish.manifest import copy_file
 
 # `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
@@ -112,6 +114,7 @@ def complete(
     dtype: torch.dtype,
     layout: ShardLayout,
     beside: Path,
+    source: Source | None = None,
 ) -> dict[str, str]:
     """Write config, index and companion files beside the weights in `directory`.
 
@@ -120,6 +123,7 @@ def complete(
         dtype: of the weights.
         layout: the files of the weights.
         beside: the checkpoint to copy companion files from, or a subdirectory of it.
+        source: that the model was grown from; None: it was not grown.
 
     Returns:
         The checksums of the files that were copied, as they were read.
@@ -139,10 +143,11 @@ def complete(
         # the type of the error depends on the version of transformers
         why = " ".join(str(error).split())[-300:]
         raise GrowthError(f"transformers refuses to save the config: {why}") from error
+    complete_config(directory, source, made.config)
     layout.write_index(directory)
-    source = config_directory(beside)
-    copied = copy_companions(source, directory)
-    generation = read_generation(source)
+    companions_of = config_directory(beside)
+    copied = copy_companions(companions_of, directory)
+    generation = read_generation(companions_of)
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)
         # written by transformers and not copied, so that `save_pretrained` gives the same bytes

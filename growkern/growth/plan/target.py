@@ -104,6 +104,11 @@ def finish_target(
         setattr(config, name, large.size(key))
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
+    for key in family.older:
+        if key.is_pattern and key.field in vars(config):
+            value = key.value(vars(config), getattr(config, key.field))
+            # without a value, software reads `per_layer` lists or fails, where it would be wrong
+            delattr(config, key.field) if value is None else setattr(config, key.field, value)
     config.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""
@@ -259,6 +264,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
+    may_differ |= {key.field for key in family.older}
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name

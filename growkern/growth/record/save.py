@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -71,7 +72,15 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
                 write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
             else:
                 note_training(directory)
-        return type(self).save_pretrained(self, save_directory, *args, **options)
+        result = type(self).save_pretrained(self, save_directory, *args, **options)
+        if is_first and not directory.is_file():
+            complete_config(directory, plan.source, self.config)
+        return result
+
+    def upload_files(self: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
+        # the end of `save_pretrained(push_to_hub=True)`
+        complete_config(Path(working_dir), plan.source, self.config)
+        return type(self)._upload_modified_files(self, working_dir, *args, **options)
 
     def push_to_hub(self: Any, repo_id: str, **options: Any) -> Any:
         if _state(self) != state:
@@ -80,6 +89,7 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
 
     model.save_pretrained = MethodType(save_pretrained, model)
     model.push_to_hub = MethodType(push_to_hub, model)
+    model._upload_modified_files = MethodType(upload_files, model)
 
 
 def _upload(

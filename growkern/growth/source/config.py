@@ -43,16 +43,22 @@ def read_config(directory: Path, *, any_family: bool = False) -> Any:
         GrowthError: no such directory, no config.json, or one that is damaged, too large, links to
             somewhere else, names code of a hub, or has values that make no model.
     """
+    return read_config_file(directory, any_family=any_family)[0]
+
+
+def read_config_file(directory: Path, *, any_family: bool = False) -> tuple[Any, dict[str, Any]]:
+    """`read_config`, and the JSON object of the file: transformers drops some of its keys."""
     file = config_directory(directory) / "config.json"
     refuse_links_out(file, file.parent)
     data = read_json(file, MOST_BYTES, "config", MOST_VALUES)
     check_config(file, data, any_family=any_family)
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             file.parent, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
         raise GrowthError(f"{file}: {_last_line(error)}") from error
+    return config, data
 
 
 def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:

@@ -31,7 +31,7 @@ from growkern.growth.source.checks import (
 )
 from growkern.growth.source.config import (
     config_directory,
-    read_config,
+    read_config_file,
     read_generation,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS
@@ -65,6 +65,7 @@ class Source:
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
         generation: the `GenerationConfig` that the source comes with, if it has one.
+        keys: the JSON object of its config.json; empty for a model in memory.
         warned: what growth does not take over of a model in memory, one line each.
         stamps: of the files of `directory`, before they were read; None for a model in memory.
     """
@@ -77,6 +78,7 @@ class Source:
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: Any | None = field(default=None, repr=False)
+    keys: Mapping[str, Any] = field(default_factory=dict, repr=False)
     warned: tuple[str, ...] = field(default=(), repr=False)
     stamps: Stamps | None = field(default=None, repr=False)
 
@@ -243,7 +245,7 @@ def _open_model(model: Any) -> Source:
 
 def _open_directory(directory: Path) -> Source:
     stamps = Stamps.of(directory)
-    spec = _read_spec(directory)
+    spec, keys = _read_spec(directory)
     format = format_of(directory)
     headers = format.read(directory, spec)
     check_number_of_tensors(spec, len(headers), str(directory))
@@ -262,13 +264,14 @@ def _open_directory(directory: Path) -> Source:
     return Source(
         *(spec, dtypes, _Stored(own), directory, format, own),
         generation=generation,
+        keys=keys,
         stamps=stamps,
     )
 
 
-def _read_spec(directory: Path) -> ModelSpec:
-    """The model that config.json describes."""
-    config = read_config(directory)
+def _read_spec(directory: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """The model that config.json describes, and the JSON object of that file."""
+    config, keys = read_config_file(directory)
     refuse_quantised(config, str(directory))
     if not config.architectures:
         some_class = next(iter(load_family(config.model_type).classes))
@@ -278,7 +281,7 @@ def _read_spec(directory: Path) -> ModelSpec:
         )
     spec = ModelSpec.of(config, config.architectures[0])
     check_values(directory / "config.json", spec)
-    return spec
+    return spec, keys
 
 
 def _canonical_names(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
+from growkern.growth.disk.config_file import complete_config
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.distributed.checkpoint import (
     Parts,
@@ -133,6 +134,9 @@ class ShardedTrainer(Trainer):
                 super()._save(str(directory), state_dict=state)
         else:
             super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            plan = getattr(self.model, "growth_plan", None)
+            complete_config(directory, plan and plan.source, getattr(self.model, "config", None))
 
     def _write(self, parts: Parts, directory: Path) -> None:
         """Write parts of this process, or copy them for `take_copied`."""

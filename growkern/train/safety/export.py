@@ -13,6 +13,7 @@ import torch
 
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.companions import copy_companions
+from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.staging import check_target, may_replace
 from growkern.growth.models import materialise, restore_buffers
 from growkern.growth.record.lineage import DTYPES
@@ -68,6 +69,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
             # the manifest of the checkpoint covers its folder
             copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
         model.to(wanted or model.dtype).save_pretrained(new)
+        complete_config(new)
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)

@@ -1,0 +1,104 @@
+"""Keys of config.json that software reads which is older than transformers 5, or not built on it.
+
+Config classes of transformers 5 keep rotary positions in `rope_parameters` and the kind of every
+layer in `layer_types`. Older versions, and runtimes that follow them, read other keys. Where these
+are missing they silently compute with defaults. A family's table lists them in [older].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FULL = "full_attention"
+
+
+def _is_full_first(layer: int, period: int) -> bool:
+    return layer % period == 0
+
+
+def _is_full_last(layer: int, period: int) -> bool:
+    return (layer + 1) % period == 0
+
+
+def _is_full_until(layer: int, count: int) -> bool:
+    return layer < count
+
+
+# form -> whether a layer has full attention, by its number and the key's value
+PATTERNS = {
+    "full_first": _is_full_first,
+    "full_last": _is_full_last,
+    "full_until": _is_full_until,
+}
+# a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
+FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
+# entries of `rope_parameters` with a key of their own beside the table of the scaling
+OWN_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# the only ones that a table with `type` may hold: older versions count them
+TYPED_KEYS = ("factor", "short_factor", "long_factor")
+
+
+@dataclass(frozen=True)
+class OlderKey:
+    """One entry of [older].
+
+    Attributes:
+        field: the older key.
+        of: where the new form holds the same: names separated by dots.
+        form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
+            attention: every n-th, beginning with the first (`full_first`) or ending with the last
+            of n (`full_last`), or the first n (`full_until`).
+        when: the flag of the config without which software ignores the key.
+    """
+
+    field: str
+    of: str
+    form: str = "value"
+    when: str | None = None
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if the key says which layers have full attention."""
+        return self.form in PATTERNS
+
+    def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
+        """The value that says the same as the new form.
+
+        Args:
+            config: the JSON object of a config.
+            now: the value that the key has. It stays if it says the same.
+
+        Returns:
+            None: there is no such value.
+        """
+        found: Any = config
+        for name in self.of.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if self.is_pattern:
+            return self._pattern(found, config, now)
+        return found if self.form == "value" else self._scaling(found)
+
+    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
+        if not kinds or (self.when is not None and not config.get(self.when)):
+            return now
+        if type(now) is int and self.describes(kinds, now):
+            return now
+        return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
+
+    def describes(self, kinds: Sequence[str], value: int) -> bool:
+        """True if the value, of a pattern, gives these kinds of layers."""
+        is_full = PATTERNS[self.form]
+        if value < 1 and self.form != "full_until":
+            return False
+        return all((kind == FULL) == is_full(i, value) for i, kind in enumerate(kinds))
+
+    def _scaling(self, rope: Any) -> dict[str, Any] | None:
+        kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
+        if kind == "default":
+            return None
+        rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
+        if self.form == "scaling":
+            return {"rope_type": kind, **rest}
+        return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}
