@@ -46,6 +46,7 @@ class Family:
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
     softcap: str | None = None
     older: tuple[OlderKey, ...] = ()
+    ties_by_value: bool = False
 
     # ---- sizes
 

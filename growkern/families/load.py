@@ -25,7 +25,8 @@ else:
 
 _KEYS = {
     "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
-    "refuse spaces classes depth tensors older",
+    "refuse spaces classes depth tensors older "
+    "ties_by_value",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial",
@@ -137,6 +138,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
             part: tuple(_rows(f"{where}.tensors.{part}", rows, norm.placement))
             for part, rows in table["tensors"].items()
         },
+        ties_by_value=table.get("ties_by_value", False),
         older=tuple(
             OlderKey(name, **_checked("older", f"{where}.older.{name}", entry))
             for name, entry in table.get("older", {}).items()

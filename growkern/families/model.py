@@ -5,7 +5,7 @@ A growth has two of them: `small`, the source, and `large`, the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,11 +26,13 @@ class ModelSpec:
         family: the table, without the parts that this class does not use (`Family.of_class`).
         config: the Hugging Face config.
         class_name: the model class in transformers, such as "BertForMaskedLM".
+        untied: tensors with values of their own that the config calls tied (`ties_by_value`).
     """
 
     family: Family
     config: Any
     class_name: str
+    untied: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Any, class_name: str) -> ModelSpec:
@@ -44,6 +46,12 @@ class ModelSpec:
         for refusal in family.refuse:
             refusal.check(config)
         return cls(family, config, class_name)
+
+    def with_own_heads(self, named: Iterable[str]) -> ModelSpec:
+        """The same model, in which heads of these names are not tied, if its table allows that."""
+        heads = {t.name for t in self.tensors if t.tied and not t.in_body}
+        own = heads & {*named} if self.family.ties_by_value else ()
+        return replace(self, untied=frozenset(own))
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
@@ -150,7 +158,8 @@ class ModelSpec:
     @cached_property
     def ties(self) -> Mapping[str, str]:
         """Name of a tied tensor -> name of the tensor whose storage it shares."""
-        return {t.name: t.tied for t in self.tensors if t.tied} if self.shares else {}
+        tied = [t for t in self.tensors if t.tied and t.name not in self.untied]
+        return {t.name: str(t.tied) for t in tied} if self.shares else {}
 
     @cached_property
     def arranged_once(self) -> frozenset[str]:
@@ -183,8 +192,7 @@ class ModelSpec:
     @property
     def has_tied_head(self) -> bool:
         """True when an LM head shares the token embedding."""
-        heads = self.family.classes[self.class_name].heads
-        return self.shares and any(row.tied for part in heads for row in self.family.parts[part])
+        return any(t.name in self.ties for t in self.tensors if not t.in_body)
 
     @property
     def stored_names(self) -> dict[str, str]:

@@ -54,6 +54,8 @@ Its sections:
     [refuse]    config fields with a value that the table does not cover, and why
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
+    ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head
+                with values of its own is not tied
     [older]     key of config.json that older software reads -> where the new form holds the same
                 (`of`), in which `form`, and `when`: the flag without which software ignores it
                 (`growkern.families.older`)

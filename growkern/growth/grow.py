@@ -23,7 +23,7 @@ from growkern.growth.disk.sentence import becomes_sentence_model, check_modules,
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
-from growkern.growth.models import class_shapes, fit_cache, mark_initialised, untrained_model
+from growkern.growth.models import class_shapes, fit_cache, mark_initialised, tie, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE
 from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
@@ -176,7 +176,7 @@ def _device(grown: GrowthPlan) -> torch.device:
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model = untrained_model(grown.large, grown.dtype)
     model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
+    tie(model, grown.large)
     model.growth_plan = grown
     if grown.source.generation is not None:
         model.generation_config = copy.deepcopy(grown.source.generation)

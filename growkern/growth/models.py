@@ -34,7 +34,7 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
     """A new model whose weights are not initialised, on the current default device.
 
-    Weights that the model ties are still separate tensors: call its `tie_weights` if needed.
+    Weights that the model ties are still separate tensors: call `tie` if needed.
 
     Args:
         spec: of the model.
@@ -56,6 +56,13 @@ def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
         raise GrowthError(
             f"transformers cannot build {spec.class_name} with this config: {why}"
         ) from error
+
+
+def tie(model: Any, spec: ModelSpec) -> None:
+    """Tie the weights of a new model, except those that `spec` calls untied."""
+    for name in spec.untied:
+        del model.all_tied_weights_keys[name]
+    model.tie_weights(recompute_mapping=False)
 
 
 def materialise(model: Any, device: torch.device | str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
-from growkern.growth.models import untrained_model
+from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer.checks import (
     check_decay,
     check_entries,
@@ -248,7 +248,7 @@ def _meta_model(spec: ModelSpec) -> Any:
     """The model on the meta device; its parameters are the parameters that an optimizer gets."""
     with torch.device("meta"):
         model = untrained_model(spec)
-    model.tie_weights()
+    tie(model, spec)
     return model
 
 

@@ -48,7 +48,7 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
         GrowthError: this version of growkern draws other maps than the one that grew the model.
     """
     name = lineage.data.get("model_class")
-    small = ModelSpec.of(lineage.source_config, str(name))
+    small = ModelSpec.of(lineage.source_config, str(name)).with_own_heads(lineage.origins)
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}
 
     def read(name: str) -> Tensor:

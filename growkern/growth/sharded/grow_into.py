@@ -248,6 +248,13 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
                 f"{list(task.shape)}"
             )
         targets[task.name] = parameter
+    for name in grown.large.untied:
+        tied = next(t.tied for t in grown.large.tensors if t.name == name)
+        if targets[name] is targets[str(tied)]:
+            raise GrowthError(
+                f"{name} and {tied} are two tensors in the source and one in the model: give the "
+                f"model a {name} of its own, or use growkern.grow or growkern.grow_checkpoint"
+            )
     for name, parameter in parameters.items():
         if name in targets:
             continue

@@ -110,22 +110,30 @@ def check_names_and_shapes(
             )
 
 
-def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> None:
+def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
     """Refuse tensors with different values that the config calls tied.
 
     Args:
         found: names of the source's tensors.
         read: name -> tensor.
+
+    Returns:
+        The model, with heads of its own where its table lets values decide.
     """
+    differ = {}
     for name, owner in model.ties.items():
         if not {name, owner} <= found:
             continue
         one, other = read(name), read(owner)
         if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
-            raise GrowthError(
-                f"{name} and {owner} differ, which config.tie_word_embeddings=True "
-                "makes one: set it to False where both are wanted"
-            )
+            differ[name] = owner
+    model = model.with_own_heads(differ)
+    for name in differ.keys() - model.untied:
+        raise GrowthError(
+            f"{name} and {differ[name]} differ, which config.tie_word_embeddings=True "
+            "makes one: set it to False where both are wanted"
+        )
+    return model
 
 
 def check_values(file: Path, model: ModelSpec) -> None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.models import is_dtensor, untrained_model
+from growkern.growth.models import is_dtensor, tie, untrained_model
 from growkern.growth.source.source import Source
 
 # parameters of a model that may be copied to float64
@@ -54,7 +54,7 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     model = untrained_model(source.spec, source.dtype)
     state = {name: source.read(name).to(dtype) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
+    tie(model, source.spec)
     # converted last: the weights that the model was made with never get memory
     return model.to(source.device, dtype).eval()
 

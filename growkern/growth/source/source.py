@@ -225,7 +225,7 @@ def _open_model(model: Any) -> Source:
     found = {name: tuple(t.shape) for name, t in state.items()}
     check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
     warned = check_live(model, spec)
-    check_ties(spec, state.keys(), lambda name: state[name])
+    spec = check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     for name, tensor in own.items():
         if tensor.dtype not in STORED_FLOATS:
@@ -253,7 +253,7 @@ def _open_directory(directory: Path) -> Source:
     _leave_out_other_heads(spec, names)
     found = {name: headers[raw].shape for name, raw in names.items()}
     check_names_and_shapes(spec, found, str(directory))
-    check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
+    spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
         if header.dtype not in STORED_FLOATS:

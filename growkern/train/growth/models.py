@@ -75,6 +75,8 @@ def sizes_of_run(model: Any, growth: Sequence[GrowthStep]) -> list[Size]:
     name = type(model).__name__.removeprefix("FSDP")
     dtype = next(model.parameters()).dtype
     sizes = [Size(copy.deepcopy(model.config), getattr(model, "growth_plan", None))]
+    if growth:
+        _refuse_own_head(model, name)
     for one in growth:
         try:
             planned = _plan_of_config(sizes[-1].config, name, one, dtype)
@@ -82,6 +84,21 @@ def sizes_of_run(model: Any, growth: Sequence[GrowthStep]) -> list[Size]:
             raise GrowthError(f"the growth at step {one.at_step}: {error}") from error
         sizes.append(Size(planned.target_config, planned))
     return sizes
+
+
+def _refuse_own_head(model: Any, class_name: str) -> None:
+    """Refuse a head of its own whose config calls it tied: a config alone makes one that is tied.
+
+    Raises:
+        GrowthError: the model has one.
+    """
+    found = named_tensors(model)
+    for head, owner in ModelSpec.of(model.config, class_name).ties.items():
+        if found[head] is not found[owner]:
+            raise GrowthError(
+                f"{head} and {owner} are two tensors, which growth inside a run would tie: grow "
+                "the model before the run, with growkern grow"
+            )
 
 
 def _plan_of_config(
