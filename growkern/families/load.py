@@ -29,7 +29,7 @@ _KEYS = {
     "ties_by_value",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when partial",
+    "attention": "positions scale when partial field",
     "space": "kind of untied heads width part weighted size activated scale scale_when",
     "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",

@@ -142,6 +142,7 @@ class Attention:
         positions: `rotary`, `learned` or `relative`. Rotary positions turn R entries of a head:
             the pair i, i + R / 2 turns by theta ** (-2 i / R).
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
+        field: config field that holds the square of that constant.
         when: config flag; without it scores are not divided.
         partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
             head_dim.
@@ -151,6 +152,7 @@ class Attention:
     scale: str
     when: str | None = None
     partial: bool = False
+    field: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.table import as_text, plan_table
-from growkern.growth.plan.target import check_given, finish_target
+from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space import maps
@@ -238,6 +238,8 @@ def plan_growth(
         )
 
     def make(large: ModelSpec) -> GrowthPlan:
+        if target_config is None:
+            large = follow_heads(opened.spec, large, dtype)
         return _plan_for(opened, options, large, dtype)
 
     made = made_to_fit(opened.spec, dims, target_config, make)

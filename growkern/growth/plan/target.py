@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 from growkern.arguments import whole_number
@@ -117,6 +118,28 @@ def finish_target(
     finished = small.with_config(config)
     _validate(finished)
     return finished
+
+
+def follow_heads(small: ModelSpec, large: ModelSpec, dtype: torch.dtype) -> ModelSpec:
+    """The target whose scores are divided by the root of head_dim, where the source's are.
+
+    Gemma has the square of that number in a field of its own. Runtimes such as llama.cpp do not
+    read it: they take head_dim. Growing it scales the queries by the root of the growth. It stays
+    where that would round weights in 16 bits, which are copied otherwise.
+
+    Args:
+        dtype: of the target's weights.
+    """
+    field, (old, new) = small.family.attention.field, (m.head_dim() for m in (small, large))
+    if field is None or old == new or getattr(small.config, field) != old:
+        return large
+    # queries below a norm take the scale from its weight, which changes anyway
+    has_norm = any(space.part == "before_norm" for space in small.family.spaces.values())
+    if dtype.itemsize == 2 and not has_norm and not math.log(new / old, 4).is_integer():
+        return large
+    config = copy.deepcopy(large.config)
+    setattr(config, field, new)
+    return small.with_config(config)
 
 
 def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
@@ -271,6 +294,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
         and name not in may_differ
+        and not (name == family.attention.field and _is_head_dim(small, target))
         and name != "transformers_version"
         # the meaning of a token changes no logits
         and not (name.endswith("_token_id") and None in (old[name], new[name]))
@@ -281,6 +305,13 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
             f"target_config.{name}={new[name]!r} differs from the source's {old[name]!r}; growth "
             f"changes only {', '.join(sorted(growable_fields(family)))}"
         )
+
+
+def _is_head_dim(small: ModelSpec, target: Any) -> bool:
+    """True if source and target divide scores by the root of their head_dim, by a config field."""
+    field = str(small.family.attention.field)
+    both = (small, small.with_config(target))
+    return all(getattr(m.config, field) == m.head_dim() for m in both)
 
 
 def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> None:

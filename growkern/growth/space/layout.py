@@ -249,6 +249,10 @@ class Layout:
         attention = self.family.attention
         old, new = (m.width(spec) // len(spec.parts) for m in (self.small, self.large))
         divided = attention.scale == "head_dim" and holds(attention.when, self.small.config)
+        if attention.field is not None:
+            before, after = (getattr(m.config, attention.field) for m in (self.small, self.large))
+            # it follows head_dim or stays: see `follow_heads` of `growkern.growth.plan.target`
+            divided = before != after
         return direct_sum(
             [
                 within_head(old, new, part, rotary=self.turning, divided=divided)
