@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
     from growkern.growth.optimizer.adamw import decay_groups as decay_groups
     from growkern.growth.optimizer.clip import growth_clip_norm_ as growth_clip_norm_
+    from growkern.growth.optimizer.findings import moment_findings as moment_findings
     from growkern.growth.optimizer.into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.optimizer.moments import growth_lr_multipliers as growth_lr_multipliers
-    from growkern.growth.optimizer.moments import moment_findings as moment_findings
     from growkern.growth.optimizer.muon import GrowthMuon as GrowthMuon
     from growkern.growth.optimizer.state import grow_optimizer as grow_optimizer
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
@@ -72,7 +72,7 @@ _MODULE_OF = {
     "grow_optimizer_into": "growkern.growth.optimizer.into",
     "growth_clip_norm_": "growkern.growth.optimizer.clip",
     "growth_lr_multipliers": "growkern.growth.optimizer.moments",
-    "moment_findings": "growkern.growth.optimizer.moments",
+    "moment_findings": "growkern.growth.optimizer.findings",
     "plan": "growkern.growth.plan.growth_plan",
     "replay": "growkern.growth.replay",
     "verify": "growkern.growth.record.verify",

@@ -59,6 +59,7 @@ PARTS = {
     "growkern.growth": (
         "options",
         "keywords",
+        "history",
         "models",
         "source",
         "space",

@@ -179,7 +179,7 @@ def print_growth(report: Any) -> None:
 
 def print_moments(report: Any) -> None:
     """Print the findings on the grown optimizer moments."""
-    from growkern.growth.optimizer.moments import moment_findings
+    from growkern.growth.optimizer.findings import moment_findings
 
     for finding in moment_findings(report.plan):
         say(finding.line())

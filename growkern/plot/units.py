@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import LINEAGE_FILE
+from growkern.growth.history import LINEAGE_FILE
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import read_lineage
 from growkern.growth.record.recorded import recorded_plan

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from growkern.bounded import read_json, stays_inside
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
 from growkern.growth.source.formats import header_reader, weight_files
 from growkern.growth.source.source import open_source

@@ -21,6 +21,7 @@ from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.shards import ShardLayout
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
 from growkern.growth.source.formats import weight_files
@@ -37,7 +38,6 @@ OTHERS = (
     *("manifest.json", "run.json"),
 )
 GENERATION_FILE = "generation_config.json"
-LINEAGE_FILE, CHECKSUMS_FILE = "lineage.json", "checksums.json"
 LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
 # a tokenizer has ten
 MOST_FILES = 10_000

@@ -15,8 +15,8 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.formats import weight_files
 from growkern.growth.source.stamps import module_folders
 from growkern.publish import replaceable

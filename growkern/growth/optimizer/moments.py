@@ -32,6 +32,13 @@ the weights want u. Its learning rate then needs, with n the size of the source'
 
 which is sqrt(c_out / c_in) in even growth. Rules that adjust the rate to the matrix's shape are
 divided out.
+
+A source that was grown itself takes its steps with factors of its own, so those of the target are
+
+    u_t = u u_s[...],   g_t = g g_s[...],   1 + z_t = s (1 + z_s[...])                     (6)
+
+with z the values of (4), and so on for every growth before. The moments of the target come from
+those of its source, so they need (2) alone.
 """
 
 from __future__ import annotations
@@ -44,11 +51,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.finding import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
+from growkern.growth.record.recorded import plan_of_source
 from growkern.ops.expand.op import expand
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
@@ -94,6 +101,9 @@ def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
     "exact". Entries without a source get the mean factor of the others, and negative shares get
     their magnitude. `growkern.GrowthAdamW` and `growkern.GrowthMuon` apply the factors.
 
+    If the source was grown itself, the factors count from the model that was grown first. They
+    belong to the parameters, whatever optimizer trained the source.
+
     Args:
         plan: from `growkern.plan`, or a grown model's `growth_plan`.
 
@@ -104,20 +114,48 @@ def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
         GrowthError: `plan` is no plan.
     """
     check_plan(plan)
-    return {task.name: _entry_factors(plan, task) for task in plan.tasks}
+    try:
+        before = plan_of_source(plan)
+    except GrowthError:
+        # `moment_findings` says so
+        before = None
+    earlier = {} if before is None else growth_lr_multipliers(before)
+    return {task.name: entry_factors(plan, task, earlier) for task in plan.tasks}
 
 
-def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
+def entry_factors(
+    plan: GrowthPlan, task: Task, earlier: Mapping[str, EntryFactors]
+) -> EntryFactors:
+    """The factors of one parameter.
+
+    Args:
+        earlier: those of the source's parameters, see (6); empty: of this growth alone.
+    """
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
-    lr = [axis_map(plan, task, axis, size).scale for axis, size in axes]
+    maps, gradients = [axis_map(plan, task, *axis) for axis in axes], _gradient_maps(plan, task)
+    # with AKI, entries of the next layer are counted behind those of the layer
+    before = [earlier[name] for name in (task.source, task.upper) if name in earlier]
+    lr = [m.scale for m in maps]
     centre: tuple[Tensor, ...] = ()
     if task.tensor.norm and not task.tensor.is_bias:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
         if plan.layout.family.norm.offset(is_bias=False) and not is_new(plan, task):
             # lr is 0 where the norm's input is 0; there `tensors.norms` scales by kappa
-            centre = (torch.where(lr[0] == 0, entering.kappa, lr[0]) - 1,)
-    eps = [m.scale for m in _gradient_maps(plan, task)]
+            scale = torch.where(lr[0] == 0, entering.kappa, lr[0])
+            pulls = [
+                1 + (factors.centre[0] if factors.centre else torch.zeros_like(factors.lr[0]))
+                for factors in before
+            ]
+            centre = (scale * _gathered(maps[0], pulls) - 1,)
+    lr = [
+        x * _gathered(m, [factors.lr[dim] for factors in before])
+        for dim, (x, m) in enumerate(zip(lr, maps, strict=True))
+    ]
+    eps = [
+        m.scale * _gathered(m, [factors.eps[dim] for factors in before])
+        for dim, m in enumerate(gradients)
+    ]
     is_old = is_first_copy(plan, task) and not is_new(plan, task)
     old = [old_entries(plan, task, *axis) & is_old for axis in axes]
     return EntryFactors(
@@ -125,11 +163,21 @@ def _entry_factors(plan: GrowthPlan, task: Task) -> EntryFactors:
         tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
         tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(old)),
         centre,
-        _muon_factors(plan, task),
+        _muon_factors(plan, task, before[0].muon if before else {}),
     )
 
 
-def _muon_factors(plan: GrowthPlan, task: Task) -> dict[str, float]:
+def _gathered(axis: AxisMap, earlier: Sequence[Tensor]) -> Tensor | float:
+    """The factors that the sources of an axis' entries had before; their mean for new entries."""
+    if not earlier:
+        return 1.0
+    known = torch.cat([x.flatten() for x in earlier])
+    is_copy = torch.arange(len(axis.index)) < len(axis.index) - axis.extra
+    of_source = known[torch.where(is_copy, axis.index, 0)]
+    return torch.where(is_copy, of_source, known[: axis.source].mean())
+
+
+def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) -> dict[str, float]:
     """`EntryFactors.muon`; empty unless the tensor is a matrix."""
     if len(task.shape) != 2:
         return {}
@@ -137,7 +185,10 @@ def _muon_factors(plan: GrowthPlan, task: Task) -> dict[str, float]:
     (a, b), (rows, cols) = task.shape, [m.source for m in maps]
     copied = [m.scale[: len(m.scale) - m.extra] for m in maps]
     scale = math.prod(float(u.norm()) for u in copied) / math.sqrt(rows * cols)
-    return {name: scale * rule(rows, cols) / rule(a, b) for name, rule in MUON_RULES.items()}
+    return {
+        name: scale * rule(rows, cols) / rule(a, b) * earlier.get(name, 1.0)
+        for name, rule in MUON_RULES.items()
+    }
 
 
 def _filled(scale: Tensor) -> Tensor:
@@ -293,105 +344,3 @@ def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
         scale = torch.where(entering.is_extra, 0.0, axes[0].scale * entering.write / entering.kappa)
         axes = [dataclasses.replace(axes[0], scale=scale)]
     return axes
-
-
-# ----------------------------------------------------------------- findings
-
-
-def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
-    """Which grown moments equal the averages of the target's own gradients, and which do not.
-
-    Args:
-        plan: of the growth.
-        optimizer: "adamw", or "muon" to hear about its steps, too.
-
-    Returns:
-        The first finding is about all moments, further ones about parts of the model. "exact": they
-        are equal. "approximate": the moments are start values that fold back to the source's.
-        "changed": the target computes another function, or the moments start at zero.
-
-    Raises:
-        GrowthError: an unknown optimizer, or `plan` is no plan.
-    """
-    check_plan(plan)
-    if optimizer not in ("adamw", "muon"):
-        raise GrowthError(f"optimizer={optimizer!r}{nearest(optimizer, ('adamw', 'muon'))}")
-    parts = [_overall, _exceptions, *([_steps_of_muon] if optimizer == "muon" else [])]
-    return tuple(finding for part in parts for finding in part(plan))
-
-
-def _overall(plan: GrowthPlan) -> list[Finding]:
-    layout, options = plan.layout, plan.options
-    if options.is_baseline:
-        return [Finding("changed", "moments", "the weights do not come from the source")]
-    reasons = []
-    if not all(finding.level == "exact" for finding in plan.findings):
-        reasons.append("the target does not compute the source's function exactly")
-    if options.symmetry in ("noise", "routing"):
-        reasons.append(f"symmetry={options.symmetry!r}: copies differ, so their gradients differ")
-    if options.symmetry == "split":
-        reasons.append("symmetry='split': the readers of a vector take different shares")
-    if layout.is_extended:
-        reasons.append("gradients pass through the extra coordinates of the stream")
-    if reasons:
-        reasons.append(
-            "growth_clip_norm_ also counts how copies differ, so its norm is larger than the "
-            "source's"
-        )
-        return [Finding("approximate", "moments", "; ".join(reasons))]
-    but = ", but for the parts named below" if _exceptions(plan) else ""
-    why = (
-        f"every copy's gradient is a fixed share of its source's{but}; clip gradients with "
-        "growth_clip_norm_, as their plain norm counts every copy"
-    )
-    return [Finding("exact", "moments", why)]
-
-
-def _exceptions(plan: GrowthPlan) -> list[Finding]:
-    family, models, found = plan.small.family, (plan.small, plan.large), []
-    if "kv_heads" in family.config:
-        old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
-        if old != new:
-            why = (
-                f"gradients of {new} query heads add up in a key head, in the source those of "
-                f"{old}, so a copy's gradient is no fixed share of its source's"
-            )
-            found.append(Finding("approximate", "keys and values", why))
-    if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
-        why = "the new entries of keys are 0 but get gradients from the queries"
-        found.append(Finding("approximate", "keys", why))
-    if not all(has_known_gradient(plan, task) for task in plan.tasks):
-        why = (
-            "symmetry='split': the copies' shares of the gradient are unknown; their moments "
-            "and step counts start at 0"
-        )
-        found.append(Finding("changed", "weights that write the residual stream or heads", why))
-    if any(is_new(plan, task) for task in plan.tasks):
-        found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
-    return found
-
-
-def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
-    """Exact where the moments are and all entries of each matrix have the same factors."""
-    (moments,) = _overall(plan)
-    level = moments.level
-    reasons = [] if level == "exact" else [f"the momentum is not the target's own: {moments.why}"]
-    uneven = [
-        task.name
-        for task in plan.tasks
-        if len(task.shape) == 2
-        and any(
-            bool((vector != vector.flatten()[0]).any())
-            for factors in [_entry_factors(plan, task)]
-            for vector in (*factors.lr, *factors.eps)
-        )
-    ]
-    if uneven:
-        level = level if reasons else "approximate"
-        reasons.append(
-            f"copies are uneven in {len(uneven)} matrices, first in {uneven[0]}: Muon's step there "
-            "is not the grown step, and its learning rate fits on average"
-        )
-    but = ", but for the parts named above" if _exceptions(plan) else ""
-    why = f"every matrix takes the grown step, with the factors of growth_lr_multipliers{but}"
-    return [Finding(level, "steps of Muon", "; ".join(reasons) or why)]

@@ -107,6 +107,11 @@ class GrowthPlan(Blueprint):
 
         `lineage.json` and the resume journal store it: changing a key changes those formats.
         """
+        findings = [dataclasses.asdict(finding) for finding in self.findings]
+        return {**self.summary(), "exact": self.exact, "findings": findings}
+
+    def summary(self) -> dict[str, Any]:
+        """`to_dict` without the findings, for which weights may be read."""
         return {
             "growkern": version(),
             "family": self.small.family.model_type,
@@ -119,8 +124,6 @@ class GrowthPlan(Blueprint):
             "parameters": [self.parameters("source"), self.parameters("target")],
             "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
             "dtype": str(self.dtype).removeprefix("torch."),
-            "exact": self.exact,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
     def table(

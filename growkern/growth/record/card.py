@@ -13,13 +13,13 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from growkern.growth.history import CARD_FILE, CARD_TAG, MOST_CARD_BYTES
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
 from growkern.growth.source.hub import ID, hub_model, name_of
 from growkern.units import human
 
-CARD_FILE = "README.md"
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 EMBEDDINGS = (
@@ -32,8 +32,6 @@ TRAINED = "and was trained or changed since."
 COMPARED, COMPARED_BEFORE = "Compared with its source:", "Before that, compared with its source:"
 RECORD = "`lineage.json` says where every weight comes from."
 RECORD_BEFORE = "`lineage.json` says where every weight came from when the model was grown."
-# a card is read into memory
-MOST_BYTES = 1_000_000
 # the last line of a card that growkern wrote: the checksum of the lines above it
 STAMP = "<!-- growkern rewrites this file as long as nobody edits it: {} -->\n"
 STAMPED = re.compile(f"(.*\n){re.escape(STAMP).replace(re.escape('{}'), '([0-9a-f]{64})')}", re.S)
@@ -122,7 +120,7 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
         is_sentence: whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
-    kept["tags"] = sorted({*_listed(kept.get("tags")), "growkern"})
+    kept["tags"] = sorted({*_listed(kept.get("tags")), CARD_TAG})
     if ID.fullmatch(name):
         kept["base_model"] = name
     library = "sentence-transformers" if is_sentence else "transformers"
@@ -197,7 +195,7 @@ def _is_unedited(text: str) -> bool:
 def _text(file: Path) -> str:
     """A card; "" if there is none that can be read."""
     try:
-        is_small = file.is_file() and file.stat().st_size <= MOST_BYTES
+        is_small = file.is_file() and file.stat().st_size <= MOST_CARD_BYTES
         return file.read_text(encoding="utf-8") if is_small else ""
     except (OSError, ValueError):
         return ""

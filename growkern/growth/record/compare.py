@@ -51,7 +51,7 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
     elif plan.source.directory is None:
         # a model in memory may have been loaded with another dtype than its file's
         del now["source_dtype"]
-    left_out = set(NOT_COMPARED)
+    left_out = {*NOT_COMPARED, *({"exact"} - data.keys())}
     if data.get("versions", {}).get("growkern") != version():
         # another version may judge differently
         left_out.add("exact")

@@ -24,8 +24,14 @@ import transformers
 from growkern.arguments import path_of
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.companions import LINEAGE_FILE
 from growkern.growth.disk.shards import ShardLayout
+from growkern.growth.history import (
+    EARLIER,
+    LINEAGE_FILE,
+    MOST_LINEAGE_BYTES,
+    History,
+    history_from,
+)
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
@@ -96,10 +102,9 @@ def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[
     The resume journal stores it, so that only the same growth resumes.
     """
     heads = {name: hashlib.sha256(head).hexdigest() for name, head in layout.heads.items()}
-    # findings decide no byte, and a bound that is measured differs between kinds of CPUs
-    summary = {k: v for k, v in plan.to_dict().items() if k not in ("findings", "exact")}
     return {
-        **summary,
+        # findings decide no byte, and a bound that is measured differs between kinds of CPUs
+        **plan.summary(),
         "target config": config_dict(plan.large.config),
         "source": source_files(plan.source),
         "input": plan.source.stamps.identity() if plan.source.stamps else {},
@@ -122,7 +127,8 @@ def config_dict(config: Any) -> dict[str, Any]:
 def record_of(plan: GrowthPlan) -> dict[str, Any]:
     """The part of `lineage.json` that follows from the plan, as JSON data."""
     record = {
-        **plan.to_dict(),
+        # findings may need weights, which a plan of a record does not have
+        **(plan.to_dict() if "findings" in vars(plan) else plan.summary()),
         "source_config": config_dict(plan.small.config),
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
@@ -151,9 +157,18 @@ def lineage_text(
         "source": name_of(source) if source else "",
         **({"source_commit": on_hub.commit} if on_hub else {}),
         "source_files": without_times(files),
+        EARLIER: _earlier(plan.source.history),
         **({TRAINED: True} if trained else {}),
     }
     return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+
+
+def _earlier(history: History) -> list[Any]:
+    """The records of the growths before this one, the latest first."""
+    if history.plan is None:
+        return [*history.records]
+    text = lineage_text(history.plan, Settings(), {}, trained=True)
+    return [*history_from(json.loads(text)).records]
 
 
 def write_lineage(text: str, directory: Path) -> None:
@@ -180,6 +195,7 @@ class Lineage:
         options, settings: of the growth.
         dtype, source_dtype: dtype of the target's weights and of the source's.
         source_config, target_config: Hugging Face configs.
+        earlier: the growths that made the source.
     """
 
     file: Path
@@ -191,6 +207,7 @@ class Lineage:
     source_dtype: torch.dtype
     source_config: Any
     target_config: Any
+    earlier: History
 
     @cached_property
     def _spaces(self) -> Any:
@@ -209,8 +226,6 @@ class Lineage:
             raise GrowthError(f"{self.file}: no map of {own}: {error!r}") from error
 
 
-# an entry has 500 bytes; there is one for each tensor
-MOST_BYTES = 64_000_000
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
 NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -229,7 +244,19 @@ def read_lineage(path: Path) -> Lineage:
     if not file.is_file():
         raise GrowthError(f"{path}: no {LINEAGE_FILE}: give {RECORD}")
     try:
-        data = read_json(file, MOST_BYTES, "lineage")
+        data = read_json(file, MOST_LINEAGE_BYTES, "lineage")
+    except GrowthError as error:
+        raise _no_record(file, str(error).removeprefix(f"{file}: ")) from error
+    return lineage_of(file, data)
+
+
+def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
+    """A lineage from the content of its file.
+
+    Raises:
+        GrowthError: it is damaged.
+    """
+    try:
         if missing := [name for name in NEEDED if name not in data]:
             raise ValueError(f"it has no {missing[0]!r}")
         for name in TABLES:
@@ -247,6 +274,7 @@ def read_lineage(path: Path) -> Lineage:
             DTYPES[data["source_dtype"]],
             _read_config(file, data["source_config"]),
             _read_config(file, data["target_config"]),
+            History(records=history_from(data).records[1:]),
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")

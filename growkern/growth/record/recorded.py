@@ -5,6 +5,7 @@ The optimizer of a grown model needs the maps of the growth, but neither the sou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.disk.companions import LINEAGE_FILE
+from growkern.growth.history import LINEAGE_FILE, History
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.record.lineage import Lineage, read_lineage
+from growkern.growth.record.lineage import Lineage, lineage_of, read_lineage
 from growkern.growth.record.origins import spaces_of
 from growkern.growth.source.source import Source
 
@@ -38,6 +39,35 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     return recorded_plan(read_lineage(Path(directory)))
 
 
+def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:
+    """The plan by which the source of a growth was grown itself; None if it was not.
+
+    Raises:
+        GrowthError: it was, or may have been, and how is not known. The message says why.
+    """
+    history = plan.source.history
+    earlier = history.plan
+    if history.records:
+        record = history.records[0]
+        if isinstance(record, str):
+            raise GrowthError(record)
+        file = (plan.source.directory or Path()) / LINEAGE_FILE
+        before = History(records=history.records[1:])
+        earlier = recorded_plan(replace(lineage_of(file, record), earlier=before))
+    if earlier is None:
+        return None
+    if earlier.large.shapes != plan.small.shapes:
+        raise GrowthError(f"the {plan.small.class_name} is not as its growth made it")
+    # the steps of random weights follow no source
+    return None if earlier.options.is_baseline else earlier
+
+
+def misfit(plan: GrowthPlan, model: Any) -> str | None:
+    """The first parameter that is not as growth made it: layers or tokens may have been added."""
+    shapes, named = plan.large.shapes, model.named_parameters()
+    return next((name for name, p in named if tuple(p.shape) != shapes.get(name)), None)
+
+
 def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for.
 
@@ -54,7 +84,7 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
     def read(name: str) -> Tensor:
         raise GrowthError(f"{lineage.file} has no weights: {name} is in the source")
 
-    source = Source(small, dtypes, read)
+    source = Source(small, dtypes, read, history=lineage.earlier)
     plan = plan_growth(
         source, lineage.options, {}, lineage.target_config, lineage.dtype, judged=False
     )

@@ -12,24 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.growth.disk.companions import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
+from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.card import (
-    CARD_FILE,
-    add_tags,
-    card_text,
-    note_training,
-    write_card,
-)
+from growkern.growth.record.card import add_tags, card_text, note_training, write_card
 from growkern.growth.record.lineage import (
     Settings,
     lineage_text,
     source_files,
     write_lineage,
 )
+from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded.placement import local_tensor
 
 # what `save_pretrained` takes by default
@@ -41,9 +36,9 @@ SAMPLED = 251
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
-    A model that was trained or cast since is saved as any other. If it replaces weights in a
-    directory that has a record, a record stays there, for `growkern.fold`. It and the card then say
-    that the weights were trained since.
+    If the model was trained or cast since, the record says so, and so does a card that is there.
+    `growkern.fold` and the next growth need it. A model whose shapes were changed is saved as any
+    other; a record that is in the directory then stays.
 
     Args:
         model: what the plan made.
@@ -59,7 +54,8 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
         is_own = options.get("state_dict") is None and len(args) < 2 and _state(self) == state
         directory = Path(save_directory)
         has_record = (directory / LINEAGE_FILE).is_file()
-        if is_first and (is_own or has_record) and not directory.is_file():
+        is_whole = is_own or has_record or misfit(plan, self) is None
+        if is_first and is_whole and not directory.is_file():
             size = parse_size("max_shard_size", options.get("max_shard_size", SHARD_SIZE))
             settings = Settings(backend, size, nonfinite)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call

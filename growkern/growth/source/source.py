@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from growkern.errors import GrowthError
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.history import History, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
     check_names_and_shapes,
@@ -65,6 +67,7 @@ class Source:
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.
         generation: the `GenerationConfig` that the source comes with, if it has one.
+        history: the growths that made it.
         keys: the JSON object of its config.json; empty for a model in memory.
         warned: what growth does not take over of a model in memory, one line each.
         stamps: of the files of `directory`, before they were read; None for a model in memory.
@@ -78,6 +81,7 @@ class Source:
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: Any | None = field(default=None, repr=False)
+    history: History = field(default_factory=History)
     keys: Mapping[str, Any] = field(default_factory=dict, repr=False)
     warned: tuple[str, ...] = field(default=(), repr=False)
     stamps: Stamps | None = field(default=None, repr=False)
@@ -186,15 +190,10 @@ class _Live(_Reader):
     tensors: Mapping[str, Tensor]
 
     def __call__(self, name: str) -> Tensor:
-        if not self.tensors:
-            raise GrowthError(
-                f"{name} of the source cannot be read: a saved plan has no weights of a model in "
-                "memory: make the plan again from the source"
-            )
         return self.tensors[name].detach()
 
-    def __reduce__(self) -> tuple[type[_Live], tuple[dict[str, Tensor]]]:
-        return _Live, ({},)
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[Callable[[str], Any]]]:
+        return partial, (no_weights,)
 
 
 class _Checked(_Reader):
@@ -237,7 +236,13 @@ def _open_model(model: Any) -> Source:
     device = next(iter(own.values())).device
 
     generation = getattr(model, "generation_config", None)
-    return Source(spec, dtypes, _Live(own), device=device, generation=generation, warned=warned)
+    return Source(
+        *(spec, dtypes, _Live(own)),
+        device=device,
+        generation=generation,
+        history=history_of(model),
+        warned=warned,
+    )
 
 
 # -------------------------------------------------------------- directories
@@ -260,10 +265,11 @@ def _open_directory(directory: Path) -> Source:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
 
-    generation = read_generation(config_directory(directory))
+    beside = config_directory(directory)
     return Source(
         *(spec, dtypes, _Stored(own), directory, format, own),
-        generation=generation,
+        generation=read_generation(beside),
+        history=history_in(beside),
         keys=keys,
         stamps=stamps,
     )

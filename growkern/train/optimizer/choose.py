@@ -22,7 +22,7 @@ from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.growth.optimizer.muon import GrowthMuon
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.sub_model import find_stacks
@@ -129,8 +129,8 @@ def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
     needed = choice == "growth-adamw"
     try:
         plan = growth_plan_of(model)
-        if plan is not None:
-            _check_fits(model, plan)
+        if plan is not None and (name := misfit(plan, model)):
+            raise GrowthError(f"{name} is not as growth made it")
     except GrowthError as error:
         if needed:
             raise
@@ -149,13 +149,6 @@ def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
         )
     # random weights have no source whose steps the copies could take
     return None if plan is None or plan.options.is_baseline else plan
-
-
-def _check_fits(model: Any, plan: GrowthPlan) -> None:
-    """Refuse a plan of other shapes: layers or tokens may have been added since."""
-    for name, p in model.named_parameters():
-        if tuple(p.shape) != plan.large.shapes.get(name):
-            raise GrowthError(f"{name} is not as growth made it")
 
 
 def _other_optimizer(args: TrainingArguments, given: str) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import os
 import shlex
 import warnings
@@ -72,17 +73,27 @@ def test_a_model_in_memory_is_saved_with_its_record(from_disk, tmp_path):
     growkern.fold(tmp_path / "here", tmp_path / "back")
 
 
-def test_no_record_of_a_model_that_has_changed(tmp_path):
-    def saves(name, change):
+def test_the_record_in_a_new_directory_says_whether_the_model_has_changed(tmp_path):
+    def record(name, change):
         large = growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=32)
         change(large).save_pretrained(tmp_path / name)
-        return (tmp_path / name / "lineage.json").exists()
+        found = files(tmp_path / name)
+        text = found.get("lineage.json")
+        assert text is None or ("README.md" in found) == ("trained_since" not in json.loads(text))
+        return text and json.loads(text).get("trained_since", False)
 
-    assert saves("grown", lambda model: model)
-    assert not saves("trained", trained)
-    assert not saves("by kernels", trained_by_kernels)
-    assert not saves("by data", one_weight_written_past_autograd)
-    assert not saves("cast", lambda model: model.bfloat16())
+    assert record("grown", lambda model: model) is False
+    assert record("trained", trained) is True
+    assert record("by kernels", trained_by_kernels) is True
+    assert record("by data", one_weight_written_past_autograd) is True
+    assert record("cast", lambda model: model.bfloat16()) is True
+    # its factors would be of other shapes
+    assert record("with more tokens", more_tokens) is None
+
+
+def more_tokens(model):
+    model.resize_token_embeddings(64)
+    return model
 
 
 def trained(model):

@@ -1,0 +1,126 @@
+"""`growkern.moment_findings`: where the steps of a grown model are those of its source."""
+
+from __future__ import annotations
+
+from growkern.errors import GrowthError, nearest
+from growkern.growth.optimizer.moments import entry_factors, has_known_gradient, is_new
+from growkern.growth.plan.finding import Finding
+from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
+from growkern.growth.record.recorded import plan_of_source
+
+
+def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
+    """Which grown moments equal the averages of the target's own gradients, and which do not.
+
+    Args:
+        plan: of the growth.
+        optimizer: "adamw", or "muon" to hear about its steps, too.
+
+    Returns:
+        The first finding is about all moments, further ones about parts of the model. "exact": they
+        are equal. "approximate": the moments are start values that fold back to the source's, or a
+        growth before this one is not known, and with it the factors of steps.
+        "changed": the target computes another function, or the moments start at zero.
+
+    Raises:
+        GrowthError: an unknown optimizer, or `plan` is no plan.
+    """
+    check_plan(plan)
+    if optimizer not in ("adamw", "muon"):
+        raise GrowthError(f"optimizer={optimizer!r}{nearest(optimizer, ('adamw', 'muon'))}")
+    parts = [_overall, _exceptions, *([_steps_of_muon] if optimizer == "muon" else [])]
+    return tuple(finding for part in parts for finding in part(plan))
+
+
+def _overall(plan: GrowthPlan) -> list[Finding]:
+    layout, options = plan.layout, plan.options
+    if options.is_baseline:
+        return [Finding("changed", "moments", "the weights do not come from the source")]
+    reasons = []
+    if not all(finding.level == "exact" for finding in plan.findings):
+        reasons.append("the target does not compute the source's function exactly")
+    if options.symmetry in ("noise", "routing"):
+        reasons.append(f"symmetry={options.symmetry!r}: copies differ, so their gradients differ")
+    if options.symmetry == "split":
+        reasons.append("symmetry='split': the readers of a vector take different shares")
+    if layout.is_extended:
+        reasons.append("gradients pass through the extra coordinates of the stream")
+    if reasons:
+        reasons.append(
+            "growth_clip_norm_ also counts how copies differ, so its norm is larger than the "
+            "source's"
+        )
+    if unknown := _unknown_growth(plan):
+        reasons.append(
+            f"the source was grown before, and how is not known ({unknown}), so the factors of "
+            "growth_lr_multipliers count from this growth alone"
+        )
+    if reasons:
+        return [Finding("approximate", "moments", "; ".join(reasons))]
+    but = ", but for the parts named below" if _exceptions(plan) else ""
+    why = (
+        f"every copy's gradient is a fixed share of its source's{but}; clip gradients with "
+        "growth_clip_norm_, as their plain norm counts every copy"
+    )
+    return [Finding("exact", "moments", why)]
+
+
+def _unknown_growth(plan: GrowthPlan) -> str:
+    """Why a growth before this one is not known; "" if all are."""
+    earlier: GrowthPlan | None = plan
+    try:
+        while earlier is not None:
+            earlier = plan_of_source(earlier)
+    except GrowthError as error:
+        return str(error)
+    return ""
+
+
+def _exceptions(plan: GrowthPlan) -> list[Finding]:
+    family, models, found = plan.small.family, (plan.small, plan.large), []
+    if "kv_heads" in family.config:
+        old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
+        if old != new:
+            why = (
+                f"gradients of {new} query heads add up in a key head, in the source those of "
+                f"{old}, so a copy's gradient is no fixed share of its source's"
+            )
+            found.append(Finding("approximate", "keys and values", why))
+    if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
+        why = "the new entries of keys are 0 but get gradients from the queries"
+        found.append(Finding("approximate", "keys", why))
+    if not all(has_known_gradient(plan, task) for task in plan.tasks):
+        why = (
+            "symmetry='split': the copies' shares of the gradient are unknown; their moments "
+            "and step counts start at 0"
+        )
+        found.append(Finding("changed", "weights that write the residual stream or heads", why))
+    if any(is_new(plan, task) for task in plan.tasks):
+        found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
+    return found
+
+
+def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
+    """Exact where the moments are and all entries of each matrix have the same factors."""
+    (moments,) = _overall(plan)
+    level = moments.level
+    reasons = [] if level == "exact" else [f"the momentum is not the target's own: {moments.why}"]
+    uneven = [
+        task.name
+        for task in plan.tasks
+        if len(task.shape) == 2
+        and any(
+            bool((vector != vector.flatten()[0]).any())
+            for factors in [entry_factors(plan, task, {})]
+            for vector in (*factors.lr, *factors.eps)
+        )
+    ]
+    if uneven:
+        level = level if reasons else "approximate"
+        reasons.append(
+            f"copies are uneven in {len(uneven)} matrices, first in {uneven[0]}: Muon's step there "
+            "is not the grown step, and its learning rate fits on average"
+        )
+    but = ", but for the parts named above" if _exceptions(plan) else ""
+    why = f"every matrix takes the grown step, with the factors of growth_lr_multipliers{but}"
+    return [Finding(level, "steps of Muon", "; ".join(reasons) or why)]

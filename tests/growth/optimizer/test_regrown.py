@@ -1,0 +1,264 @@
+"""Growing again and again: the factors of all growths count, so the steps are the first model's."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import growkern
+from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.record.recorded import growth_plan_of
+from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from tests.growth.optimizer import test_muon
+from tests.growth.optimizer.test_growth_adamw import GEMMA, OPTIONS, UNEVEN, groups
+from tests.growth.optimizer.test_optimizer import COPIED, TIED, UNTIED, train
+
+EVEN = {"symmetry": "none", **COPIED}
+WIDE = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
+WIDER = {"hidden_size": 48, "num_attention_heads": 24, "num_key_value_heads": 8}
+WIDEST = {"hidden_size": 96, "num_attention_heads": 48, "num_key_value_heads": 16}
+ODD = {"hidden_size": 28, "num_attention_heads": 14, "num_key_value_heads": 14, **COPIED}
+UNITS = {"intermediate_size": 240}
+BERTS = [{"hidden_size": 24, "num_attention_heads": 6}, {"hidden_size": 72, **UNITS}]
+CHAINS = [
+    ("GPT2LMHeadModel", GPT2, TIED, [{"n_embd": 24}, {"n_embd": 48}]),
+    ("GPT2LMHeadModel", GPT2, UNTIED, [{"n_embd": 24}, {"n_inner": 144}, {"n_embd": 72}]),
+    ("BertForMaskedLM", BERT, {}, BERTS),
+    ("LlamaForCausalLM", LLAMA, TIED, [WIDE, WIDER, {**WIDEST, **UNITS}]),
+    ("Gemma2ForCausalLM", GEMMA, {"query_pre_attn_scalar": 4}, [WIDE, {**WIDER, **UNITS}]),
+    # copies that differ in number
+    ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 6}, TIED, [UNEVEN, ODD]),
+]
+
+
+def same_factors(one, other):
+    assert one.keys() == other.keys()
+    for name, factors in one.items():
+        for field in ("lr", "eps", "centre"):
+            pairs = zip(getattr(factors, field), getattr(other[name], field), strict=True)
+            assert all(torch.equal(x, y) for x, y in pairs), name
+        assert factors.muon == pytest.approx(other[name].muon, rel=1e-12)
+
+
+def relative(one, other):
+    a, b = outputs(one)["logits"], outputs(other)["logits"]
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def everywhere(model):
+    """With weight decay on all parameters, so that the norms of Gemma are pulled too."""
+    return [{"params": list(model.named_parameters()), "weight_decay": 0.1}]
+
+
+def step_on(model, optimizer, steps):
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def grown(model, optimizer, sizes, **how):
+    """The grown model and its optimizer, with the grown state."""
+    large = growkern.grow(model, **{**EVEN, **how, **sizes})
+    new = growkern.GrowthAdamW(everywhere(large), large.growth_plan, **OPTIONS)
+    new.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), large.growth_plan))
+    return large, new
+
+
+@pytest.mark.parametrize("case", CHAINS, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_after_every_growth_the_steps_are_those_of_the_first_model(case):
+    """Side by side in float64: the model that never grew, and one that grows every ten steps."""
+    class_name, sizes, config, chain = case
+    small = random_model(class_name, sizes, std=0.2, **config)
+    optimizer = torch.optim.AdamW(everywhere(small), **OPTIONS)
+    train(small, optimizer, range(10))
+    large, new = small, optimizer
+    for number, wider in enumerate(chain, start=1):
+        start = 20 * number
+        large, new = grown(large, new, wider)
+        assert relative(large, small) <= 1e-12
+        before = outputs(small)["logits"]
+        train(small, optimizer, range(start, start + 20))
+        train(large, new, range(start, start + 20))
+        assert (outputs(small)["logits"] - before).abs().max() > 0.1
+        assert relative(large, small) <= 1e-12
+        assert growkern.moment_findings(large.growth_plan)[0].level == "exact"
+
+
+def test_without_the_first_growth_the_model_runs_away():
+    """The test above sees what a second growth forgets."""
+    small = random_model("GPT2LMHeadModel", GPT2, std=0.2)
+    large, new = grown(
+        *step_on(small, torch.optim.AdamW(everywhere(small), **OPTIONS), [0]), {"n_embd": 24}
+    )
+    del large.growth_plan
+    large, _ = grown(large, new, {"n_embd": 48})
+    assert relative(large, small) <= 1e-12
+    factors = growth_lr_multipliers(large.growth_plan)["transformer.h.0.attn.c_attn.weight"]
+    assert float(factors.lr[0].max() * factors.lr[1].max()) == 0.5
+
+
+@pytest.mark.parametrize("depth", ["identity", "stack"])
+def test_width_and_depth_in_any_order(depth):
+    """Wider, deeper, wider again; and deeper alone, with plain AdamW."""
+    small = random_model("LlamaForCausalLM", LLAMA, std=0.2)
+    deeper = {"num_hidden_layers": 4, "depth": depth}
+    deep = growkern.grow(small, **EVEN, **deeper)
+    large = growkern.grow(small, **{**EVEN, **WIDE})
+    for sizes in (deeper, WIDER):
+        large = growkern.grow(large, **{**EVEN, **sizes})
+    assert relative(large, deep) <= 1e-12
+    train(deep, torch.optim.AdamW(groups(deep), **OPTIONS), range(20))
+    train(large, growkern.GrowthAdamW(groups(large), large.growth_plan, **OPTIONS), range(20))
+    assert relative(large, deep) <= 1e-12
+    assert relative(large, small) > 0.1
+
+
+def test_the_factors_are_of_the_parameters_not_of_the_optimizer_before():
+    """Plain AdamW after the first growth changes nothing about the second."""
+    small = random_model("GPT2LMHeadModel", GPT2, std=0.2)
+    middle = growkern.grow(small, **EVEN, n_embd=24)
+    train(middle, torch.optim.AdamW(groups(middle), **OPTIONS), range(3))
+    large = growkern.grow(middle, **EVEN, n_embd=48)
+    straight = growkern.grow(small, **EVEN, n_embd=48)
+    same_factors(*(growth_lr_multipliers(x.growth_plan) for x in (large, straight)))
+
+
+@pytest.mark.parametrize("rule", test_muon.RULES)
+def test_muon_takes_the_steps_of_the_first_model(rule, monkeypatch):
+    # the polynomial of Muon in float64: by itself it rounds to bfloat16
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    monkeypatch.setattr(test_muon, "MAX_NORM", 0.1)
+    small = random_model("LlamaForCausalLM", LLAMA, std=0.2, **TIED)
+    optimizers = test_muon.both(small, rule)
+    test_muon.train(small, optimizers, range(3), test_muon.clip_source)
+    large, theirs = small, optimizers
+    for number, sizes in enumerate([WIDE, WIDER, UNITS], start=1):
+        large = growkern.grow(large, **{**EVEN, **sizes})
+        theirs = test_muon.both_grown(large, rule, [x.state_dict() for x in theirs])
+        steps = range(20 * number, 20 * number + 20)
+        test_muon.train(small, optimizers, steps, test_muon.clip_source)
+        # clipped by the norm of the first model, too
+        test_muon.train(large, theirs, steps, test_muon.clip_target)
+        assert relative(large, small) <= 1e-12
+
+
+# ------------------------------------------------------------------------ disk
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """A model that was grown twice, in memory and from disk to disk."""
+    small = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    small.save_pretrained(tmp_path / "small")
+    middle = growkern.grow(small, **EVEN, **WIDE)
+    large = growkern.grow(middle, **EVEN, **WIDER)
+    for source, target, sizes in (("small", "middle", WIDE), ("middle", "large", WIDER)):
+        growkern.grow_checkpoint(
+            tmp_path / source, tmp_path / target, **EVEN, **sizes, progress=False
+        )
+    return large
+
+
+def loaded(directory):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_the_factors_come_from_disk_too(chain, tmp_path):
+    expected = growth_lr_multipliers(chain.growth_plan)
+    chain.save_pretrained(tmp_path / "saved")
+    for name in ("large", "saved"):
+        same_factors(growth_lr_multipliers(growth_plan_of(loaded(tmp_path / name))), expected)
+    # the sources are not needed
+    (tmp_path / "small").rename(tmp_path / "gone")
+    (tmp_path / "middle").rename(tmp_path / "gone too")
+    same_factors(growth_lr_multipliers(growth_plan_of(loaded(tmp_path / "large"))), expected)
+
+
+def test_a_third_growth_has_them_from_wherever_it_comes(chain, tmp_path):
+    expected = growkern.grow(chain, **EVEN, **WIDEST).growth_plan
+    chain.save_pretrained(tmp_path / "saved")
+    for source in (tmp_path / "large", tmp_path / "saved", loaded(tmp_path / "large")):
+        plan = growkern.plan(source, **EVEN, **WIDEST)
+        same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(expected))
+        assert growkern.moment_findings(plan)[0].level == "exact"
+    config = growkern.plan(tmp_path / "large", **EVEN, **WIDEST).target_config
+    target = type(chain)._from_config(config, dtype=torch.float32)
+    plan = growkern.grow_into(target, tmp_path / "large", **EVEN).plan
+    same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(expected))
+
+
+def test_a_model_that_was_trained_before_it_was_saved_has_them(chain, tmp_path):
+    with torch.no_grad():
+        chain.lm_head.weight.mul_(2)
+    chain.save_pretrained(tmp_path / "trained")
+    plan = growth_plan_of(loaded(tmp_path / "trained"))
+    same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(chain.growth_plan))
+
+
+def test_a_replayed_growth_is_the_same_to_the_byte(chain, tmp_path):
+    growkern.replay(tmp_path / "large", tmp_path / "middle", tmp_path / "again", progress=False)
+    for file in (tmp_path / "large").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
+def lose(directory):
+    (directory / "lineage.json").unlink()
+
+
+def lose_all(directory):
+    lose(directory)
+    (directory / "checksums.json").unlink()
+
+
+def damage(directory):
+    (directory / "lineage.json").write_text("{")
+
+
+def edit(**changes):
+    def change(directory):
+        file = directory / "lineage.json"
+        record = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lose, "lineage.json is missing, but other files of a growth are there"),
+        (lose_all, "lineage.json is missing, but other files of a growth are there"),
+        (damage, "not valid JSON"),
+        (lambda directory: (directory / "lineage.json").write_text("[]"), "is damaged"),
+        (edit(model_class="BertForMaskedLM"), "Bert"),
+        (edit(maps={}), "draws other maps"),
+        (edit(options={"seed": "3"}), "not a growth record"),
+        (edit(earlier_growths=None), "of an older version, which kept no earlier growths"),
+        (edit(earlier_growths=["\x1b[2J"]), "lacks the record of an earlier growth"),
+        (edit(earlier_growths=[{}]), "not a growth record"),
+    ],
+)
+def test_a_growth_that_is_not_known_is_said(chain, tmp_path, change, why):
+    change(tmp_path / "large")
+    plan = growkern.plan(tmp_path / "large", **EVEN, **WIDEST)
+    found = growkern.moment_findings(plan)[0]
+    assert found.level == "approximate" and why in found.why, found
+    assert "how is not known" in found.why and "\x1b" not in found.why
+    # the last growth counts alone
+    assert growth_lr_multipliers(plan)
+
+
+def test_a_model_that_was_changed_since_is_not_what_growth_made(chain):
+    chain.resize_token_embeddings(60)
+    found = growkern.moment_findings(growkern.plan(chain, **EVEN, **WIDEST))[0]
+    assert found.level == "approximate" and "not as its growth made it" in found.why
+
+
+def test_random_weights_take_no_steps_of_a_source():
+    small = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
+    fresh = growkern.grow(small, method="random", **WIDE)
+    with_it = growkern.plan(fresh, **EVEN, **WIDER)
+    del fresh.growth_plan
+    without = growkern.plan(fresh, **EVEN, **WIDER)
+    same_factors(growth_lr_multipliers(with_it), growth_lr_multipliers(without))
+    assert growkern.moment_findings(with_it)[0].level == "exact"
