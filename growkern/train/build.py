@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from growkern.growth.options import GrowthOptions
+from growkern.growth.history import History
+from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
 from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
-from growkern.train.growth.models import Size, grown_model, unfilled_model
+from growkern.train.growth.models import Size, grown_model, later_sizes, options_of, unfilled_model
 from growkern.train.growth.step import GrowthStep
 from growkern.train.load import load_language_model, stored_dtype
 from growkern.train.objectives.electra import ReplacedTokenDetection
@@ -63,6 +64,33 @@ def with_directories(run: Run, base: Path) -> Run:
     )
 
 
+def check_growths(run: Run, base: Path) -> None:
+    """Plan all growths of a run against each other, before data and models are read.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+
+    Raises:
+        GrowthError: one of them cannot be done.
+    """
+    if not run.growths or run.model.generator is not None:
+        return
+    opened, first = open_source(base / run.checkpoint), run.first_growth
+    small, history, dtype = opened.spec, opened.history, _training_dtype(run, base)
+    if first is not None:
+        planned = plan_growth(opened, options_of(first), first.sizes, judged=False)
+        refuse_idle_options(planned)
+        small, history = planned.large, History(planned)
+    later_sizes(small, history, dtype, run.later_growths)
+
+
+def _training_dtype(run: Run, base: Path) -> torch.dtype:
+    """The dtype in which weights train; half precision becomes float32."""
+    stored = stored_dtype(base / run.checkpoint)
+    return torch.float32 if stored.itemsize == 2 else stored
+
+
 def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
     """The model of a run, sharded if the run says so. All processes call this.
 
@@ -78,8 +106,8 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
     if options.sharding == "fsdp" or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerator = torch.accelerator.current_accelerator()
         join_processes("cpu" if accelerator is None else accelerator.type)
-    half = stored_dtype(base / run.checkpoint).itemsize == 2
-    dtype = torch.float32 if half else stored_dtype(base / run.checkpoint)
+    dtype = _training_dtype(run, base)
+    half = dtype != stored_dtype(base / run.checkpoint)
     if run.model.generator is not None:
         pair = [
             load_language_model(base / place, dtype if half else None)
@@ -89,11 +117,9 @@ def build_model(run: Run, base: Path, *, first_start: bool) -> Any:
     if run.first_growth is None:
         return shard(load_language_model(base / run.checkpoint, dtype if half else None), options)
     source, growth = base / run.checkpoint, run.first_growth
-    options_of_growth = GrowthOptions(**growth.options())
-    # findings would run the whole source in every process
-    planned = plan_growth(open_source(source), options_of_growth, growth.sizes, judged=False)
     if first_start:
-        return grown_model(planned, source, growth, options, dtype)
+        return grown_model(source, growth, options, dtype)
+    planned = plan_growth(open_source(source), options_of(growth), growth.sizes, judged=False)
     size = Size(planned.target_config, planned)
     return unfilled_model(planned.large.class_name, size, options, dtype)
 

@@ -16,8 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import align_special_tokens
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
@@ -27,6 +28,7 @@ from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime
 from growkern.train.growth.models import (
+    Size,
     grown_model,
     layers_of,
     new_part,
@@ -84,7 +86,7 @@ class GrowingTrainer(SafeTrainer):
             _check(self.growth, model, args, options)
         super().__init__(model=model, args=args, **options)
         # after the dtype of the weights in training is known
-        self._sizes = sizes_of_run(model, self.growth) if self.growth else []
+        self._sizes = self._plan_growths() if self.growth else []
         for one, size in zip(self.growth, self._sizes[1:], strict=False):
             old, new = zip(*layers_of(size), strict=True)
             if one.new_layers_steps and (new == old or one.depth != "stack"):
@@ -178,8 +180,7 @@ class GrowingTrainer(SafeTrainer):
         growth, old = self.growth[self.grown], self._forget_model()
         source, _ = sources_of(checkpoint)
         planned = self._sizes[self.grown + 1].plan
-        assert planned is not None, "only the first size has no plan"
-        model = grown_model(planned, source, growth, old.distribution, old.dtype, old.mesh)
+        model = grown_model(source, growth, old.distribution, old.dtype, old.mesh, planned)
         self._replace_model(model, old, self.grown + 1)
         self._grown_from = checkpoint
 
@@ -214,6 +215,24 @@ class GrowingTrainer(SafeTrainer):
         self.model = self.model_wrapped = model
         self.grown = grown
         self.take_model(model)
+
+    def _plan_growths(self) -> list[Size]:
+        """Plan every growth against the model that the run has until then.
+
+        Raises:
+            GrowthError: one of them cannot be done.
+        """
+        if isinstance(self.processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+            # Trainer does this when it begins to train
+            align_special_tokens(self.model, self.processing_class)
+        return sizes_of_run(self.model, self.growth, self.check_size)
+
+    def check_size(self, model: Any) -> None:
+        """Look at a model on the meta device of a size that the run will grow to.
+
+        Raises:
+            GrowthError: it could not be trained.
+        """
 
     def take_model(self, model: Any) -> None:
         """Look at the model that will be trained from now on."""

@@ -19,7 +19,7 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
-from growkern.train.build import build_model, build_teacher, with_directories
+from growkern.train.build import build_model, build_teacher, check_growths, with_directories
 from growkern.train.checks import check_arguments, check_block_size, check_switches
 from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
@@ -271,7 +271,7 @@ def build_trainer(
     for directory in (base / run.checkpoint, *teacher_paths):
         check_fits(directory, tokenizer, run.data.sequence_length)
     check_generator(run, base, tokenizer)
-    _check_depth(run, base)
+    _check_sizes(run, base)
     _join_others(run)
     # before any work: arguments that cannot be used are noticed at once
     evaluate = bool(run.data.validation or run.data.validation_split)
@@ -314,8 +314,9 @@ def build_trainer(
     )
 
 
-def _check_depth(run: Run, base: Path) -> None:
-    """Check the blocks of stage 1 against a model that exists, before data and model are read."""
+def _check_sizes(run: Run, base: Path) -> None:
+    """Check growths and the blocks of stage 1, before data and model are read."""
+    check_growths(run, base)
     layers = getattr(read_config(base / run.checkpoint, any_family=True), "num_hidden_layers", None)
     if layers is not None and not run.growth:
         check_block_size(run.two_stage, layers)

@@ -170,6 +170,11 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._vocabulary = self._teachers.common_vocabulary(model, self._tokenizer)
         self._cost = cost_of(model, self._stacks)
 
+    def check_size(self, model: Any) -> None:
+        """Refuse a size of the model that does not fit the teachers."""
+        check_objectives(self._teachers, model, self._causal)
+        self._teachers.common_vocabulary(model, self._tokenizer)
+
     # ------------------------------------------------------------------- loss
 
     def compute_loss(

@@ -93,9 +93,8 @@ def grow_into(
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     opened = open_source(located(source, revision), allow_nonfinite=True)
     refuse_unreadable(opened)
+    grown = plan_into(model, opened, options)
     parameters = named_tensors(model)
-    grown = _plan_for(model, opened, options, parameters)
-    refuse_idle_options(grown)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
     materialise(model, device or device_of(parameters))
@@ -124,6 +123,19 @@ def grow_into(
     model.growth_plan = grown
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start)
+
+
+def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
+    """The plan of `grow_into`, which reads no weights. Arguments as there.
+
+    Raises:
+        GrowthError: the model cannot be filled from this source.
+    """
+    parameters = named_tensors(model)
+    grown = _plan_for(model, opened, options, parameters)
+    refuse_idle_options(grown)
+    _targets(grown, parameters)
+    return grown
 
 
 def _device_of_work(local: Tensor) -> torch.device:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from transformers import PreTrainedConfig
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
+from growkern.growth.history import History, history_of
 from growkern.growth.models import materialise, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.sharded.grow_into import grow_into, named_tensors
+from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.sharded.grow_into import grow_into, named_tensors, plan_into
 from growkern.growth.sharded.placement import device_of, local_tensor
-from growkern.growth.source.source import Source
+from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.growth.step import GrowthStep
@@ -62,38 +65,69 @@ def layers_of(size: Size) -> list[tuple[int, int]]:
     return [(size.plan.small.size(key), size.plan.large.size(key)) for key in keys]
 
 
-def sizes_of_run(model: Any, growth: Sequence[GrowthStep]) -> list[Size]:
+def sizes_of_run(
+    model: Any, growth: Sequence[GrowthStep], check: Callable[[Any], None] = lambda model: None
+) -> list[Size]:
     """The sizes of a model during a run, from its config alone.
 
     Args:
         model: that the run begins with.
         growth: inside the run, in order.
+        check: gets a model on the meta device after each growth, and raises a GrowthError if the
+            run cannot train such a model.
 
     Raises:
-        GrowthError: the sizes of a growth do not fit the model.
+        GrowthError: a growth does not fit the model that the run has until then.
     """
-    name = type(model).__name__.removeprefix("FSDP")
+    config, plan = copy.deepcopy(model.config), None
+    small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
+    with contextlib.suppress(GrowthError):
+        # a record that cannot be read is the optimizer's affair
+        plan = growth_plan_of(model)
     dtype = next(model.parameters()).dtype
-    sizes = [Size(copy.deepcopy(model.config), getattr(model, "growth_plan", None))]
     if growth:
-        _refuse_own_head(model, name)
-    for one in growth:
+        _refuse_own_head(model, small)
+    return [Size(config, plan), *later_sizes(small, history_of(model), dtype, growth, check)]
+
+
+def later_sizes(
+    small: ModelSpec,
+    history: History,
+    dtype: torch.dtype,
+    growth: Sequence[GrowthStep],
+    check: Callable[[Any], None] = lambda model: None,
+) -> list[Size]:
+    """The sizes after each growth inside a run, each planned against the one before.
+
+    Args:
+        small: the model that the run begins with.
+        history: the growths that made it.
+        dtype: of the weights in training.
+        growth, check: as in `sizes_of_run`.
+
+    Raises:
+        GrowthError: as in `sizes_of_run`, with the number of the growth.
+    """
+    sizes = []
+    for number, one in enumerate(growth, start=1):
         try:
-            planned = _plan_of_config(sizes[-1].config, name, one, dtype)
+            planned = _plan_of_config(small, history, one, dtype, check)
         except GrowthError as error:
-            raise GrowthError(f"the growth at step {one.at_step}: {error}") from error
+            which = f"growth {number} of {len(growth)} inside the run, the growth at step"
+            raise GrowthError(f"{which} {one.at_step}: {error}") from error
         sizes.append(Size(planned.target_config, planned))
+        small, history = planned.large, History(planned)
     return sizes
 
 
-def _refuse_own_head(model: Any, class_name: str) -> None:
+def _refuse_own_head(model: Any, spec: ModelSpec) -> None:
     """Refuse a head of its own whose config calls it tied: a config alone makes one that is tied.
 
     Raises:
         GrowthError: the model has one.
     """
     found = named_tensors(model)
-    for head, owner in ModelSpec.of(model.config, class_name).ties.items():
+    for head, owner in spec.ties.items():
         if found[head] is not found[owner]:
             raise GrowthError(
                 f"{head} and {owner} are two tensors, which growth inside a run would tie: grow "
@@ -102,39 +136,61 @@ def _refuse_own_head(model: Any, class_name: str) -> None:
 
 
 def _plan_of_config(
-    config: PreTrainedConfig, class_name: str, growth: GrowthStep, dtype: torch.dtype
+    small: ModelSpec,
+    history: History,
+    growth: GrowthStep,
+    dtype: torch.dtype,
+    check: Callable[[Any], None],
 ) -> GrowthPlan:
     """The plan of a growth whose source has no weights yet. It has no findings."""
-    small = ModelSpec.of(config, class_name)
 
     def read(name: str) -> Tensor:
         raise GrowthError(f"{name} has no values before the run reaches step {growth.at_step}")
 
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
-    source, options = Source(small, dtypes, read), GrowthOptions.split_off(growth.options())[0]
-    return plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
+    source, options = Source(small, dtypes, read, history=history), options_of(growth)
+    planned = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
+    model = _on_meta(small.class_name, planned.target_config, dtype)
+    # what would be refused when the growth comes is refused now
+    plan_into(model, source, options)
+    check(model)
+    return planned
+
+
+def options_of(growth: GrowthStep) -> GrowthOptions:
+    """The options of a growth, without its place in a run."""
+    return GrowthOptions(**growth.options())
 
 
 def grown_model(
-    plan: GrowthPlan,
     source: Any,
     growth: GrowthStep,
     options: DistributedOptions,
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
+    plan: GrowthPlan | None = None,
 ) -> Any:
     """A grown model, sharded if the options say so. All processes call this.
 
     Args:
-        plan: of the growth.
         source: a checkpoint directory.
         growth: the options of the growth.
         options: of the distribution.
         dtype: of the weights.
         mesh: as in `shard`.
+        plan: of a growth inside a run, made before the run.
     """
-    model = shard(_on_meta(plan.large.class_name, plan.target_config, dtype), options, mesh)
+    # its config counts: transformers and callbacks change that of a model in training
+    planned = plan_growth(open_source(source), options_of(growth), growth.sizes, judged=False)
+    config = planned.target_config
+    if plan is not None:
+        # not part of a checkpoint
+        config._attn_implementation = plan.target_config._attn_implementation
+    model = shard(_on_meta(planned.large.class_name, config, dtype), options, mesh)
     grow_into(model, source, **growth.options())
+    if plan is not None:
+        made = model.growth_plan
+        model.growth_plan = replace(made, source=replace(made.source, history=plan.source.history))
     return model
 
 

@@ -1,0 +1,171 @@
+"""Every growth of a run is planned before the run, against the model as it will be."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import growkern
+from growkern import GrowthError, GrowthStep, InheritanceSchedule
+from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.train.run import train
+from tests.forked_ranks import on_ranks
+from tests.train.growth import ranks
+from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
+from tests.train.safety.runs import assert_same, weights_of
+from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.tiny import build
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    # set here too: the fixture that makes the tests deterministic lives for one test
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = trainer_for(tmp_path_factory.mktemp("straight"))
+    trainer.train()
+    return trainer
+
+
+def test_the_tokenizers_special_tokens_go_through_two_growths(straight):
+    config = straight.model.config
+    assert straight.state.global_step == STEPS and config.n_embd == 64
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (3, 4, 5)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 6, 8])
+def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
+    shutil.copytree(straight.args.output_dir, tmp_path / "run")
+    for later in range(stop + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{later}", ignore_errors=True)
+    again = trainer_for(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights_of(straight), weights_of(again))
+
+
+def test_two_processes_grow_twice_as_one_does(straight, tmp_path):
+    on_ranks(2, ranks.__name__, tmp_path)
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, weight in straight.model.state_dict().items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-7, atol=1e-9)
+
+
+def test_a_run_that_grows_twice_ends_as_one_that_never_grew(straight, tmp_path):
+    """The factors of both growths count, and the norm that clips is that of the first model."""
+    never = trainer_for(tmp_path, growth=())
+    never.train()
+    ids = torch.arange(24).reshape(3, 8) % 30
+    expected, found = (one.model.eval()(ids).logits for one in (never, straight))
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    before = build("gpt2", layers=2, tied=True).double().eval()(ids).logits
+    assert (before - expected).abs().max() > 0.1
+    norms = [
+        [line["grad_norm"] for line in one.state.log_history if "grad_norm" in line]
+        for one in (never, straight)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-9) and max(norms[0]) > 0.5
+
+
+def test_a_model_that_was_grown_before_the_run(tmp_path):
+    """From memory and from disk; the growths before the run count too, on a resumed run as well."""
+    small = build("gpt2", layers=2, tied=True).double()
+    large = growkern.grow(small, n_embd=32, n_head=4, **EVEN)
+    again = growkern.grow(large, n_embd=64, n_head=8, **EVEN)
+    expected = growth_lr_multipliers(again.growth_plan)
+    large.save_pretrained(tmp_path / "large")
+    loaded = type(large).from_pretrained(tmp_path / "large")
+    for number, model in enumerate((large, loaded)):
+        trainer = trainer_for(tmp_path / str(number), growth=GROWTH[1:], model=model)
+        assert trainer.growth_plan is not None
+        trainer.train()
+        found = growth_lr_multipliers(trainer.model.growth_plan)
+        for name, factors in expected.items():
+            assert all(map(torch.equal, found[name].lr, factors.lr)), name
+        # back to the size of the start
+        trainer.fit_to(None)
+        assert trainer.growth_plan is not None and trainer.model.config.n_embd == 32
+
+
+class Changes(TrainerCallback):
+    """Changes the config while the model trains."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.config.summary_first_dropout = 0.25
+
+
+def test_a_config_that_changes_in_training_grows_as_it_is(tmp_path):
+    trainer = trainer_for(tmp_path, callbacks=[Changes()])
+    trainer.train()
+    assert trainer.model.config.summary_first_dropout == 0.25
+
+
+def test_the_attention_stays(tmp_path):
+    model = build("gpt2", layers=2, tied=True, attn_implementation="eager").double()
+    assert model.config._attn_implementation == "eager"
+    trainer = trainer_for(tmp_path, model=model)
+    trainer.train()
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.model.config.n_embd == 64
+
+
+# ------------------------------------------------------------------- refusals
+
+FIRST = GrowthStep(at_step=3, sizes={"n_layer": 4})
+SECOND = "growth 2 of 2 inside the run, the growth at step 6: "
+
+
+def then(**options):
+    return {"growth": [FIRST, GrowthStep(at_step=6, **options)]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (then(sizes={"n_layer": 3}), SECOND + "n_layer=3 is smaller than the source's 4"),
+        (then(sizes={"n_layer": 4}), SECOND + ".*"),
+        (then(sizes={"n_layers": 5}), SECOND + ".*n_layers"),
+        (then(sizes={"n_embd": 31}), SECOND + ".*31"),
+        (then(sizes={"n_layer": 5}, carry=0.5), SECOND + ".*carry"),
+        (then(sizes={"vocab_size": 64}), SECOND + "student and teacher vocabularies differ"),
+    ],
+    ids=range(6),
+)
+def test_a_later_growth_is_refused_before_the_first_step(options, message, tmp_path):
+    teacher = {
+        "inheritance": InheritanceSchedule(rate=0.5, end_step=8),
+        "teacher": build("gpt2", layers=1, seed=2).double(), "processing_class": None,
+    }  # fmt: skip
+    with pytest.raises(GrowthError, match=message):
+        trainer_for(tmp_path / "out", **teacher, **options)
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+THRICE = """
+[[growth]]
+source = "model"
+num_hidden_layers = 4
+[[growth]]
+at_step = 3
+num_hidden_layers = 5
+[[growth]]
+at_step = 5
+"""
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("num_hidden_layers = 4", "growth 2 of 2 .*num_hidden_layers=4 is smaller than .* 5"),
+        ("hidden_size = 17", "growth 2 of 2 inside the run, the growth at step 5: .*17"),
+        ('num_hidden_layers = 6\nmaps = "balanced"', "growth 2 of 2 .*maps"),
+    ],
+)
+def test_a_run_file_is_refused_before_its_data_is_read(workplace, last, message, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("growkern.train.run.load_data", None)
+    text = RUN.replace('[model]\npath = "model"\n', "").replace("= true", "= false")
+    (workplace / "run.toml").write_text(text + THRICE + last)
+    with pytest.raises(GrowthError, match=message):
+        train(workplace / "run.toml", progress=False)
+    assert not (workplace / "out").exists()
