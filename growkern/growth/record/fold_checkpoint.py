@@ -60,10 +60,20 @@ def fold(
     """Shrink a grown checkpoint back to the source's sizes, even after further training.
 
     Every tensor is computed from its copies; the source is not needed. Straight after an exact
-    growth with fpi the result is the source up to rounding. It is the source bit for bit if the
-    copies add up exactly: with `symmetry="routing"` or `"split"`, or if their numbers are powers of
-    two. A padded stream scales weights by the root of its growth, and this must be a power of two
-    as well. After training the result is the average over the copies.
+    growth with fpi the result is the source up to rounding. After training it is the average over
+    the copies.
+
+    Up to float32 it is the source bit for bit if growth rounded no weight. In 16 bits the plan says
+    so: "exact: bfloat16". In any dtype it takes this:
+
+    - Copies add up exactly: `symmetry="routing"` or `"split"`, or powers of two as their numbers.
+    - Factors are powers of two. A padded stream and larger heads scale weights by the root of their
+      growth. So do T5 and BART with `scale_embedding`, which multiply by the root of their width.
+    - No norm of Gemma is scaled, as it stores its weight less 1. A padded stream scales them.
+    - No gain is rounded around inserted post-norm blocks, as where `identity_gain` is small.
+
+    In float64 the sums over the copies are rounded too. They are exact only for equal shares, with
+    powers of two as the numbers of copies.
 
     Some of the target is dropped: all but the first copy of a layer, identity blocks with their
     training, new tokens, new entries of a padded stream or of larger heads, and units that AKI took

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
 from tests.growth.plan.test_matrix import FAMILIES, WIDTHS, deeper, width
 
 # post-norm blocks: their norms are taken apart
@@ -88,6 +88,50 @@ def test_every_family_within_rounding(tmp_path, model_type, kind):
     back = load(source, tmp_path / "back").state_dict()
     for name, tensor in source.state_dict().items():
         assert (back[name] - tensor).norm() <= 1e-14 * tensor.norm(), name
+
+
+def changed_by_fold(source, how):
+    """The source tensors that do not come back bit for bit, and the plan's word on the dtype."""
+    grown = growkern.grow(source, **how)
+    plan, state, lost = grown.growth_plan, grown.state_dict(), []
+    for task in plan.tasks:
+        if not task.is_made and task.identity in (None, "affine"):
+            weight = plan.source.read(task.source)
+            back = fold_back(plan, task, state[task.name]).to(weight.dtype)
+            lost += [] if back.equal(weight) else [task.name]
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return lost, {finding.what: finding.level for finding in plan.findings}.get(dtype)
+
+
+BITS = [(model_type, "24", {}) for model_type in FAMILIES]
+BITS += [(m, "48", {}) for m in ("bart", "bert", "gemma2", "gpt2", "llama", "olmo2", "t5")]
+BITS += [(m, "36", {"symmetry": "split"}) for m in ("bert", "gemma3_text", "llama")]
+BITS += [(m, "36", {"stream": "copies"}) for m in ("gemma2", "gpt2", "olmo2", "t5")]
+BITS += [(m, "24", {"scale_embedding": True}) for m in ("bart",)]
+BITS += [("bert", "12", {"identity_gain": gain}) for gain in (1.0, 1e-3, 1e-8)]
+
+
+@pytest.mark.parametrize("model_type, width, how", BITS)
+def test_what_growth_does_not_round_comes_back_bit_for_bit(model_type, width, how):
+    """The docstring of `fold`: the plan of bfloat16 says so, and float32 follows it."""
+    class_name, sizes = FAMILIES[model_type]
+    family, how = load_family(model_type), dict(how)
+    sizes = {**sizes, **({"scale_embedding": True} if how.pop("scale_embedding", None) else {})}
+    how[family.config_field("stream")] = int(width)
+    if "identity_gain" in how:
+        how |= {"num_hidden_layers": 5, "depth": "identity"}
+    lost, word = changed_by_fold(random_model(class_name, sizes, dtype=torch.bfloat16), how)
+    assert word in ("exact", "approximate") and bool(lost) <= (word == "approximate"), lost
+    if word == "exact":
+        lost, _ = changed_by_fold(random_model(class_name, sizes, dtype=torch.float32), how)
+        assert not lost
+
+
+def test_equal_shares_in_powers_of_two_come_back_bit_for_bit_in_float64():
+    source = random_model("BertForMaskedLM", BERT)
+    assert not changed_by_fold(source, {"hidden_size": 24})[0]
+    # products with other shares are rounded as they are summed
+    assert changed_by_fold(source, {"hidden_size": 24, "symmetry": "split"})[0]
 
 
 @pytest.mark.parametrize("kind", ["even", "uneven"])
