@@ -36,13 +36,17 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
     Raises:
         GrowthError: the file is missing, no regular file, or too large.
     """
-    size = regular_size(file)
-    if size > most_bytes:
-        raise GrowthError(f"{file}: {size} bytes, more than any {what} has ({most_bytes})")
+    size, data = regular_size(file), b""
     try:
-        return file.read_bytes()
+        if size <= most_bytes:
+            with file.open("rb") as opened:
+                # it may grow meanwhile
+                data = opened.read(most_bytes + 1)
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
+    if max(size, len(data)) > most_bytes:
+        raise GrowthError(f"{file}: {size} bytes, more than any {what} has ({most_bytes})")
+    return data
 
 
 def regular_size(file: Path) -> int:
@@ -93,7 +97,7 @@ def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
     except RecursionError:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
     _check_levels(value, MOST_LEVELS)
-    if rb"\ud" in data.lower():
+    if rb"\ud" in data or rb"\uD" in data:
         # half of a pair of UTF-16 stands for no character, and cannot be written again
         json.dumps(value, ensure_ascii=False).encode()
     return value

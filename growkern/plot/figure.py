@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from growkern.bounded import read_bounded
 from growkern.errors import GrowthError
 from growkern.whole import write_whole
 
@@ -13,6 +14,8 @@ from growkern.whole import write_whole
 WIDTH, DPI = 10.0, 150
 TEXT, SMALL = 10.0, 8.5
 GREY = "0.45"
+# of a picture
+MOST_BYTES = 64_000_000
 # needs LaTeX
 UNUSED_FORMATS = {"pgf"}
 
@@ -71,16 +74,22 @@ def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -
 
 
 def check_format(out: Path) -> None:
-    """Refuse a file whose name does not end with a format that matplotlib writes.
+    """Refuse a file whose name does not end with a format that matplotlib writes, or that is none.
 
     Raises:
-        GrowthError: the name does not, or matplotlib is missing.
+        GrowthError: the name does not, matplotlib is missing, or the file is something else than a
+            picture of matplotlib, which would be lost.
     """
     known = sorted(new_figure(1).canvas.get_supported_filetypes().keys() - UNUSED_FORMATS)
     if out.suffix.lower().removeprefix(".") not in known:
         raise GrowthError(
             f"{out}: {out.suffix!r} is no format of a picture: end the name with one of "
             f"{', '.join(known)}"
+        )
+    # matplotlib writes its name into the formats that have a place for it
+    if out.is_file() and b"matplotlib" not in read_bounded(out, MOST_BYTES, "picture").lower():
+        raise GrowthError(
+            f"{out} exists and is not a picture of matplotlib: delete it, or give another name"
         )
 
 

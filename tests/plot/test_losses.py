@@ -38,6 +38,13 @@ def test_draws_a_picture_in_the_format_of_its_name(tmp_path, kind):
     starts = {"png": b"\x89PNG", "svg": b"<?xml", "PDF": b"%PDF"}
     assert out.read_bytes().startswith(starts[kind])
     assert list((tmp_path / "new").iterdir()) == [out]
+    # a picture is replaced by the next one, and nothing else is
+    plot_runs([tmp_path / "a"], out)
+    thesis = starts[kind] + b"years of work"
+    out.write_bytes(thesis)
+    with pytest.raises(GrowthError, match="exists and is not a picture of matplotlib"):
+        plot_runs([tmp_path / "a"], out)
+    assert out.read_bytes() == thesis
 
 
 @pytest.mark.parametrize("name", ["plot.bmp2", "plot", "plot.pgf"])

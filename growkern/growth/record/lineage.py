@@ -36,6 +36,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.origins import Origin, origin_of, space_from_dict, space_key, spaces_of
 from growkern.growth.source.config import check_config, config_from
+from growkern.growth.source.config_values import LAYERS
 from growkern.growth.source.hub import hub_model, name_of
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
@@ -264,6 +265,8 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
         # records that are older than this option are of copies
         data["options"] = {"stream": "copies", **data["options"]}
+        for name in ("source_config", "target_config"):
+            _check_layers(data[name], len(data["tensors"]))
         return Lineage(
             file,
             data,
@@ -337,6 +340,18 @@ def _brief(error: Exception) -> str:
     """The type and the text of an error that a damaged file caused; its values may be huge."""
     text = str(error)
     return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
+
+
+def _check_layers(config: Any, tensors: int) -> None:
+    """Refuse more layers than tensors were grown: building such a model could take minutes.
+
+    Raises:
+        ValueError: a config has them.
+    """
+    for field in LAYERS:
+        layers = config.get(field)
+        if isinstance(layers, int) and layers > tensors:
+            raise ValueError(f"its config says {field}={layers}, but it has {tensors} tensors")
 
 
 def _read_config(file: Path, data: Any) -> Any:

@@ -26,9 +26,10 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 # written by torch.distributed.checkpoint
 METADATA_FILE = ".metadata"
-# a safetensors file begins with the length of its header; no library reads a longer one
+# a safetensors file begins with the length of its header
 LENGTH = struct.Struct("<Q")
-MOST_HEADER_BYTES = 100_000_000
+# 150 bytes for each of `MOST_TENSORS`. Parsed, it takes five times as much memory
+MOST_HEADER_BYTES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,10 @@ def read_header_bytes(file: Path) -> bytes:
             raise ValueError(f"it has {size} bytes, fewer than the length of a header")
         head = stream.read(LENGTH.size)
         (length,) = LENGTH.unpack(head)
-        if length > min(size - len(head), MOST_HEADER_BYTES):
+        if length > size - len(head):
             raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes, more than any ({MOST_HEADER_BYTES})")
         return head + stream.read(length)
 
 

@@ -6,13 +6,13 @@ files, quantised checkpoints by their config and by the dtypes of their tensors.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
@@ -195,8 +195,8 @@ def _as_command(code: str) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     """A small JSON file; empty if it cannot be read, as only a name for a message is wanted."""
     try:
-        found = json.loads(file.read_bytes()) if file.stat().st_size < MOST_BYTES else {}
-    except (OSError, ValueError, RecursionError):
+        found = read_json(file, MOST_BYTES, "config")
+    except GrowthError:
         return {}
     return found if isinstance(found, dict) else {}
 

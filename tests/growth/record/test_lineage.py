@@ -232,6 +232,9 @@ def test_what_is_no_lineage(tmp_path, raw):
         lambda d: d.update(dtype="int8"),
         lambda d: d["source_config"].update(model_type="mamba9"),
         lambda d: d["source_config"].update(num_hidden_layers=10**9),
+        # a model of as many layers takes minutes to build
+        lambda d: d["source_config"].update(num_hidden_layers=10_000),
+        lambda d: d["target_config"].update(num_hidden_layers=10_000),
         lambda d: d["source_config"].update(save_pretrained=1),
         lambda d: d["target_config"].update(__deepcopy__=1),
         lambda d: d["settings"].update(speed=9),

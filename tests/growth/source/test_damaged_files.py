@@ -13,7 +13,7 @@ from safetensors.torch import save, save_file
 
 import growkern
 from growkern.errors import GrowthWarning
-from growkern.growth.source.files import MOST_TENSORS, read_headers
+from growkern.growth.source.files import MOST_HEADER_BYTES, MOST_TENSORS, read_headers
 from tests.walks import walk
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -57,6 +57,8 @@ BAD_FILES = {
     "half a header": GOOD[:40],
     "a byte short": GOOD[:-1],
     "a byte long": GOOD + b"\0",
+    "a header of spaces": with_header(json.dumps({}).encode() + b" " * MOST_HEADER_BYTES),
+    "a header of metadata": with_header({"__metadata__": {"a": "b" * MOST_HEADER_BYTES}}),
     "huge header": struct.pack("<Q", 2**62) + GOOD[8:],
     "largest header": struct.pack("<Q", 2**64 - 1) + GOOD[8:],
     "header past the end": struct.pack("<Q", len(GOOD)) + GOOD[8:],
