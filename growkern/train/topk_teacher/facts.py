@@ -4,6 +4,7 @@ Such a teacher is a cache on disk, a server, or a file of another library. None 
 that runs in this process.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from growkern.train.loss.rows import document_starts, teacher_rows
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
 # refuses both
 NO_ID, NO_LOGPROB = -1, float("nan")
+# ids are stored in 32 bits with a sign
+MOST_IDS = 1 << 31
+# what bfloat16 rounds away of a number, and so of each log-prob of a teacher that computes in it
+ROUNDING = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,41 @@ def causal_rows(batch: dict[str, Any], read: Callable[[list[list[int]]], Sequenc
     for (b, at), (ids_Rk, logprobs_Rk) in zip(places, found, strict=True):
         ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
     return blank(ids_BSk, logprobs_BSk, ~has_row_BS)
+
+
+def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | None:
+    """What no row of a teacher holds, in words.
+
+    Args:
+        ids_Rk: (R, k) integers.
+        logprobs_Rk: (R, k). A token that is not the likeliest may have the probability 0.
+        columns: of the teacher's softmax; None if unknown.
+
+    Returns:
+        The first fault, or None.
+    """
+    limit = MOST_IDS if columns is None else columns
+    is_outside = (ids_Rk < 0) | (ids_Rk > limit - 1)
+    if bool(is_outside.any()):
+        return (
+            f"token {int(ids_Rk[is_outside][0])}, but vocab_size is {limit}: teacher and student "
+            "must have the same tokenizer"
+        )
+    ordered_Rk = ids_Rk.sort(-1).values
+    is_double = ordered_Rk[:, 1:] == ordered_Rk[:, :-1]
+    if bool(is_double.any()):
+        return f"token {int(ordered_Rk[:, 1:][is_double][0])} twice in a row"
+    wide_Rk = logprobs_Rk.float()
+    is_wrong = ~(wide_Rk <= ROUNDING)
+    is_wrong[:, :1] |= wide_Rk[:, :1].isinf()
+    if bool(is_wrong.any()):
+        return f"the log-prob {float(wide_Rk[is_wrong][0]):g}: check the teacher's weights"
+    # each log-prob l is off by at most ROUNDING |l|, and the sum of p |l| is at most log k
+    most = 1 + ROUNDING * (1 + math.log(ids_Rk.shape[-1]))
+    mass_R = wide_Rk.exp().sum(-1)
+    if bool((mass_R > most).any()):
+        return f"probabilities that add up to {float(mass_R.max()):g}: check the teacher"
+    return None
 
 
 def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:

@@ -1,17 +1,20 @@
-"""Exchanges JSON with a server: time limits, repeated attempts, errors in one line."""
+"""Exchanges JSON with a server: limits of time and size, repeated attempts, errors in one line."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import re
+import ssl
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPException, InvalidURL
-from typing import Any
+from typing import Any, NamedTuple
 
+from growkern.bounded import parse_json
 from growkern.errors import GrowthError
 
 # the server is busy, restarts, or a proxy before it gave up waiting
@@ -21,6 +24,8 @@ FIRST_WAIT = 0.5
 LONGEST_WAIT = 60.0
 # characters of a server's own message that an error repeats
 MOST_TEXT = 300
+# bytes of an answer that holds no rows: a list of models, an error
+MOST_BYTES = 16 << 20
 SCHEMES = ("http://", "https://")
 # a server without them: a host and a port
 HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
@@ -38,14 +43,25 @@ def is_server(name: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL without scheme, which no attempt to connect would accept.
+    """Refuse a URL that no attempt to connect would accept.
 
     Raises:
-        GrowthError: it has none.
+        GrowthError: it has no scheme, or white space.
     """
     if not url.startswith(SCHEMES):
         rest = url.rpartition("://")[2].lstrip("/") or "host:8000"
         raise GrowthError(f"{url!r} is not the URL of a server: give http://{rest}")
+    if url.split() != [url]:
+        raise GrowthError(f"{url!r} holds white space: give a URL such as http://host:8000")
+
+
+class Answer(NamedTuple):
+    """An answer of a server, read to its end."""
+
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,7 @@ class Connection:
 
     Attributes:
         url: without a slash at its end.
-        timeout: seconds that one answer may take.
+        timeout: seconds from the start of a request to the end of its answer.
         retries: further attempts after a failure that may pass.
         api_key: sent as a bearer token, if there is one.
     """
@@ -70,21 +86,26 @@ class Connection:
         Raises:
             GrowthError: as `post`.
         """
-        return self._ask(path, None)
+        return self._ask(path, None, MOST_BYTES)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any], most_bytes: int = MOST_BYTES) -> Any:
         """The answer to a POST request with a JSON body, from JSON.
 
-        Raises:
-            GrowthError: the server cannot be reached, refuses the request, answers too late or
-                without JSON, and all attempts are used up.
-        """
-        return self._ask(path, json.dumps(body).encode())
+        Args:
+            path: of the URL.
+            body: of the request.
+            most_bytes: of the answer.
 
-    def _ask(self, path: str, body: bytes | None) -> Any:
+        Raises:
+            GrowthError: the server cannot be reached, refuses the request, redirects it, answers
+                too late, too much or without JSON, and all attempts are used up.
+        """
+        return self._ask(path, json.dumps(body).encode(), most_bytes)
+
+    def _ask(self, path: str, body: bytes | None, most_bytes: int) -> Any:
         for attempt in range(self.retries + 1):
             try:
-                return self._ask_once(path, body)
+                return self._ask_once(path, body, most_bytes)
             except _PassingError as error:
                 if attempt == self.retries:
                     times = f" ({attempt + 1} attempts)" if attempt else ""
@@ -92,48 +113,94 @@ class Connection:
                 time.sleep(min(max(error.wait, FIRST_WAIT * 2**attempt), LONGEST_WAIT))
         raise AssertionError("the last attempt returns or raises")
 
-    def _ask_once(self, path: str, body: bytes | None) -> Any:
-        headers = {"Accept": "application/json"}
+    def _ask_once(self, path: str, body: bytes | None, most_bytes: int) -> Any:
+        httpx = _client()
+        client = httpx.AsyncClient(verify=_certificates(), timeout=None)
+        exchange = asyncio.wait_for(self._exchange(client, path, body, most_bytes), self.timeout)
+        try:
+            # in a thread of its own, because that of a notebook has an event loop already
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(asyncio.run, exchange).result()
+        except asyncio.TimeoutError as error:
+            raise _PassingError(f"no answer within {self.timeout:g} s: raise timeout") from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
+            raise GrowthError(
+                f"{self.url}: {error}: give a URL such as http://host:8000"
+            ) from error
+        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+            # a server that ends while it answers, or a proxy before it
+            why = " ".join(str(error).split())
+            raise _PassingError(f"the answer was cut short ({why})") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise _PassingError(f"{error}: is the server running?") from error
+        if len(answer.content) > most_bytes:
+            raise GrowthError(
+                f"{self.url}{path}: the answer has more than {most_bytes} bytes: is this a server "
+                "of vLLM or SGLang?"
+            )
+        if answer.status != 200:
+            raise self._of_status(path, answer)
+        try:
+            return parse_json(answer.content, most_bytes)
+        except ValueError as error:
+            start = answer.content[:80]
+            raise GrowthError(
+                f"{self.url}{path}: the answer is not JSON ({error}): {start!r}"
+            ) from error
+
+    async def _exchange(
+        self, client: Any, path: str, body: bytes | None, most_bytes: int
+    ) -> Answer:
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            raise self._of_status(path, error) from error
-        except TimeoutError as error:
-            raise _PassingError(f"no answer within {self.timeout:g} s: raise timeout") from error
-        except (InvalidURL, ValueError) as error:
-            raise GrowthError(
-                f"{self.url}: {error}: give a URL such as http://host:8000"
-            ) from error
-        except HTTPException as error:
-            # a server that ends while it answers, or a proxy before it
-            why = " ".join(str(error).split())
-            raise _PassingError(f"the answer was cut short ({why})") from error
-        except (OSError, urllib.error.URLError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise _PassingError(
-                    f"no answer within {self.timeout:g} s: raise timeout"
-                ) from error
-            raise _PassingError(f"{reason}: is the server running?") from error
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise GrowthError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
+        method = "GET" if body is None else "POST"
+        # redirects are not followed: the key belongs to this server alone
+        async with (
+            client,
+            client.stream(method, self.url + path, content=body, headers=headers) as answer,
+        ):
+            content = bytearray()
+            async for part in answer.aiter_raw():
+                content += part
+                if len(content) > most_bytes:
+                    break
+        return Answer(answer.status_code, answer.reason_phrase, answer.headers, bytes(content))
 
-    def _of_status(self, path: str, error: urllib.error.HTTPError) -> Exception:
-        message = f"{error.code} {error.reason}: {_message_of(error)}".rstrip(": ")
-        if error.code in TEMPORARY:
-            wait = error.headers.get("Retry-After", "")
+    def _of_status(self, path: str, answer: Answer) -> Exception:
+        message = f"{answer.status} {answer.reason}: {_message_of(answer)}".rstrip(": ")
+        if answer.status in TEMPORARY:
+            wait = answer.headers.get("Retry-After", "")
             return _PassingError(message, float(wait) if wait.isdecimal() else 0.0)
-        if error.code in (401, 403):
+        if 300 <= answer.status < 400:
+            place = answer.headers.get("Location", "")[:MOST_TEXT]
+            message = f"{answer.status} {answer.reason}: it redirects to {place!r}: give that URL"
+        if answer.status in (401, 403):
             message += ": give the server's api_key"
         return GrowthError(f"{self.url}{path}: {message}")
+
+
+def _client() -> Any:
+    """The HTTP library that huggingface_hub brings: httpx, or from its version 2 on httpx2.
+
+    Both have the same interface. The client of `huggingface_hub.get_session` is for the Hub alone:
+    with HF_HUB_OFFLINE=1 it refuses every server.
+    """
+    try:
+        import httpx2
+    except ImportError:
+        import httpx
+
+        return httpx
+    return httpx2
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Whom HTTPS trusts. Reading the certificates takes longer than a request."""
+    return _client().create_ssl_context()
 
 
 class _PassingError(Exception):
@@ -144,14 +211,11 @@ class _PassingError(Exception):
         self.wait = wait
 
 
-def _message_of(error: urllib.error.HTTPError) -> str:
+def _message_of(answer: Answer) -> str:
     """What the server itself says of an error, in one line."""
+    text = answer.content.decode(errors="replace")
     try:
-        text = error.read().decode(errors="replace")
-    except (HTTPException, OSError):
-        return ""
-    try:
-        table = json.loads(text)
+        table = parse_json(answer.content)
         inner = table.get("error", table)
         text = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
     except (ValueError, AttributeError):

@@ -4,15 +4,22 @@ Both list one entry per token of the prompt. Entry i holds the likeliest tokens 
 token i, given the tokens before it. So the first entry is empty, and entry i + 1 is the prediction
 of position i.
 
+An answer also holds the prompt's own tokens, which show whether it belongs to the prompt:
+
 - vLLM, ``/v1/completions`` with ``prompt_logprobs``: a map from token id to
   ``{"logprob", "rank", "decoded_token"}``. The prompt's own token is added if it is not one of the
   k.
-- SGLang, ``/generate`` with ``return_logprob``: a list of ``[logprob, token id, text]``.
+- SGLang, ``/generate`` with ``return_logprob``: a list of ``[logprob, token id, text]``. Another
+  list, ``input_token_logprobs``, has one such triple for each of the prompt's own tokens.
 """
 
+import math
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+from growkern.train.topk_teacher.facts import MOST_IDS
 
 # (log-prob, token id) of the likeliest tokens of each position but the last
 Rows = list[list[tuple[float, int]]]
@@ -39,13 +46,38 @@ class Schema(Protocol):
         """The request for one prompt."""
         ...
 
-    def rows(self, answer: Any) -> Rows:
-        """The rows of an answer.
+    def rows(self, answer: Any, tokens: Sequence[int]) -> Rows:
+        """The rows of an answer to the request for these tokens.
 
         Raises:
-            KeyError, IndexError, TypeError, ValueError, AttributeError: it has another schema.
+            KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError: it has
+                another schema, or belongs to another prompt.
         """
         ...
+
+
+def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
+    """The log-probs and ids of one row. Numbers that only look like some are refused."""
+    found = []
+    for logprob, token in entry:
+        if type(token) is not int or not 0 <= token < MOST_IDS:
+            raise ValueError(f"{reprlib.repr(token)} is no token id")
+        if type(logprob) not in (int, float) or not math.isfinite(logprob):
+            raise ValueError(f"{reprlib.repr(logprob)} is no log-prob")
+        found.append((float(logprob), token))
+    return found
+
+
+def _check_prompt(entries: Sequence[Any], own: Sequence[Any], tokens: Sequence[int]) -> None:
+    """Compare the prompt of an answer, and its tokens where they are known, with the one sent."""
+    for found in (len(entries), len(own)):
+        if found != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens were sent, and {found} came back")
+    if entries[0]:
+        raise ValueError("the first token has a row, so the rows are shifted")
+    places = [i for i, (x, y) in enumerate(zip(own, tokens, strict=True)) if x != y]
+    if places:
+        raise ValueError(f"its token {places[0]} is not {tokens[places[0]]}, which was sent")
 
 
 class Vllm:
@@ -69,11 +101,14 @@ class Vllm:
             "prompt_logprobs": k,
         }
 
-    def rows(self, answer: Any) -> Rows:
-        """The rows of an answer."""
+    def rows(self, answer: Any, tokens: Sequence[int]) -> Rows:
+        """The rows of an answer to the request for these tokens."""
         entries = answer["choices"][0]["prompt_logprobs"]
+        # the prompt's own token is always among the entries
+        own = [x if str(x) in entry else None for x, entry in zip(tokens[1:], entries[1:])]  # noqa: B905
+        _check_prompt(entries, [tokens[0], *own], tokens)
         return [
-            [(float(found["logprob"]), int(token)) for token, found in entry.items()]
+            _row((found["logprob"], _id_of(token)) for token, found in entry.items())
             for entry in entries[1:]
         ]
 
@@ -98,13 +133,21 @@ class Sglang:
             "top_logprobs_num": k,
         }
 
-    def rows(self, answer: Any) -> Rows:
-        """The rows of an answer."""
+    def rows(self, answer: Any, tokens: Sequence[int]) -> Rows:
+        """The rows of an answer to the request for these tokens."""
         one = answer[0] if isinstance(answer, list) else answer
         entries = one["meta_info"]["input_top_logprobs"]
-        return [
-            [(float(logprob), int(token)) for logprob, token, *_ in entry] for entry in entries[1:]
-        ]
+        own = [token for _, token, *_ in one["meta_info"]["input_token_logprobs"]]
+        _check_prompt(entries, own, tokens)
+        return [_row((logprob, token) for logprob, token, *_ in entry) for entry in entries[1:]]
+
+
+def _id_of(text: str) -> int:
+    """The id that a name in a JSON object stands for."""
+    token = int(text)
+    if str(token) != text:
+        raise ValueError(f"{reprlib.repr(text)} is no token id")
+    return token
 
 
 SCHEMAS: dict[str, Schema] = {"vllm": Vllm(), "sglang": Sglang()}

@@ -6,6 +6,7 @@ Shape letters used in this file: B examples, S positions, k tokens per row.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,11 +17,15 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows
-from growkern.train.topk_teacher.http import Connection, check_url
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows, fault_of
+from growkern.train.topk_teacher.http import MOST_BYTES, MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
 KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
+# what a header can hold
+KEY = re.compile(r"[!-~]+")
+# bytes that an answer may have for each token of each row: an id, a log-prob and a text
+MOST_TOKEN_BYTES = 1024
 
 
 class ServedTeacher(TopKRows):
@@ -42,7 +47,7 @@ class ServedTeacher(TopKRows):
         vocab_size: columns of the teacher's softmax; ids beyond are refused. None skips the check.
         tokenizer: of the teacher. It is compared with the student's when training starts.
         api_key: sent as a bearer token. None reads the variable GROWKERN_TEACHER_API_KEY.
-        timeout: seconds that one answer may take.
+        timeout: seconds from the start of a request to the end of its answer.
         retries: further attempts when the server is busy or out of reach. The first wait is half a
             second, and each further one twice as long.
         concurrency: requests at a time.
@@ -73,16 +78,26 @@ class ServedTeacher(TopKRows):
             ("k", k, 1), ("timeout", timeout, 1e-3), ("retries", retries, 0),
             ("concurrency", concurrency, 1),
         ):  # fmt: skip
-            if value < least:
+            # NaN is not less than anything
+            if not value >= least:
                 raise GrowthError(f"{name} is {value}: it must be at least {least:g}")
         check_url(url)
         key = api_key or os.environ.get(KEY_VARIABLE)
+        if key is not None and not KEY.fullmatch(key):
+            raise GrowthError(
+                f"api_key (or {KEY_VARIABLE}) holds white space or letters beyond ASCII: give the "
+                "key alone, without the end of its line"
+            )
         self.name = url.rstrip("/").removesuffix("/v1")
         self._connection = Connection(self.name, timeout, retries, key)
         self.k, self.concurrency = k, concurrency
         card = self._find_model(model)
         self.model: str = card["id"]
         self._longest = card.get("max_model_len")
+        if type(self._longest) not in (int, type(None)):
+            raise GrowthError(
+                f"{self.name}/v1/models: max_model_len is {self._longest!r}, which is no number"
+            )
         self._schema = _schema_of(self.name, server or card.get("owned_by"))
         self.facts = RowFacts(
             temperature=1.0,
@@ -137,7 +152,11 @@ class ServedTeacher(TopKRows):
             )
         schema = self._schema
         try:
-            answer = self._connection.post(schema.path, schema.body(self.model, tokens, self.k))
+            answer = self._connection.post(
+                schema.path,
+                schema.body(self.model, tokens, self.k),
+                MOST_BYTES + MOST_TOKEN_BYTES * (self.k + 1) * len(tokens),
+            )
         except GrowthError as error:
             limit = schema.most_tokens(str(error))
             if limit is None:
@@ -145,16 +164,20 @@ class ServedTeacher(TopKRows):
             more = schema.more.format(k=self.k)
             raise GrowthError(f"{error}: {more}, or give k = {limit}") from error
         try:
-            found = schema.rows(answer)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            found = schema.rows(answer, tokens)
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            why = " ".join(str(error).split())[:MOST_TEXT]
             raise GrowthError(
                 f"{self.name}{schema.path}: the answer lacks a prompt's log-probs in the schema of "
-                f"{schema.name}: give server, one of {sorted(SCHEMAS)}"
+                f"{schema.name} ({why}): give server, one of {sorted(SCHEMAS)}"
             ) from error
-        if len(found) != len(tokens) - 1:
-            raise GrowthError(
-                f"{self.name}: {len(tokens)} tokens were sent, and {len(found) + 1} came back"
-            )
         return self._checked(found)
 
     def _checked(self, found: list[list[tuple[float, int]]]) -> tuple[Tensor, Tensor]:
@@ -168,16 +191,11 @@ class ServedTeacher(TopKRows):
         # the prompt's own token may stand beside the k
         kept = [sorted(row, reverse=True)[: self.k] for row in found]
         logprobs = torch.tensor([[logprob for logprob, _ in row] for row in kept])
-        ids = torch.tensor([[token for _, token in row] for row in kept], dtype=torch.int64)
-        if bool(logprobs.isnan().any()):
-            raise GrowthError(f"{self.name} gives NaN: check the teacher that it serves")
-        limit = self.facts.vocab_size or 1 << 31
-        if bool(((ids < 0) | (ids >= limit)).any()):
-            raise GrowthError(
-                f"{self.name} gives token {int(ids.max())}, but vocab_size is {limit}: teacher and "
-                "student must have the same tokenizer"
-            )
-        return ids.int(), logprobs
+        ids = torch.tensor([[token for _, token in row] for row in kept], dtype=torch.int32)
+        fault = fault_of(ids, logprobs, self.facts.vocab_size)
+        if fault is not None:
+            raise GrowthError(f"{self.name} gives {fault}")
+        return ids, logprobs
 
 
 def _schema_of(url: str, server: Any) -> Schema:

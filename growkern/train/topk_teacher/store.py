@@ -43,7 +43,7 @@ from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
 from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.loss.rows import teacher_rows
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows, blank, no_rows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, blank, fault_of, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.whole import write_whole
 
@@ -332,11 +332,9 @@ class TeacherCache(TopKRows):
         header = self.header
         ids_Rk = torch.from_numpy(unpack_ids(np.concatenate(packed), header.k, header.id_bits))
         stored = torch.from_numpy(np.concatenate(logprobs)).view(DTYPES[header.dtype])
-        if (ids_Rk >= header.vocab_size).any() or stored.isnan().any():
-            raise GrowthError(
-                f"{self.directory} is damaged (it holds NaN, or tokens beyond its vocabulary): "
-                "make the cache again"
-            )
+        fault = fault_of(ids_Rk, stored, header.vocab_size)
+        if fault is not None:
+            raise GrowthError(f"{self.directory} is damaged ({fault}): make the cache again")
         return ids_Rk, stored
 
     def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

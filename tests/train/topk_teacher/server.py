@@ -51,17 +51,21 @@ class TeacherServer:
                 entry[str(int(found))] = {
                     "logprob": float(value), "rank": rank + 1, "decoded_token": "?"
                 }  # fmt: skip
+            entry[str(token)]["own"] = True
             entries.append(entry)
         return {"object": "text_completion", "choices": [{"text": "?", "prompt_logprobs": entries}]}
 
     def sglang(self, body):
         assert body["return_logprob"] and body["logprob_start_len"] == 0
-        _, best = self.top(body["input_ids"], body["top_logprobs_num"])
+        tokens = body["input_ids"]
+        log_p, best = self.top(tokens, body["top_logprobs_num"])
         rows = [
             [[float(v), int(i), None] for v, i in zip(values, ids, strict=True)]
             for values, ids in zip(best.values, best.indices, strict=True)
         ]
-        return {"text": "", "meta_info": {"input_top_logprobs": [None, *rows]}}
+        own = [[float(log_p[i, token]), token, None] for i, token in enumerate(tokens[1:])]
+        info = {"input_token_logprobs": [[None, tokens[0], None], *own]}
+        return {"text": "", "meta_info": info | {"input_top_logprobs": [None, *rows]}}
 
 
 @contextlib.contextmanager

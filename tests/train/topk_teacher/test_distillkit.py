@@ -12,7 +12,7 @@ import yaml
 
 from growkern import DistillKitTeacher, GrowthError, InheritanceSchedule, TeacherCache
 from growkern.train.data import CausalLMCollator
-from growkern.train.topk_teacher.distillkit import read_compression
+from growkern.train.topk_teacher.compression import read_compression
 from tests.train.test_trainer import losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.test_cached_teacher import train_with
@@ -136,10 +136,27 @@ def test_another_text_is_refused(tmp_path):
         ({"k": 7, "exact_k": 7}, "text 0: 5 bytes per row, 6 expected"),
         ({"exact_dtype": "float64"}, "text 0: 24 bytes per row are too few"),
         ({"exact_dtype": "float16"}, "text 0: 24 bytes per row, 12 expected"),
-        ({"exact_dtype": "float8"}, "a dtype, a term or a size is none of DistillKit's"),
-        ({"exact_k": 9}, "a dtype, a term or a size is none of DistillKit's"),
-        ({"d": 0}, "a size is not positive"),
+        ({"exact_dtype": "float8"}, "a dtype or a term is none of DistillKit's"),
+        ({"exact_dtype": ["float32"]}, r"exact_dtype is \['float32'\]: it must be str"),
+        ({"polynomial_terms": ["tan"]}, "a dtype or a term is none of DistillKit's"),
+        ({"polynomial_terms": [10**400]}, r"a power in polynomial_terms is not in 0 \.\. 63"),
+        ({"polynomial_terms": [-1]}, r"a power in polynomial_terms is not in 0 \.\. 63"),
+        ({"polynomial_terms": [1.5]}, "a dtype or a term is none of DistillKit's"),
+        ({"exact_k": 9}, "exact_k and the residual_bins do not fit k"),
+        ({"exact_k": -1}, "exact_k and the residual_bins do not fit k"),
+        ({"d": 0}, "a size is not positive, or k is not below d"),
+        ({"d": 10**400}, "a size is not positive, or k is not below d"),
+        ({"d": float("inf")}, "d is inf: it must be int"),
+        ({"d": "50"}, "d is '50': it must be int"),
+        ({"k": 6.0}, r"k is 6\.0: it must be int"),
+        ({"k": True}, "k is True: it must be int"),
+        ({"k": None}, "k is None: it must be int"),
+        ({"k": 10**9, "exact_k": 10**9}, "a size is not positive, or k is not below d"),
+        ({"delta_encoding": 1}, "delta_encoding is 1: it must be bool"),
+        ({"residual_bins": [3]}, "not a compression config of DistillKit"),
+        ({"residual_bins": None}, "not a compression config of DistillKit"),
         ({"colour": "red"}, "not a compression config of DistillKit.*colour"),
+        ({"colour": "red" * 10_000}, "bytes, more than any compression config has"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(change, message, tmp_path):
@@ -168,3 +185,105 @@ def test_other_directories_are_refused(tmp_path):
     (folder / "data_0.parquet").write_bytes(b"PAR1")
     with pytest.raises(GrowthError, match="not readable as Parquet"):
         DistillKitTeacher(folder)
+
+
+DEEP = {
+    "flow": "[" * 9_000,
+    "map": "{a: " * 2_000,
+    "block": "- " * 4_900,
+    "lines": "\n".join(" " * i + "a:" for i in range(120)),
+    "aliases": "a0: &a0 [x]\n"
+    + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 60)),
+    "not text": "\x00",
+    "tag": "!!python/object/apply:os.system [ls]",
+    "list": "[1, 2]",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_yaml_that_is_no_config_is_one_line(name, tmp_path):
+    file = tmp_path / "compression_config.yaml"
+    file.write_text(DEEP[name])
+    with pytest.raises(GrowthError, match="not a compression config of DistillKit") as error:
+        read_compression(file)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def plain(ids, values, tokens=(1, 2, 3)):
+    return {"input_ids": [list(tokens)], "token_ids": [ids], "top_values": [values]}
+
+
+def packed(ids, logprobs):
+    return {
+        "input_ids": [[1, 2, 3]],
+        "bytepacked_indices": [ids],
+        "compressed_logprobs": [logprobs],
+    }
+
+
+FLOAT = [0, 0, 128, 191] * 6  # -1
+INFINITE = [0, 0, 128, 127, *FLOAT[4:]]
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (plain(None, None), "not lists|is missing"),
+        (plain([[1, 2]] * 2, None), "not lists|is missing"),
+        (plain([[1, 2], None], [[-1.0, -2.0]] * 2), "a list is missing"),
+        (plain([None, None], [[-1.0, -2.0]] * 2), "not lists|is missing"),
+        (plain([[1, None]] * 2, [[-1.0, -2.0]] * 2), "a number is missing"),
+        (plain([[1, 2]] * 2, [[-1.0, None]] * 2), "a number is missing"),
+        (plain([[], []], [[], []]), "its ids have the shape|not numbers"),
+        (plain([["a", "b"]] * 2, [[-1.0, -2.0]] * 2), "it holds string, not numbers"),
+        (plain([[1, 2]] * 2, [["a", "b"]] * 2), "it holds string, not numbers"),
+        (plain([[True, False]] * 2, [[-1.0, -2.0]] * 2), "it holds bool, not numbers"),
+        (plain([[1.0, 2.7]] * 2, [[-1.0, -2.0]] * 2), "it holds float64, not integers"),
+        (plain([[[1, 2]]] * 2, [[-1.0, -2.0]] * 2), "not numbers"),
+        (plain([1, 2], [[-1.0, -2.0]] * 2), "it holds int64, not lists"),
+        (plain(7, [[-1.0, -2.0]] * 2), "it holds int64, not lists"),
+        (plain("ab", "cd"), "it holds string, not lists"),
+        (plain([[1, 2, 3]] * 2, [[-1.0, -2.0]] * 2), r"shape \(2, 3\), its log-probs \(2, 2\)"),
+        (plain([[1, 2]] * 2, [[float("inf"), -1.0]] * 2), "it holds the log-prob nan"),
+        (plain([[1, 2]] * 2, [[float("nan"), -1.0]] * 2), "it holds the log-prob nan"),
+        (plain([[1, 2]] * 2, [[float("-inf")] * 2] * 2), "it holds the log-prob -inf"),
+        (plain([[1, 1]] * 2, [[-1.0, -1.0]] * 2), "it holds token 1 twice in a row"),
+        (plain([[1, -2]] * 2, [[-1.0, -1.0]] * 2), "it holds token -2"),
+        (plain([[1, 1 << 32]] * 2, [[-1.0, -1.0]] * 2), "it holds token 4294967296"),
+        (packed([[1] * 5] * 2, [[1.5] * 24] * 2), "it holds float64, not integers"),
+        (packed([[1] * 5] * 2, [[300] * 24] * 2), "it holds numbers that are no bytes"),
+        (packed([[1] * 5] * 2, [[-1] * 24] * 2), "it holds numbers that are no bytes"),
+        (packed([["a"] * 5] * 2, [FLOAT] * 2), "it holds string, not numbers"),
+        (packed([[0] * 5] * 2, [FLOAT] * 2), "it holds token 0 twice in a row"),
+        (packed([[4, 32, 196, 20, 96]] * 2, [INFINITE] * 2), "it holds the log-prob nan"),
+    ],
+)
+def test_rows_that_are_none_are_one_line(columns, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(EXACT))
+    with pytest.raises(GrowthError, match=message) as error:
+        DistillKitTeacher(tmp_path).batch({"input_ids": torch.tensor([[1, 2, 3]])})
+    assert "\n" not in str(error.value) and "text 0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tokens", [None, [None, 2], ["a", "b"], [1.5, 2.0], "text", 7, [[1], [2]], [True, False]]
+)
+def test_texts_that_are_none_are_one_line(tokens, tmp_path):
+    columns = plain([[1, 2]], [[-1.0, -2.0]]) | {"input_ids": [tokens]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(GrowthError, match="input_ids: ") as error:
+        DistillKitTeacher(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_texts_with_other_numbers_of_tokens_per_row_are_named(tmp_path):
+    tables = [plain([[1, 2]] * 2, [[-1.0, -2.0]] * 2), plain([[1]], [[-1.0]], (4, 5))]
+    for i, columns in enumerate(tables):
+        pq.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
+    batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]])}
+    batch["attention_mask"] = (batch["input_ids"] != 0).long()
+    with pytest.raises(GrowthError, match="texts have rows of 1 to 2 tokens"):
+        DistillKitTeacher(tmp_path).batch(batch)

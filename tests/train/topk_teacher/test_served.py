@@ -301,7 +301,7 @@ def test_a_url_that_is_none_is_refused_at_once(url):
 
 @pytest.mark.parametrize("url", ["localhost:8000", "//localhost:8000", "ftp://localhost:8000"])
 def test_a_url_without_scheme_is_refused_before_any_attempt(url, monkeypatch):
-    monkeypatch.setattr(http.urllib.request, "urlopen", None)
+    monkeypatch.setattr(http, "_client", None)
     with pytest.raises(GrowthError, match=r"give http://localhost:8000$"):
         ServedTeacher(url, 3)
 
@@ -343,15 +343,156 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch):
     assert "secret" not in repr(vars(teacher))
 
 
+def rows_in(answer):
+    """The entries of an answer, in either schema."""
+    if "choices" in answer:
+        return answer["choices"][0]["prompt_logprobs"]
+    return answer["meta_info"]["input_top_logprobs"]
+
+
+def replaced(row):
+    """Changes every row to this list of (id, log-prob), and keeps the prompt's own token."""
+
+    def edit(answer):
+        entries = rows_in(answer)
+        for i, entry in enumerate(entries[1:], 1):
+            own = (
+                {name: {"logprob": -9.0} for name, x in entry.items() if "own" in x}
+                if isinstance(entry, dict)
+                else {}
+            )
+            pairs = row(i) if callable(row) else row
+            entries[i] = (
+                own | {str(name): {"logprob": x} for name, x in pairs}
+                if isinstance(entry, dict)
+                else [[x, name, None] for name, x in pairs]
+            )
+        return answer
+
+    return edit
+
+
 def shorter(answer):
-    """An answer with one row less, in either schema."""
-    rows = (
-        answer["choices"][0]["prompt_logprobs"]
-        if "choices" in answer
-        else answer["meta_info"]["input_top_logprobs"]
-    )
-    rows.pop()
+    rows_in(answer).pop()
     return answer
+
+
+def earlier(answer):
+    """Every entry is that of the next token."""
+    entries = rows_in(answer)
+    entries[:] = [*entries[1:], entries[-1]]
+    return answer
+
+
+def later(answer):
+    """Every entry is that of the token before it."""
+    entries = rows_in(answer)
+    entries[2:] = entries[1:-1]
+    return answer
+
+
+def another_prompt(answer):
+    """The own tokens are those of another text."""
+    if "choices" in answer:
+        for entry in rows_in(answer)[1:]:
+            for name in [name for name, x in entry.items() if "own" in x]:
+                del entry[name]
+    else:
+        answer["meta_info"]["input_token_logprobs"][3][1] += 1
+    return answer
+
+
+def without_prompt(answer):
+    rows_in(answer)
+    (answer.get("meta_info") or answer["choices"][0]).popitem()
+    return answer
+
+
+ROW = [(1, -1.0), (2, -2.0), (3, -3.0)]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ([(1, 5.0), (2, 4.0), (3, 3.0)], "gives the log-prob 5: check"),
+        ([(1, 0.01), (2, -9.0), (3, -9.0)], "gives the log-prob 0.01: check"),
+        ([(1, -0.1), (2, -0.1), (3, -0.1)], r"gives probabilities that add up to 2\.71"),
+        ([(1, -0.7), (2, -0.7), (3, -2.0)], r"gives probabilities that add up to 1\.12"),
+        ([(1, float("inf")), *ROW[1:]], "inf is no log-prob"),
+        ([(1, float("nan")), *ROW[1:]], "nan is no log-prob"),
+        ([*ROW, (4, float("-inf"))], "-inf is no log-prob"),
+        ([*ROW, (4, "-4.0")], "'-4.0' is no log-prob"),
+        ([*ROW, (4, True)], "True is no log-prob"),
+        ([*ROW, (4, -(10**400))], "too large"),
+        ([*ROW, (4, None)], "None is no log-prob"),
+        ([*ROW, (-1, -4.0)], "-1 is no token id"),
+        ([*ROW, (1 << 31, -4.0)], "2147483648 is no token id"),
+        ([*ROW, (10**30, -4.0)], "is no token id"),
+    ],
+)
+def test_rows_that_are_no_distribution_are_refused(row, message, server):
+    state, url = server
+    state.edit = replaced(row)
+    with pytest.raises(GrowthError, match=message) as error:
+        ServedTeacher(url, 3, concurrency=1).batch(padded_batch())
+    assert "\n" not in str(error.value) and url in str(error.value)
+
+
+def test_rows_within_the_rounding_of_bfloat16_are_taken(server):
+    """A server that computes in 16 bits rounds each log-prob by up to 1/512 of it."""
+    state, url = server
+    state.edit = replaced([(1, -0.6914), (2, -0.6914), (3, -9.0)])
+    ids, _ = ServedTeacher(url, 3).batch(padded_batch())
+    assert ids[0, 0, 2] == 3
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        ((" 1", 2, 3), "' 1' is no token id"),
+        (("01", 2, 3), "'01' is no token id"),
+        (("1_0", 2, 3), "'1_0' is no token id"),
+        ((1.0, 2, 3), r"1\.0'?( is no token id|\))"),
+        ((1e999, 2, 3), "inf"),
+        (("x" * 5000, 2, 3), "xxx"),
+    ],
+)
+def test_ids_are_whole_numbers(names, message, server):
+    state, url = server
+    state.edit = replaced([(name, -1.0 - i) for i, name in enumerate(names)])
+    with pytest.raises(GrowthError, match=message) as error:
+        ServedTeacher(url, 3, concurrency=1).batch(padded_batch())
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+def test_a_token_has_one_log_prob():
+    with serving(teacher_model(), "sglang") as (state, url):
+        state.edit = replaced([(1, -1.0), (1, -1.5), (2, -2.0)])
+        with pytest.raises(GrowthError, match="gives token 1 twice in a row"):
+            ServedTeacher(url, 3).batch(padded_batch())
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (shorter, "tokens were sent, and 8 came back"),
+        (earlier, "the first token has a row, so the rows are shifted"),
+        (another_prompt, r"its token \d is not \d+, which was sent"),
+        (without_prompt, "lacks a prompt's log-probs"),
+    ],
+)
+def test_an_answer_to_another_prompt_is_refused(edit, message, server):
+    state, url = server
+    state.edit = edit
+    with pytest.raises(GrowthError, match=message):
+        ServedTeacher(url, 3).batch({"input_ids": padded_batch()["input_ids"][:1]})
+
+
+def test_rows_that_come_late_are_refused():
+    with serving(teacher_model(), "vllm") as (state, url):
+        state.edit = later
+        with pytest.raises(GrowthError, match=r"its token \d is not \d+, which was sent"):
+            ServedTeacher(url, 3).batch({"input_ids": padded_batch()["input_ids"][:1]})
 
 
 def test_wrong_answers_are_refused(server):
@@ -360,10 +501,7 @@ def test_wrong_answers_are_refused(server):
     state.most = 2
     with pytest.raises(GrowthError, match=r"gives [23] tokens per row, not k=6"):
         ServedTeacher(url, 6).batch(batch)
-    state.most, state.edit = 10**6, shorter
-    with pytest.raises(GrowthError, match="tokens were sent, and 8 came back"):
-        ServedTeacher(url, 6).batch({"input_ids": batch["input_ids"][:1]})
-    state.edit = lambda answer: answer
+    state.most = 10**6
     with pytest.raises(GrowthError, match="vocab_size is 4: teacher and student must have the"):
         ServedTeacher(url, 6, vocab_size=4).batch(batch)
     state.longest = 9
@@ -376,6 +514,7 @@ def test_wrong_answers_are_refused(server):
     [
         ({"k": 0}, "k is 0: it must be at least 1"),
         ({"timeout": 0}, "timeout is 0: it must be at least 0.001"),
+        ({"timeout": float("nan")}, "timeout is nan: it must be at least 0.001"),
         ({"server": "vlm"}, "server is 'vlm'.*vllm"),
         ({"model": "other"}, r"has no model 'other': give model, one of \['teacher'\]"),
     ],

@@ -1,0 +1,173 @@
+"""Servers that redirect, drip, answer too much or nonsense are refused in one line."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from growkern import GrowthError, ServedTeacher
+from growkern.train.topk_teacher import http
+from growkern.train.topk_teacher.http import Connection
+
+
+@contextlib.contextmanager
+def answering(answer):
+    """A server whose requests are handled by `answer(handler)`; gives its URL and its requests."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(dict(self.headers))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with contextlib.suppress(OSError):
+                answer(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *words):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.block_on_close = True, False
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def sends(body, status=200, headers=()):
+    def answer(handler):
+        handler.send_response(status)
+        for name, value in headers:
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def refused(answer, message, timeout=5.0, retries=0):
+    """Both kinds of request fail with this message, in one line."""
+    with answering(answer) as (url, seen):
+        connection = Connection(url, timeout, retries, "SECRET")
+        for ask in (connection.get, lambda path: connection.post(path, {})):
+            with pytest.raises(GrowthError, match=message) as error:
+                ask("/x")
+            text = str(error.value)
+            assert "\n" not in text and "SECRET" not in text and url in text and len(text) < 1000
+    return seen
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_key_does_not_follow_a_redirect(status, host):
+    with answering(sends(b"{}")) as (thief, seen):
+        place = thief.replace("127.0.0.1", host) + "/y"
+        refused(sends(b"", status, [("Location", place)]), f"redirects to '{place}': give that URL")
+        assert not seen
+
+
+def drip_of(*parts):
+    def answer(handler):
+        for part in parts:
+            handler.wfile.write(part)
+        while True:
+            handler.wfile.write(parts[-1])
+            time.sleep(0.01)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"y"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n",),
+    ],
+    ids=["body", "error", "chunks", "header", "hints"],
+)
+def test_a_server_that_drips_is_given_up(parts, monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    seen = refused(drip_of(*parts), r"no answer within 0\.3 s: raise timeout \(2 a", 0.3, retries=1)
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize("headers", [[], [("Content-Length", "100000000")]])
+def test_an_answer_has_a_size(status, headers, monkeypatch):
+    monkeypatch.setattr(http, "MOST_BYTES", 1000)
+    monkeypatch.setattr(Connection.post, "__defaults__", (1000,))
+    body = b"[" + b" " * 5_000_000
+    refused(sends(body, status, headers), "has more than 1000 bytes")
+    refused(sends(b"[" + b" " * 999, headers=[("Content-Length", "1000")]), "is not JSON")
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (b"[" * 200_000, "not JSON .nested more than 20 levels deep"),
+        (b'{"a":' * 200_000, "not JSON .nested more than 20 levels deep"),
+        (b"[" * 30 + b"]" * 30, "not JSON .nested more than 20 levels deep"),
+        (b'{"a": 1, "a": 2}', "not JSON .'a' is given twice"),
+        (b"\xff\xfe", "not JSON"),
+        (b"1" * 5000, "not JSON"),
+        (b"", "not JSON"),
+    ],
+)
+def test_an_answer_that_is_not_json_is_one_line(body, message):
+    refused(sends(body), message)
+
+
+def test_a_compressed_answer_is_not_unpacked():
+    import gzip
+
+    packed = gzip.compress(b" " * 10_000_000)
+    refused(sends(packed, headers=[("Content-Encoding", "gzip")]), "is not JSON")
+
+
+def test_a_thread_with_an_event_loop_can_ask():
+    async def cell():
+        return Connection(url, 5.0, 0).get("/x")
+
+    with answering(sends(b'{"a": 1}')) as (url, _):
+        assert asyncio.run(cell()) == {"a": 1}
+
+
+@pytest.mark.parametrize("key", ["SECRET\n", "SEC RET", "SECRÉT", "SECRET\r\nX: y"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(key, monkeypatch):
+    with pytest.raises(GrowthError, match=r"api_key .* give the key alone") as error:
+        ServedTeacher("http://127.0.0.1:9", 3, api_key=key)
+    assert "SEC" not in str(error.value)
+    monkeypatch.setenv("GROWKERN_TEACHER_API_KEY", key)
+    with pytest.raises(GrowthError, match="or GROWKERN_TEACHER_API_KEY"):
+        ServedTeacher("http://127.0.0.1:9", 3)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"3", b'{"data": 3}', b'{"data": [[1]]}', b'{"data": [3]}']
+)
+def test_a_list_of_models_that_is_none_is_refused(body):
+    with (
+        answering(sends(body)) as (url, _),
+        pytest.raises(GrowthError, match=r"/v1/models lists no models"),
+    ):
+        ServedTeacher(url, 3)
+
+
+@pytest.mark.parametrize("length", ['"4096"', "true", "1e3", "[1]"])
+def test_a_length_that_is_none_is_refused(length):
+    card = f'{{"data": [{{"id": "m", "owned_by": "vllm", "max_model_len": {length}}}]}}'
+    with (
+        answering(sends(card.encode())) as (url, _),
+        pytest.raises(GrowthError, match=r"max_model_len is .*which is no number"),
+    ):
+        ServedTeacher(url, 3)
