@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import reprlib
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,19 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str
     """
     if not isinstance(value, kind):
         raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
+
+
+def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "steps") -> None:
+    """Refuse step numbers that a training run does not reach.
+
+    Args:
+        steps: optimizer steps of the run.
+        given: step numbers and counts of steps by their names, for the message.
+        unit: name of `steps`, for the message.
+
+    Raises:
+        GrowthError: for the first that is larger.
+    """
+    for name, value in given.items():
+        if value is not None and value > steps:
+            raise GrowthError(f"{name} is {value}: it must not be more than the {steps} {unit}")

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
 
+from growkern.arguments import check_steps
 from growkern.errors import GrowthError
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.config import TwoStageConfig
@@ -90,9 +91,7 @@ def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoSt
             "stage1_epochs needs training data with a length, and a stream has none: give "
             "stage1_steps"
         )
-    args = trainer.args
-    per_epoch = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    per_epoch, steps = _length_of_run(trainer)
     found = two_stage.in_steps(per_epoch)
     if found.stage1_steps is not None and found.stage1_steps > steps:
         raise GrowthError(
@@ -101,6 +100,46 @@ def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoSt
             f"{steps} steps of the run"
         )
     return found
+
+
+def _length_of_run(trainer: Trainer) -> tuple[int, int]:
+    """The optimizer steps of an epoch and of the run, for data with a length."""
+    args = trainer.args
+    per_epoch = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    return per_epoch, steps
+
+
+def check_step_numbers(
+    trainer: Trainer,
+    two_stage: TwoStageConfig | None,
+    inheritance: InheritanceSchedule | None,
+    rewarm_steps: int,
+) -> None:
+    """Refuse step numbers that the run does not reach.
+
+    Args:
+        trainer: its run may have no end that is known.
+        two_stage: with stage 1 in steps.
+        inheritance: of the teacher.
+        rewarm_steps: of `OptimizerOptions`.
+
+    Raises:
+        GrowthError: there is one.
+    """
+    args, steps = trainer.args, trainer.args.max_steps
+    if steps <= 0:
+        if trainer.train_dataset is None or not has_length(trainer.train_dataset):
+            return
+        _, steps = _length_of_run(trainer)
+    numbers = {
+        "two_stage.stage1_steps": two_stage and two_stage.stage1_steps,
+        "inheritance end_step": inheritance and inheritance.end_step,
+        "optimizer.rewarm_steps": rewarm_steps,
+        "warmup_steps": args.get_warmup_steps(steps),
+        "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,
+    }
+    check_steps(steps, numbers, "steps of the run")
 
 
 def as_list(one_or_many: Any) -> list[Any]:

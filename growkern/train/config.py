@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from growkern.arguments import check_steps
 from growkern.errors import GrowthError
 from growkern.seeds import MOST_NUMPY_SEED, check_seed
 from growkern.train.dataset.options import MOST, DataSection
@@ -200,11 +201,7 @@ class TrainingSection:
                     f"training.{name} is {getattr(self, name)}: it must be at most {most}"
                 )
         check_seed(self.seed, "training.seed", MOST_NUMPY_SEED)
-        if self.warmup_steps > self.steps:
-            raise GrowthError(
-                f"training.warmup_steps is {self.warmup_steps}: it must not be more than the "
-                f"{self.steps} training.steps"
-            )
+        check_steps(self.steps, {"training.warmup_steps": self.warmup_steps}, "training.steps")
 
 
 def has_tensorboard() -> bool:
@@ -294,12 +291,12 @@ class Run:
             )
         if (self.inheritance is None) != (self.teacher is None):
             raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
-        stage1 = None if self.two_stage is None else self.two_stage.stage1_steps
-        if stage1 is not None and stage1 > self.training.steps:
-            raise GrowthError(
-                f"two_stage.stage1_steps is {stage1}: it must not be more than the "
-                f"{self.training.steps} training.steps"
-            )
+        numbers = {
+            "two_stage.stage1_steps": self.two_stage and self.two_stage.stage1_steps,
+            "inheritance.end_step": self.inheritance and self.inheritance.end_step,
+            "optimizer.rewarm_steps": self.optimizer and self.optimizer.rewarm_steps,
+        }
+        check_steps(self.training.steps, numbers, "training.steps")
 
     @property
     def checkpoint(self) -> str:

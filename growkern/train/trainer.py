@@ -21,6 +21,7 @@ from growkern.train.checks import (
     check_arguments,
     check_block_size,
     check_objectives,
+    check_step_numbers,
     check_trained_model,
     choose_teachers,
     stages_in_steps,
@@ -140,6 +141,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
         self.two_stage = stages_in_steps(two_stage, self)
+        check_step_numbers(self, self.two_stage, inheritance, own.rewarm_steps)
         check_new_layers(self.growth, (self.two_stage and self.two_stage.stage1_steps) or 0)
         self.check_labels()
         self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)

@@ -259,7 +259,7 @@ def test_flops_do_not_depend_on_the_rows_that_share_a_batch(tmp_path, size, accu
             gradient_accumulation_steps=accumulation,
             remove_unused_columns=False,
         ),
-        inheritance=InheritanceSchedule(end_step=2),
+        inheritance=InheritanceSchedule(end_step=1),
         teacher=teacher,
         train_dataset=Ragged(),
         data_collator=padded,

@@ -123,7 +123,7 @@ def test_resuming_a_tied_model_reports_no_missing_weight(tmp_path, monkeypatch):
     """The output matrix of a tied model is not in the file: it is the input matrix."""
     said = []
     monkeypatch.setattr(trainer_of_transformers.logger, "warning", said.append)
-    trainer = small_trainer(tmp_path, args={"max_steps": 2})
+    trainer = small_trainer(tmp_path, args={"max_steps": 3, "save_steps": 1})
     trainer.train()
     small_trainer(tmp_path).train(resume_from_checkpoint=True)
     assert not said

@@ -8,14 +8,17 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
+import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
 from growkern.train.head import align_labels
+from growkern.train.optimizer.options import OptimizerOptions
 from tests.train import loop
 from tests.train.tiny import FAMILIES, VOCAB, TinyTokenizer, batch, build, is_causal, stack_of
 
 STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=4)
 SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
+ARGS = {"report_to": "none", "per_device_train_batch_size": 2}
 
 
 class Batches(torch.utils.data.Dataset):
@@ -47,7 +50,10 @@ def arguments(path, **options):
         "train_sampling_strategy": "sequential",
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(str(path), **{**defaults, **options})
+    settings = {**defaults, **options}
+    if settings["max_steps"] > 0:
+        settings["warmup_steps"] = min(settings["warmup_steps"], settings["max_steps"])
+    return TrainingArguments(str(path), **settings)
 
 
 def losses_of(trainer):
@@ -198,7 +204,7 @@ def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
 def test_several_teachers_and_kl_rows_against_float64(family, kl_rows, tmp_path):
     teachers = [build(family, layers=1, width=8, seed=s) for s in (5, 6)]
     schedule = InheritanceSchedule(
-        rate=0.7, end_step=100, kl_rows=kl_rows, teacher_weights=(0.25, 0.75)
+        rate=0.7, end_step=1, kl_rows=kl_rows, teacher_weights=(0.25, 0.75)
     )
     model, data = build(family), Batches(4)
     inputs = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
@@ -257,7 +263,7 @@ def test_evaluation_is_the_whole_model_alone_and_costs_nothing(family, tmp_path)
         model,
         arguments(tmp_path, per_device_eval_batch_size=2),
         two_stage=STAGES,
-        inheritance=InheritanceSchedule(end_step=100),
+        inheritance=InheritanceSchedule(end_step=8),
         teacher=build(family, layers=1, seed=9),
         train_dataset=data,
     )
@@ -304,7 +310,7 @@ def test_state_of_every_parameter_exists_before_the_first_step(tmp_path):
     TwoStageTrainer(
         model,
         arguments(tmp_path, max_steps=1, warmup_steps=0, weight_decay=0.1),
-        two_stage=STAGES,
+        two_stage=TwoStageConfig(layers_per_block=2, stage1_steps=1),
         train_dataset=Batches(4),
         callbacks=[Look()],
     ).train()
@@ -337,7 +343,7 @@ def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
         trainer = TwoStageTrainer(
             model,
             arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
-            inheritance=SCHEDULE,
+            inheritance=InheritanceSchedule(rate=0.8, end_step=2),
             teacher=teacher,
             train_dataset=Batches(4),
         )
@@ -432,7 +438,7 @@ def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):
     trainer = TwoStageTrainer(
         build("gpt2"),
         arguments(tmp_path, max_steps=1),
-        inheritance=SCHEDULE,
+        inheritance=InheritanceSchedule(end_step=1),
         teacher=build("gpt2", layers=1, vocab_size=VOCAB + 16),
         processing_class=TinyTokenizer(),
         data_collator=CausalLMCollator(TinyTokenizer()),
@@ -484,6 +490,36 @@ def test_a_stage_1_longer_than_the_run_is_refused(tmp_path, length):
     assert make(2.25).two_stage.stage1_steps == 9
     with pytest.raises(GrowthError, match=r"makes 10 steps of 4 per epoch: .* the 9 steps of"):
         make(2.26)
+
+
+TOO_LATE = {
+    "inheritance end_step is 9": {"inheritance": InheritanceSchedule(end_step=9)},
+    "two_stage.stage1_steps is 9": {"two_stage": TwoStageConfig(1, 9)},
+    "optimizer.rewarm_steps is 9": {"optimizer_options": OptimizerOptions(rewarm_steps=9)},
+    "eval_delay is 9": {"eval_delay": 9, "eval_strategy": "steps", "eval_steps": 2},
+    "warmup_steps is 9": {"warmup_steps": 9},
+}
+
+
+@pytest.mark.parametrize("match", TOO_LATE)
+@pytest.mark.parametrize("length", [{"max_steps": 8}, {"max_steps": -1, "num_train_epochs": 2}])
+def test_step_numbers_that_the_run_does_not_reach_are_refused(tmp_path, match, length):
+    """4 steps are a pass."""
+
+    def make(length):
+        options = dict(TOO_LATE[match])
+        own = ("inheritance", "two_stage", "optimizer_options")
+        ours = {name: options.pop(name) for name in own if name in options}
+        args = TrainingArguments(str(tmp_path), **ARGS | options | length)
+        model, teacher = growkern.grow(build("bert", layers=1), num_hidden_layers=2), None
+        if "inheritance" in ours:
+            teacher = build("bert", layers=1)
+        data = {"train_dataset": Batches(8), "eval_dataset": Batches(2)}
+        return TwoStageTrainer(model, args, teacher=teacher, **ours, **data)
+
+    with pytest.raises(GrowthError, match=f"{match}.*: it must not be more than the 8 steps of"):
+        make(length)
+    make({"max_steps": 9})
 
 
 @pytest.mark.parametrize(

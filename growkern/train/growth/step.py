@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+from growkern.arguments import check_steps
 from growkern.errors import GrowthError
 from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
@@ -114,7 +115,8 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         steps: optimizer steps of the run.
 
     Raises:
-        GrowthError: they are not in the order of their steps, or one comes after the run.
+        GrowthError: they are not in the order of their steps, one comes after the run, or what
+            follows one does not end before the run or the next growth.
     """
     places = [one.at_step for one in growth]
     for before, after in pairwise(places):
@@ -127,6 +129,12 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         raise GrowthError(
             f"the growth at step {places[-1]} would come after the run, which has {steps} steps"
         )
+    for one, end in zip(growth, [*places[1:], steps], strict=False):
+        at = f"the growth at step {one.at_step}:"
+        rest = steps - one.at_step
+        check_steps(rest, {f"{at} rewarm_steps": one.rewarm_steps}, "steps that the run has left")
+        alone = {f"{at} new_layers_steps": one.new_layers_steps}
+        check_steps(end - one.at_step, alone, "steps to the next growth or the end of the run")
 
 
 def check_new_layers(growth: Sequence[GrowthStep], stage1_steps: int) -> None:

@@ -20,6 +20,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
+from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.train.config import OutputSection, Run, has_tensorboard
 
@@ -138,6 +139,8 @@ def _check_steps(args: TrainingArguments) -> None:
     every = args.eval_accumulation_steps
     if every is not None and every < 1:
         raise GrowthError(f"trainer.eval_accumulation_steps is {every}: it must be 1 or more")
+    if args.eval_strategy == "steps":
+        check_steps(args.max_steps, {"trainer.eval_delay": args.eval_delay}, "training.steps")
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     try:
         get_scheduler(

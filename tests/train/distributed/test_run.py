@@ -217,6 +217,14 @@ def test_sections(tmp_path):
         (grown_run(GROWTH.replace("24", '"24"')), "growth.sizes.hidden_size is '24'"),
         (grown_run(SCHEDULE.replace("at_step = 5", "at_step = 3")), "at step 3 follows one at st"),
         (grown_run(SCHEDULE.replace("at_step = 5", "at_step = 6")), "step 6 would come after the"),
+        (
+            grown_run(SCHEDULE.replace("rewarm_steps = 2", "rewarm_steps = 4")),
+            "at step 3: rewarm_steps is 4: it must not be more than the 3 steps that the run has",
+        ),
+        (
+            grown_run(SCHEDULE.replace("rewarm_steps = 2", "new_layers_steps = 3")),
+            "at step 3: new_layers_steps is 3: it must not be more than the 2 steps to the next gr",
+        ),
         (grown_run(SCHEDULE.replace("symmetry =", "symetry =")), "'symetry'.*'symmetry'"),
         (grown_run(SCHEDULE.replace('source = "model"\n', "")), "growth.*needs its source"),
         (grown_run(GROWTH, "[distributed]\ntensor_parallel = 2\n"), "tensor parallelism"),

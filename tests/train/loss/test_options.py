@@ -62,7 +62,7 @@ def test_every_option_reaches_the_loss_by_its_name(family, options, tmp_path):
     trainer = TwoStageTrainer(
         student,
         arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
-        inheritance=InheritanceSchedule(rate=0.7, end_step=100, **rest),
+        inheritance=InheritanceSchedule(rate=0.7, end_step=1, **rest),
         teacher=teachers,
         loss=loss,
         train_dataset=data,

@@ -204,7 +204,7 @@ def test_a_teacher_of_pairs_is_followed_on_the_masked_tokens_alone(tmp_path):
         tmp_path,
         "mlm+nsp",
         teacher=teacher,
-        inheritance=InheritanceSchedule(rate=0.4, end_step=10, temperature=2.0),
+        inheritance=InheritanceSchedule(rate=0.4, end_step=8, temperature=2.0),
     )
     found = model(**batch)
     z, u = (

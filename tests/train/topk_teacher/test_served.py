@@ -169,7 +169,7 @@ def test_trains_on_the_rows_that_the_teacher_has(kept, kl_rows, tmp_path):
         trainer = TwoStageTrainer(
             model,
             arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
-            inheritance=InheritanceSchedule(rate=0.8, end_step=9, temperature=1.0, kl_rows=kl_rows),
+            inheritance=InheritanceSchedule(rate=0.8, end_step=1, temperature=1.0, kl_rows=kl_rows),
             teacher=teacher,
             train_dataset=data,
             data_collator=stacked,
