@@ -231,8 +231,9 @@ def _header(
 
 def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
     """Where the model is, and what to do next."""
+    step = trainer.state.global_step
     lines = {
-        "finished": f"{trainer.state.global_step} steps, {last_losses(trainer.state.log_history)}",
+        "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
         "next": f"growkern plot {shlex.quote(str(output))}",
     }

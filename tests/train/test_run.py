@@ -12,6 +12,7 @@ from growkern import GrowthError
 from growkern.publish.lock import locked
 from growkern.train.config import load_runs
 from growkern.train.loop.arguments import training_arguments
+from growkern.train.loop.progress import last_losses
 from growkern.train.run import train
 from growkern.train.safety import directory as run_directory
 from tests.train.tiny import VOCAB, build
@@ -81,6 +82,28 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
     assert "'mlm'" not in said and "'loss'" not in said
 
 
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_the_loss_at_the_end_is_of_the_last_steps(workplace, capsys):
+    """With a log line every 10 steps, a shorter run logs its first step and its last."""
+    text = RUN.replace("log_every = 1\n", "").replace("eval_every = 3\n", "")
+    (workplace / "run.toml").write_text(text)
+    train(workplace / "run.toml")
+    said = capsys.readouterr().out
+    history = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
+    first, last = (line for line in history if "loss" in line)
+    assert (first["step"], last["step"]) == (1, 6) and first["mlm"] != last["mlm"]
+    assert f"finished  6 steps, label loss {last['mlm']:.4f}, validation loss " in said
+
+
+def test_a_loss_of_another_step_is_printed_with_its_step():
+    history = [{"step": 1, "mlm": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
+    assert (
+        last_losses(history, 4) == "label loss 6.0000 at step 1, validation loss 5.0000 at step 3"
+    )
+    assert last_losses(history, 3) == "label loss 6.0000 at step 1, validation loss 5.0000"
+    assert last_losses(history[:1], 1) == "label loss 6.0000"
+
+
 def files_of(path):
     return {f: f.stat().st_mtime_ns for f in path.rglob("*") if f.is_file()}
 
@@ -133,6 +156,7 @@ SETTINGS = {
     ): "growth.optimizer cannot be used: .*no.pt: no such file",
     RUN + "[trainer]\nadam_beta2 = 5.0": "with adam_beta2 = 5.0: Invalid beta",
     RUN + "[trainer]\nadam_epsilon = -1": "with adam_epsilon = -1: Invalid epsilon",
+    RUN + "[trainer]\neval_delay = 7": "trainer.eval_delay is 7: it must not be more than the 6",
     RUN + "[trainer]\neval_accumulation_steps = 0": "steps is 0: it must be 1 or more",
     RUN + "[trainer]\nlr_scheduler_kwargs = { foo = 1 }": "{'foo': 1}, which the schedule 'linear'",
     RUN + "[trainer]\nmetric_for_best_model = 'los'": "not give; did you mean 'loss'",
@@ -291,6 +315,7 @@ def test_bf16_needs_no_gpu(workplace):
     text = RUN.replace("steps = 6", 'precision = "bf16"\nsteps = 2').replace(
         "stage1_steps = 3", "stage1_steps = 1"
     )
+    text = text.replace("end_step = 4", "end_step = 2")
     (workplace / "run.toml").write_text(text)
     assert train(workplace / "run.toml", progress=False).global_step == 2
 

@@ -25,15 +25,20 @@ def shown(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {LABEL_LOSS: logs["mlm"], OBJECTIVE: logs["loss"], **rest}
 
 
-def last_losses(history: Sequence[Mapping[str, Any]]) -> str:
+def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
     """The last label loss of a run, and the last loss on the validation data if it has any.
 
     Args:
         history: the log lines of the run.
+        step: the last one. A loss of another step is printed with its step.
     """
-    names = {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}
-    last = {name: line[name] for line in history for name in names if name in line}
-    return ", ".join(f"{text} {last[name]:.4f}" for name, text in names.items() if name in last)
+    found = []
+    for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
+        lines = [line for line in history if name in line]
+        if lines:
+            place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
+            found.append(f"{text} {lines[-1][name]:.4f}{place}")
+    return ", ".join(found)
 
 
 class NamedProgress(ProgressCallback):

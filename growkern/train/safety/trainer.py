@@ -295,6 +295,9 @@ class SafeTrainer(SavingTrainer):
             control.should_evaluate = False
         elif report is not None and report.save:
             control.should_save = True
+        if self.state.global_step >= self.state.max_steps and self.args.logging_strategy != "no":
+            # the loss of the last steps would be in no line
+            control.should_log = True
         self._report = None
         super()._maybe_log_save_evaluate(*args, **options)
         if self.state.global_step >= self.state.max_steps:
