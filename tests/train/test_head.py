@@ -150,6 +150,67 @@ def test_probes_say_nothing_of_padding(caplog, monkeypatch):
         assert "attention_mask" in caplog.text
 
 
+MIXTURES = {
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_causal(family, dtype):
+    """An expert's product rounds by the number of its tokens, so later tokens change a few bits."""
+    sizes = {**SIZES, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(
+        **{**sizes, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": None},
+        **MIXTURES[family],
+    )
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).train()
+        check_causal(model)
+        assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def encoder_in_its_lm_class(**options):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_attention_heads": 2, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 24, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    return transformers.BertLMHeadModel(transformers.BertConfig(**sizes, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_encoder_in_a_causal_class_is_not_causal(dtype):
+    check_causal(encoder_in_its_lm_class(is_decoder=True).to(dtype))
+    with pytest.raises(GrowthError, match=r"tokens see the tokens after them: set .*is_decoder"):
+        check_causal(encoder_in_its_lm_class(is_decoder=False).to(dtype))
+
+
+def test_models_without_gradients_are_probed_by_their_outputs():
+    trainable = build("llama")
+    with torch.inference_mode():
+        causal = encoder_in_its_lm_class(is_decoder=True)
+        encoder = encoder_in_its_lm_class(is_decoder=False)
+        check_causal(causal)
+        # weights with gradients, in a loop of evaluation
+        check_causal(trainable)
+    check_causal(causal)
+    with pytest.raises(GrowthError, match="tokens see the tokens after them"):
+        check_causal(encoder)
+
+
+def test_embeddings_that_are_scaled_in_place_can_be_probed():
+    model = build("llama")
+    inner = model.model.forward
+
+    def scaled(input_ids=None, inputs_embeds=None, **options):
+        return inner(inputs_embeds=model.model.embed_tokens(input_ids).mul_(3.0), **options)
+
+    model.model.forward = scaled
+    check_causal(model)
+
+
 def test_causal_rows_and_labels_shift_alike():
     labels = torch.tensor([[4, 5, 6, -100]])
     mask = torch.tensor([[1, 1, 1, 0]])
