@@ -69,6 +69,7 @@ from growkern.ops.loss.rows.options import (
     check_row_weights,
     check_vocabulary,
     checked_labels,
+    live_kinds,
     outcome,
     row_kinds,
     term_weights,
@@ -95,15 +96,19 @@ def kl_mlm_rows_reference(
     """Plain PyTorch definition of the terms: (9), (2) or (7) per teacher, entropy, top-1 agreement
     per teacher.
 
-    Half precision is computed in float32, all other dtypes in float64: in float32 the difference
-    (5) would keep five digits. Differentiable in `student_NV`.
+    All is computed in float32 if student and teachers have half precision, and in float64 if one
+    of them has more: in float32 the difference (5) would keep five digits. Differentiable in
+    `student_NV`.
 
     Returns:
         (R, N); 0 where a row has no such term.
     """
 
+    is_half = all(x.element_size() == 2 for x in (student_NV, *teachers_NV))
+    dtype = torch.float32 if is_half else torch.float64
+
     def capped(x: Tensor, cap: float, live_N: Tensor) -> Tensor:
-        x = x.to(torch.float32 if x.element_size() == 2 else torch.float64)
+        x = x.to(dtype)
         # other rows may hold NaN, which must not reach a gradient
         x = torch.where(live_N[:, None], x, 0)
         return cap * torch.tanh(x / cap) if cap else x
@@ -145,6 +150,11 @@ def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Ten
     log_m_NV = torch.logaddexp(log_p0_NV + math.log(beta), log_q0_NV + math.log1p(-beta))
     log_m_NV = log_m_NV.masked_fill(neither_NV, -math.inf)
     return beta * kl(log_p_NV, log_m_NV) + (1 - beta) * kl(log_q_NV, log_m_NV)
+
+
+def live_hidden(hidden_NH: Tensor, kind_N: Tensor) -> Tensor:
+    """The same hidden states, but 0 in rows without a term, whose NaN would make dW NaN."""
+    return torch.where(kind_N[:, None] > 0, hidden_NH, 0)
 
 
 def student_logits_of(z_NV: Tensor, weight_WN: Tensor, maths: Maths) -> Tensor:
@@ -249,8 +259,8 @@ def kl_mlm_loss(
         kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
             mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
-        row_weights: float, (...): multiplies both terms of a row. Row counts and `LossParts` do
-            not use it.
+        row_weights: float, (...): multiplies both terms of a row. A row of weight 0 is left out and
+            may hold anything, but counts in the mean. `LossParts` use no weights.
         vocab_size: columns from here on are padding, of student and teachers: they count as -inf
             and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
@@ -293,20 +303,21 @@ def kl_mlm_loss(
     widths = [t.shape[-1] for t in teachers]
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
-    kind_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
+    counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
+    kind_N = live_kinds(counted_N, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
 
     N = labels_N.numel()
     # -1 instead of N would fail on a rank without columns
     student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
     if chosen == "reference":
-        weight_WN = term_weights(kind_N, options, acc_torch_dtype(student_NV))
+        weight_WN = term_weights(counted_N, options, acc_torch_dtype(student_NV))
         inputs, logits = RowInputs(labels_N, kind_N, weight_WN), (student_NV, *teachers_NV)
         rows_RN = _reference_of_all(logits, inputs, vocab, options.maths)
     else:
         here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
         rows_RN, _ = apply(KL_MLM_ROWS, student_NV, teachers_NV, *here, shard.group, chosen)
-        weight_WN = term_weights(kind_N, options, rows_RN.dtype)
+        weight_WN = term_weights(counted_N, options, rows_RN.dtype)
     loss_N = weighted(weight_WN, rows_RN)
     loss = loss_N if reduction == "none" else loss_N.sum()
     return outcome(loss, rows_RN, kind_N, options, labels.shape)

@@ -42,7 +42,12 @@ from torch.nn import functional as F
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.keywords import Divergence, KLRows, LinearKeywords, Reduction
-from growkern.ops.loss.kl_mlm_loss import in_row_blocks, kl_mlm_rows_reference, student_logits_of
+from growkern.ops.loss.kl_mlm_loss import (
+    in_row_blocks,
+    kl_mlm_rows_reference,
+    live_hidden,
+    student_logits_of,
+)
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
@@ -83,7 +88,9 @@ def linear_kl_mlm_rows_reference(
 
     def logits(head: Head) -> Tensor:
         bias = head.bias[:vocab].to(dtype) if head.bias.numel() else None
-        return F.linear(head.hidden.to(dtype), head.weight[:vocab].to(dtype), bias)
+        return F.linear(
+            live_hidden(head.hidden, rows.kinds).to(dtype), head.weight[:vocab].to(dtype), bias
+        )
 
     with torch.autocast(rows.labels.device.type, enabled=False):
         teachers_NV = [logits(teacher) for teacher in teachers]

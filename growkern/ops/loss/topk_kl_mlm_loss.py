@@ -49,6 +49,7 @@ from growkern.ops.loss.keywords import Divergence, KLRows, Reduction, Tail, TopK
 from growkern.ops.loss.kl_mlm_loss import (
     divergence_reference,
     kl_mlm_rows_reference,
+    live_hidden,
     student_logits_of,
 )
 from growkern.ops.loss.linear.heads import (
@@ -105,7 +106,8 @@ def topk_kl_mlm_rows_reference(
     kl_N = (rows.kinds & KL_ROW) > 0
     bias = student.bias[:vocab].to(acc) if student.bias.numel() else None
     with torch.autocast(rows.labels.device.type, enabled=False):
-        z_NV = F.linear(student.hidden.to(acc), student.weight[:vocab].to(acc), bias)
+        x_NH = live_hidden(student.hidden, rows.kinds).to(acc)
+        z_NV = F.linear(x_NH, student.weight[:vocab].to(acc), bias)
     z_NV = student_logits_of(z_NV, rows.weights, maths)
     alone = named_terms(kl_mlm_rows_reference(z_NV, [], rows.labels, rows.kinds, maths))
     z_NV = maths.softcap * torch.tanh(z_NV / maths.softcap) if maths.softcap else z_NV

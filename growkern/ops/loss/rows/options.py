@@ -269,6 +269,16 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
     return kind_N
 
 
+def live_kinds(counted_N: Tensor, options: Options) -> Tensor:
+    """The result of `row_kinds` without the rows of weight 0. The mean counts them all the same.
+
+    Their terms are not computed, as a product with 0 would not remove NaN.
+    """
+    if options.row_weights is None:
+        return counted_N
+    return counted_N * (options.row_weights != 0)
+
+
 def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
     """`alpha` for use with `x`. One on the CPU stays there: its copy breaks a CUDA graph."""
     return alpha if alpha.device.type == "cpu" else alpha.to(x.device)
@@ -323,10 +333,11 @@ def row_inputs(
     `vocab` counts the columns here. The weights have the dtype of sums over rows of `hidden`.
     """
     labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
-    kind_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
+    counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
+    weight_WN = term_weights(counted_N, options, acc_torch_dtype(hidden))
+    kind_N = live_kinds(counted_N, options)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
-    labels_N = labels_N - shard.start
-    return RowInputs(labels_N, kind_N, term_weights(kind_N, options, acc_torch_dtype(hidden)))
+    return RowInputs(labels_N - shard.start, kind_N, weight_WN)
 
 
 # an op, so that a compiled graph checks the values too
