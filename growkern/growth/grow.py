@@ -119,23 +119,25 @@ def grow(
 
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
-    grown = plan(
-        located(source, revision),
-        target_config=target_config,
-        dtype=dtype,
-        allow_nonfinite=allow_nonfinite,
-        **how,
-    )
-    refuse_unreadable(grown.source)
-    # a config that transformers cannot build must fail before any work
-    _shapes(grown)
-    _warn_of_changes(grown)
-    state = _build_all(grown, backend=backend, progress=progress)
-    grown.source.refuse_changed()
-    for name, tensor in state.items() if grown.may_overflow and not allow_nonfinite else ():
-        refuse_overflow(name, tensor)
-    model = _model_of(grown, state)
-    record_when_saved(model, grown, backend, allow_nonfinite)
+    # whatever the caller's modes are, the model has numbers and can be trained
+    with torch.inference_mode(False), torch.device("cpu"):
+        grown = plan(
+            located(source, revision),
+            target_config=target_config,
+            dtype=dtype,
+            allow_nonfinite=allow_nonfinite,
+            **how,
+        )
+        refuse_unreadable(grown.source)
+        # a config that transformers cannot build must fail before any work
+        _shapes(grown)
+        _warn_of_changes(grown)
+        state = _build_all(grown, backend=backend, progress=progress)
+        grown.source.refuse_changed()
+        for name, tensor in state.items() if grown.may_overflow and not allow_nonfinite else ():
+            refuse_overflow(name, tensor)
+        model = _model_of(grown, state)
+        record_when_saved(model, grown, backend, allow_nonfinite)
     return model
 
 
@@ -277,6 +279,8 @@ def grow_checkpoint(
     )
 
 
+# whatever the caller's default device is, pieces of weights have numbers
+@torch.device("cpu")
 def carry_out(
     make_plan: Callable[[], GrowthPlan],
     settings: Settings,

@@ -74,7 +74,9 @@ def materialise(model: Any, device: torch.device | str) -> None:
         name: first.setdefault(id(p), name)
         for name, p in model.named_parameters(remove_duplicate=False)
     }
-    model.to_empty(device=device)
+    # whatever the mode is, the model can be trained
+    with torch.inference_mode(False):
+        model.to_empty(device=device)
     for name, owner in shared.items():
         kept = model.get_parameter(owner)
         # fully_shard has restored its own ties already
@@ -100,7 +102,8 @@ def restore_buffers(model: Any) -> None:
     All other tensors are marked as initialised: the caller fills them.
     """
     mark_initialised(model)
-    with guard_torch_init_functions():
+    # whatever the default device is, the values that are computed are numbers
+    with guard_torch_init_functions(), torch.device("cpu"):
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 with _local_buffers(module):

@@ -22,7 +22,10 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
+from growkern.growth.history import history_of
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.record.lineage import keep_lineage
+from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
@@ -32,6 +35,7 @@ from growkern.train.growth.models import (
     grown_model,
     layers_of,
     new_part,
+    plan_before,
     sizes_of_run,
     unfilled_model,
 )
@@ -264,6 +268,13 @@ class GrowingTrainer(SafeTrainer):
         if not self.grown:
             return None
         return new_part(step, self.growth[self.grown - 1], self._sizes[self.grown])
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Like Trainer's; a model that was grown keeps the record of its growths."""
+        super()._save(output_dir, state_dict)
+        plan = plan_before(self.model)
+        if self.args.should_save and plan is not None and misfit(plan, self.model) is None:
+            keep_lineage(history_of(self.model), Path(output_dir or str(self.args.output_dir)))
 
     # ------------------------------------------------------------ learning rate
 

@@ -134,7 +134,8 @@ def entry_factors(
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     maps, gradients = [axis_map(plan, task, *axis) for axis in axes], _gradient_maps(plan, task)
     # with AKI, entries of the next layer are counted behind those of the layer
-    before = [earlier[name] for name in (task.source, task.upper) if name in earlier]
+    sources = [name for name in (task.source, task.upper) if name is not None]
+    before = [earlier[name] for name in sources if name in earlier]
     lr = [m.scale for m in maps]
     centre: tuple[Tensor, ...] = ()
     if task.tensor.norm and not task.tensor.is_bias:

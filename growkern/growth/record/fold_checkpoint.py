@@ -23,7 +23,7 @@ from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
-from growkern.growth.record.lineage import Lineage, read_lineage_of
+from growkern.growth.record.lineage import Lineage, keep_lineage, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
@@ -83,7 +83,7 @@ def fold(
         target: directory of the grown checkpoint, or of one trained from it.
         directory: directory to create; must not exist unless `overwrite`.
         lineage: the lineage file, or its directory; default: that of `target`. Give it after
-            training into another directory, as trainers do not copy it.
+            training into another directory by a trainer that does not copy it.
         overwrite: replace an existing directory.
         dtype: dtype of the result; default the source's.
         max_shard_size: as in `save_pretrained`.
@@ -123,6 +123,8 @@ def fold(
             fold_modules(beside, new, record.space(small.output_space, None))
         # all of the grown model is read and copied now
         opened.refuse_changed()
+        # the source may have been grown itself
+        keep_lineage(record.earlier, new)
         # last, so that it covers every file
         write_manifest(new, copied)
         place.publish(overwrite=overwrite)

@@ -158,18 +158,33 @@ def lineage_text(
         "source": name_of(source) if source else "",
         **({"source_commit": on_hub.commit} if on_hub else {}),
         "source_files": without_times(files),
-        EARLIER: _earlier(plan.source.history),
+        EARLIER: records_in(plan.source.history),
         **({TRAINED: True} if trained else {}),
     }
     return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
 
 
-def _earlier(history: History) -> list[Any]:
-    """The records of the growths before this one, the latest first."""
+def records_in(history: History) -> list[Any]:
+    """The records of the growths in a history, the latest first."""
     if history.plan is None:
         return [*history.records]
     text = lineage_text(history.plan, Settings(), {}, trained=True)
     return [*history_from(json.loads(text)).records]
+
+
+def keep_lineage(history: History, directory: Path) -> None:
+    """Write the record of the growths of a model that may have been trained since, if it is known.
+
+    A record that is in the directory stays.
+
+    Args:
+        history: of the model.
+        directory: of its weights.
+    """
+    last, *earlier = records_in(history) or [None]
+    if isinstance(last, dict) and not (directory / LINEAGE_FILE).exists():
+        data = {**last, TRAINED: True, EARLIER: earlier}
+        write_lineage(json.dumps(data, indent=1, ensure_ascii=False) + "\n", directory)
 
 
 def write_lineage(text: str, directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -79,15 +78,21 @@ def sizes_of_run(
     Raises:
         GrowthError: a growth does not fit the model that the run has until then.
     """
-    config, plan = copy.deepcopy(model.config), None
+    config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
     small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
-    with contextlib.suppress(GrowthError):
-        # a record that cannot be read is the optimizer's affair
-        plan = growth_plan_of(model)
-    dtype = next(model.parameters()).dtype
     if growth:
         _refuse_own_head(model, small)
-    return [Size(config, plan), *later_sizes(small, history_of(model), dtype, growth, check)]
+    start = Size(config, plan_before(model))
+    return [start, *later_sizes(small, history_of(model), dtype, growth, check)]
+
+
+def plan_before(model: Any) -> GrowthPlan | None:
+    """The last growth of a model, if its record can be read."""
+    try:
+        return growth_plan_of(model)
+    except GrowthError:
+        # whoever needs it says so: `train.optimizer.choose`
+        return None
 
 
 def later_sizes(

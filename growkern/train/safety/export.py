@@ -15,8 +15,9 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.companions import copy_companions
 from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.staging import check_target, may_replace
+from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers
-from growkern.growth.record.lineage import DTYPES
+from growkern.growth.record.lineage import DTYPES, keep_lineage
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
@@ -70,6 +71,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
             copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
         model.to(wanted or model.dtype).save_pretrained(new)
         complete_config(new)
+        keep_lineage(history_in(checkpoint), new)
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)

@@ -201,6 +201,21 @@ def test_a_replayed_growth_is_the_same_to_the_byte(chain, tmp_path):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
+def test_a_folded_model_knows_the_growths_before(chain, tmp_path):
+    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    plan = growth_plan_of(loaded(tmp_path / "back"))
+    middle = growth_plan_of(loaded(tmp_path / "middle"))
+    same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(middle))
+    again = growkern.plan(tmp_path / "back", **EVEN, **WIDER)
+    same_factors(growth_lr_multipliers(again), growth_lr_multipliers(chain.growth_plan))
+    # and can be folded on, to the model that was never grown
+    growkern.fold(tmp_path / "back", tmp_path / "first", progress=False)
+    assert not (tmp_path / "first" / "lineage.json").exists()
+    small = loaded(tmp_path / "small").state_dict()
+    for name, weight in loaded(tmp_path / "first").state_dict().items():
+        assert torch.equal(weight, small[name]), name
+
+
 def lose(directory):
     (directory / "lineage.json").unlink()
 

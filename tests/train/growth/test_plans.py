@@ -1,6 +1,7 @@
 """Every growth of a run is planned before the run, against the model as it will be."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from transformers import TrainerCallback
 import growkern
 from growkern import GrowthError, GrowthStep, InheritanceSchedule
 from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.record.recorded import growth_plan_of
 from growkern.train.run import train
+from growkern.train.safety.export import export
 from tests.forked_ranks import on_ranks
 from tests.train.growth import ranks
 from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
@@ -84,6 +87,20 @@ def test_a_model_that_was_grown_before_the_run(tmp_path):
         # back to the size of the start
         trainer.fit_to(None)
         assert trainer.growth_plan is not None and trainer.model.config.n_embd == 32
+
+
+def test_checkpoints_and_exports_keep_the_record_of_all_growths(straight, tmp_path):
+    run, model = Path(straight.args.output_dir), straight.model
+    straight.save_model(str(tmp_path / "model"))
+    export(run, tmp_path / "exported")
+    expected = growth_lr_multipliers(model.growth_plan)
+    for place in (tmp_path / "model", tmp_path / "exported", run / f"checkpoint-{STEPS}"):
+        found = growth_lr_multipliers(growth_plan_of(type(model).from_pretrained(place)))
+        for name, factors in expected.items():
+            assert all(map(torch.equal, found[name].lr, factors.lr)), name
+        wider = growkern.plan(place, n_embd=128, n_head=16, **EVEN)
+        assert growkern.moment_findings(wider)[0].level == "exact"
+    assert not (run / "checkpoint-2" / "lineage.json").exists()
 
 
 class Changes(TrainerCallback):
