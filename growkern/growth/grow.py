@@ -279,8 +279,6 @@ def grow_checkpoint(
     )
 
 
-# whatever the caller's default device is, pieces of weights have numbers
-@torch.device("cpu")
 def carry_out(
     make_plan: Callable[[], GrowthPlan],
     settings: Settings,
@@ -320,7 +318,8 @@ def carry_out(
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
-    with staging(target, resume=resume) as place:
+    # whatever the caller's default device is, pieces of weights have numbers
+    with torch.device("cpu"), staging(target, resume=resume) as place:
         check_target(source_dir, target, overwrite)
         directory = place.open_new()
         made_of = identity(grown, layout, settings)
