@@ -81,6 +81,7 @@ def plan(
     made = make_plan(source, revision=revision, **growth)
     if as_json:
         more = {"estimate": made.estimate(ranks), "advice": made.advice()}
+        more["portability"] = made.portability()
         forecast = forecast_if_asked(made, tokens, source_tokens)
         more["recommended"] = recommendation(made, forecast)
         if forecast is not None:
@@ -172,6 +173,8 @@ def print_growth(report: Any) -> None:
     """Print the findings of a growth, and how much it wrote and how fast."""
     for finding in report.plan.findings:
         say(finding.line())
+    for line in report.plan.portability():
+        say(f"note: {line}")
     speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
     kept = f", {human(report.bytes_kept)}B of it by an earlier run" if report.bytes_kept else ""
     say(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")

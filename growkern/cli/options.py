@@ -22,6 +22,7 @@ OTHER_OPTIONS = {
     "identity_gain": "Scale inside inserted identity blocks (post-norm models). "
     "Smaller is more exact.",
     "seed": "Seed of all random choices.",
+    "portable": "Keep what other runtimes compute: head_dim, periods of layers, rope_theta.",
 }
 
 
@@ -36,8 +37,11 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for field in fields(GrowthOptions):
         choices = CHOICES.get(field.name, ())
         text = " | ".join(choices) or OTHER_OPTIONS[field.name]
+        # a switch has no form that turns it off
+        names = (f"--{field.name}",) if isinstance(field.default, bool) else ()
         option = typer.Option(
-            help=f"{text}  \\[{field.default}]",
+            *names,
+            help=text if names else f"{text}  \\[{field.default}]",
             rich_help_panel="Growth",
             autocompletion=completing(choices) if choices else None,
         )

@@ -47,6 +47,7 @@ class Family:
     softcap: str | None = None
     older: tuple[OlderKey, ...] = ()
     ties_by_value: bool = False
+    runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     # ---- sizes
 

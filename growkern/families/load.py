@@ -26,7 +26,8 @@ else:
 _KEYS = {
     "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
     "refuse spaces classes depth tensors older "
-    "ties_by_value",
+    "ties_by_value runtimes",
+    "runtimes": "head_dim layers scale",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial field",
@@ -139,6 +140,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
             for part, rows in table["tensors"].items()
         },
         ties_by_value=table.get("ties_by_value", False),
+        runtimes=_checked("runtimes", f"{where}.runtimes", table.get("runtimes", {})),
         older=tuple(
             OlderKey(name, **_checked("older", f"{where}.older.{name}", entry))
             for name, entry in table.get("older", {}).items()

@@ -63,6 +63,11 @@ class OlderKey:
         """True if the key says which layers have full attention."""
         return self.form in PATTERNS
 
+    @property
+    def is_periodic(self) -> bool:
+        """True if the key says after how many layers their kinds repeat."""
+        return self.form in ("full_first", "full_last")
+
     def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
         """The value that says the same as the new form.
 

@@ -59,6 +59,9 @@ Its sections:
     [older]     key of config.json that older software reads -> where the new form holds the same
                 (`of`), in which `form`, and `when`: the flag without which software ignores it
                 (`growkern.families.older`)
+    [runtimes]  software that does not read a value, but computes it. `head_dim`: as stream / heads,
+                `layers`: the kind of a layer from its number, `scale`: the scale of the scores from
+                head_dim, not from the `field` of [attention]
     ignored     tensors in older files that models no longer read
 """
 

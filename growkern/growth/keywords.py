@@ -25,6 +25,7 @@ class GrowthKeywords(TypedDict, total=False):
     carry: float
     identity_gain: float
     seed: int
+    portable: bool
 
     vocab_size: int
     pad_vocab_to_multiple_of: int

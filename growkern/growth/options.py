@@ -10,7 +10,7 @@ import reprlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from growkern.arguments import real_number
+from growkern.arguments import check_kind, real_number
 from growkern.errors import GrowthError, nearest
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 from growkern.seeds import check_seed
@@ -71,6 +71,10 @@ class GrowthOptions:
             input. At 1 that is eps / v. At 1e-8 it is rounding in float64, but the weights of those
             norms then hardly learn.
         seed: seed of maps, noise, routing, shares and random weights.
+        portable: keep what other software computes instead of reading it. head_dim stays
+            hidden_size / num_attention_heads in families that do not declare it. Layers are added
+            in whole periods of their kinds, rope_theta stays, and so does the relation of
+            query_pre_attn_scalar to head_dim. Sizes that do not allow this are refused.
     """
 
     method: Method = "fpi"
@@ -85,6 +89,7 @@ class GrowthOptions:
     carry: float = 1.0
     identity_gain: float = 1.0
     seed: int = 0
+    portable: bool = False
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -116,6 +121,8 @@ class GrowthOptions:
             value = getattr(self, name)
             if kind is float:
                 object.__setattr__(self, name, real_number(name, value))
+            elif kind is bool:
+                check_kind(name, value, bool, "True or False")
             elif name == "seed":
                 object.__setattr__(self, name, check_seed(value))
             elif not isinstance(value, str) or value not in CHOICES[name]:

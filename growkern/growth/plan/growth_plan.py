@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,11 +27,16 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
+from growkern.growth.plan.portable import (
+    inserted_in,
+    layers_of,
+    portability,
+    refuse_unportable,
+)
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
-from growkern.growth.space import maps
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -90,6 +94,10 @@ class GrowthPlan(Blueprint):
         """Warnings from published evidence; see `growkern.growth.plan.advice.notes.advice`."""
         return advice(self)
 
+    def portability(self) -> tuple[str, ...]:
+        """What software other than transformers makes of it (`growth.plan.portable`)."""
+        return portability(self)
+
     def forecast(self, tokens: float, source_tokens: float | None = None) -> Forecast:
         """What growth may save in training, from published savings.
 
@@ -139,7 +147,7 @@ class GrowthPlan(Blueprint):
             self,
             self.findings,
             self.estimate(ranks),
-            self.advice(),
+            (*self.portability(), *self.advice()),
             ranks,
             recommendation(self, expected),
             expected,
@@ -242,7 +250,7 @@ def plan_growth(
 
     def make(large: ModelSpec) -> GrowthPlan:
         if target_config is None:
-            large = follow_heads(opened.spec, large, dtype)
+            large = follow_heads(opened.spec, large, dtype, always=options.portable)
         return _plan_for(opened, options, large, dtype)
 
     made = made_to_fit(opened.spec, dims, target_config, make)
@@ -274,15 +282,14 @@ def _plan_for(
     """
     small, family = opened.spec, opened.spec.family
     options = with_stream(options, small, large)
-    pick = maps.stack if options.depth == "stack" else maps.interleave
+    refuse_unportable(small, large, options)
     layer_maps = {
-        stack: tuple(pick(small.size(key), large.size(key))) for stack, key in family.stacks.items()
+        stack: tuple(layers_of(small, large, key, options)) for stack, key in family.stacks.items()
     }
     inserted: set[tuple[str, int]] = set()
     if options.depth == "identity":
         for stack, layers in layer_maps.items():
-            repeats = pairwise(layers)
-            inserted |= {(stack, i) for i, (a, b) in enumerate(repeats, start=1) if a == b}
+            inserted |= {(stack, layer) for layer in inserted_in(layers)}
     tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
     if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:
         raise GrowthError(

@@ -120,7 +120,9 @@ def finish_target(
     return finished
 
 
-def follow_heads(small: ModelSpec, large: ModelSpec, dtype: torch.dtype) -> ModelSpec:
+def follow_heads(
+    small: ModelSpec, large: ModelSpec, dtype: torch.dtype, *, always: bool
+) -> ModelSpec:
     """The target whose scores are divided by the root of head_dim, where the source's are.
 
     Gemma has the square of that number in a field of its own. Runtimes such as llama.cpp do not
@@ -129,13 +131,15 @@ def follow_heads(small: ModelSpec, large: ModelSpec, dtype: torch.dtype) -> Mode
 
     Args:
         dtype: of the target's weights.
+        always: also where weights are rounded.
     """
     field, (old, new) = small.family.attention.field, (m.head_dim() for m in (small, large))
     if field is None or old == new or getattr(small.config, field) != old:
         return large
     # queries below a norm take the scale from its weight, which changes anyway
     has_norm = any(space.part == "before_norm" for space in small.family.spaces.values())
-    if dtype.itemsize == 2 and not has_norm and not math.log(new / old, 4).is_integer():
+    is_copied = dtype.itemsize == 2 and not has_norm and not math.log(new / old, 4).is_integer()
+    if is_copied and not always:
         return large
     config = copy.deepcopy(large.config)
     setattr(config, field, new)

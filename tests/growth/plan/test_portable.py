@@ -1,0 +1,206 @@
+"""What plans say of other runtimes, and growth that avoids what they get wrong."""
+
+import copy
+
+import pytest
+import torch
+
+import growkern
+from growkern.families.load import load_family, supported_families
+from tests.growth.models import Float64Everywhere, outputs, random_model
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+EVERY_3 = ["sliding_attention"] * 2 + ["full_attention"]
+
+
+def model(name, dtype=torch.float64, **config):
+    more = GEMMA if name.startswith("Gemma") else {}
+    return random_model(name, {**SIZES, **more}, dtype=dtype, **config)
+
+
+def lines(source, **how):
+    return growkern.plan(source, **how).portability()
+
+
+def said(source, word, **how):
+    return [line for line in lines(source, **how) if word in line]
+
+
+def computing_head_dim(grown):
+    """What vLLM runs: the same weights, with heads of hidden_size / num_attention_heads."""
+    other = copy.deepcopy(grown)
+    heads = other.config.num_attention_heads
+    assert other.config.head_dim == other.config.hidden_size // heads
+    return other
+
+
+def differ(a, b):
+    with Float64Everywhere():
+        a, b = outputs(a), outputs(b)
+    return max((a[k] - b[k]).abs().max().item() / b[k].abs().max().item() for k in b)
+
+
+def test_undeclared_families_are_those_whose_config_class_has_no_head_dim():
+    import transformers
+
+    for name in supported_families():
+        family = load_family(name)
+        if "head_dim" in family.config and family.config["head_dim"].field == "head_dim":
+            fields = transformers.CONFIG_MAPPING[name].__dataclass_fields__
+            assert bool(family.runtimes.get("head_dim")) == ("head_dim" not in fields), name
+
+
+@pytest.mark.parametrize(
+    ("name", "runtimes"),
+    [
+        ("Qwen2ForCausalLM", "vLLM gives"),
+        ("Olmo2ForCausalLM", "vLLM and SGLang give"),
+        ("Phi3ForCausalLM", "llama.cpp gives"),
+    ],
+)
+def test_a_head_dim_that_runtimes_compute_is_said(name, runtimes):
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    source = model(name, **tokens)
+    (line,) = said(source, "head_dim", head_dim=16)
+    assert runtimes in line
+    assert "head_dim=16 is not hidden_size=32 / num_attention_heads=4" in line
+    assert "--portable" in line
+    # an uneven width cannot keep head_dim with whole heads
+    assert said(source, "head_dim", hidden_size=36)
+    assert not lines(source, hidden_size=64)
+    with pytest.raises(growkern.GrowthError, match=r"head_dim=8 is not hidden_size=36 / num_att"):
+        growkern.plan(source, hidden_size=36, portable=True)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"])
+def test_families_that_declare_head_dim_are_left_alone(name):
+    source = model(name, head_dim=8)
+    assert not lines(source, head_dim=16)
+    (line,) = lines(source, head_dim=16, portable=True)
+    assert line == "portable: rope_theta stays"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ({"hidden_size": 64}, 8),
+        ({"hidden_size": 48, "num_hidden_layers": 7}, 6),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}, 4),
+    ],
+)
+def test_portable_keeps_what_runtimes_compute(sizes, heads):
+    source = model("Qwen2ForCausalLM")
+    grown = growkern.grow(source, portable=True, **sizes)
+    assert grown.config.num_attention_heads == heads
+    assert grown.config.rope_parameters == source.config.rope_parameters
+    assert differ(computing_head_dim(grown), source) < 1e-12
+    (line,) = grown.growth_plan.portability()
+    assert line.startswith("portable: head_dim=")
+    assert "rope_theta stays" in line
+
+
+def test_portable_refuses_another_theta():
+    for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+        with pytest.raises(growkern.GrowthError, match="would change rope_theta"):
+            growkern.plan(model(name, head_dim=8), head_dim=12, portable=True)
+
+
+# class, config, layers of the target
+PERIODS = [
+    ("Gemma2ForCausalLM", {}, 8),
+    ("Gemma3ForCausalLM", {"layer_types": EVERY_3 * 2}, 9),
+    ("Gemma3ForCausalLM", {"num_hidden_layers": 7}, 13),
+    ("ModernBertForMaskedLM", {}, 9),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "layers"), PERIODS)
+@pytest.mark.parametrize("depth", ["identity", "stack"])
+def test_portable_adds_whole_periods(name, config, layers, depth):
+    if name.startswith("Modern"):
+        config = {**config, **dict.fromkeys(("pad_token_id", "eos_token_id"), 1)}
+        config |= dict.fromkeys(("bos_token_id", "cls_token_id", "sep_token_id"), 2)
+        config |= {"num_key_value_heads": None}
+    source = model(name, **config)
+    period = {"Gemma2ForCausalLM": 2, "ModernBertForMaskedLM": 3}.get(name)
+    period = period or (3 if "layer_types" in config else 6)
+    how = {"num_hidden_layers": layers, "depth": depth}
+    if depth == "identity":
+        assert said(source, "no longer repeats", **how)
+    grown = growkern.grow(source, portable=True, **how)
+    old, new = source.config.layer_types, grown.config.layer_types
+    assert new == [old[i % period] for i in range(layers)]
+    assert not said(source, "no longer repeats", portable=True, **how)
+    plan = grown.growth_plan
+    assert set(plan.layer_maps[""]) == set(range(source.config.num_hidden_layers))
+    if depth == "identity":
+        assert plan.exact
+        assert len(plan.inserted) == layers - source.config.num_hidden_layers
+        assert differ(grown, source) < 1e-12
+    with pytest.raises(growkern.GrowthError, match=f"repeat every {period}, so portable=True tak"):
+        growkern.plan(source, portable=True, num_hidden_layers=layers + 1)
+
+
+def test_pattern_keys_are_said_in_one_line():
+    source = model("Gemma3ForCausalLM", layer_types=EVERY_3 * 2)
+    source.config.sliding_window_pattern = source.config._sliding_window_pattern = 3
+    (line,) = said(source, "config.json", num_hidden_layers=9)
+    assert line == (
+        "left out of config.json, as no value describes the new layers: sliding_window_pattern=3, "
+        "_sliding_window_pattern=3"
+    )
+    (line,) = said(source, "config.json", num_hidden_layers=8)
+    assert "sliding_window_pattern 3 -> 4" in line
+    assert not said(source, "config.json", hidden_size=64)
+
+
+def test_a_period_that_is_not_over_cannot_be_repeated():
+    source = model("Gemma3ForCausalLM", num_hidden_layers=4)
+    with pytest.raises(growkern.GrowthError, match="less than one period of 6 layers"):
+        growkern.plan(source, num_hidden_layers=10, portable=True)
+
+
+def test_gemmas_scale_is_said_and_folded():
+    source = model("Gemma2ForCausalLM", torch.bfloat16)
+    (line,) = said(source, "query_pre_attn_scalar", head_dim=16)
+    assert "query_pre_attn_scalar=8 is not head_dim=16: llama.cpp gives wrong outputs" in line
+    plan = growkern.plan(source, head_dim=16, portable=True)
+    assert plan.target_config.query_pre_attn_scalar == 16
+    assert not plan.exact  # the weights of the queries are rounded
+    assert not said(model("Gemma2ForCausalLM"), "is not head_dim", head_dim=16)
+
+
+def test_more_tokens_than_the_tokenizer_has_are_said():
+    source = model("LlamaForCausalLM")
+    (line,) = lines(source, vocab_size=64)
+    assert "no tokens for the 14 new rows" in line
+    assert not lines(source, hidden_size=64)
+
+
+def test_portable_is_recorded(tmp_path):
+    source = model("Gemma3ForCausalLM", torch.float32, layer_types=EVERY_3 * 2)
+    source.save_pretrained(tmp_path / "small")
+    how = {"num_hidden_layers": 9, "portable": True, "progress": False}
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "big", **how)
+    assert growkern.verify(tmp_path / "small", tmp_path / "big").ok
+    growkern.replay(tmp_path / "big", tmp_path / "small", tmp_path / "again", progress=False)
+    files = [tmp_path / name / "model.safetensors" for name in ("big", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    growkern.fold(tmp_path / "big", tmp_path / "folded", progress=False)
+    folded = type(source).from_pretrained(tmp_path / "folded")
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(folded.state_dict()[name], tensor), name
+
+
+def test_portable_is_a_flag():
+    with pytest.raises(growkern.GrowthError, match="portable"):
+        growkern.plan(model("LlamaForCausalLM"), hidden_size=64, portable="yes")
